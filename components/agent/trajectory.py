@@ -1,0 +1,114 @@
+"""The trajectory: exactly what the policy saw and produced, as files readable without this project.
+
+Token in, token out: `ids` holds the sampled ids verbatim and is never made again from text (DESIGN §4).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from components.config import BadInput
+from components.files import atomic_folder
+from components.sandbox.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool with its observation; `valid` is False when it did not parse or names no tool."""
+
+    name: str
+    arguments: dict[str, Any]
+    observation: str
+    valid: bool = True
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant message (`text` is decoded for people) and the calls that it made."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode. Sequences have the length of `ids`; `action_mask` is 1 on the policy's own tokens.
+
+    `sampler_logprob` is the sampler's log-probability (nats) of each own token, 0 elsewhere. `reward` is the milestone
+    reward and belongs to the last own token. `finish_reason` is stop, length (a token or context limit) or turns.
+    """
+
+    task_id: str
+    ids: tuple[int, ...]
+    action_mask: tuple[int, ...]
+    sampler_logprob: tuple[float, ...]
+    turns: tuple[Turn, ...]
+    verdicts: tuple[Verdict, ...]
+    """Every verdict in order; the last one is of the final answer and gives the reward."""
+    reward: float
+    finish_reason: str
+    policy_version: str
+    """Checkpoint digest and update count that sampled it."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The candidate's final files by workspace path."""
+
+    @property
+    def final(self) -> Verdict:
+        return self.verdicts[-1]
+
+
+def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
+    """Write `trajectories.jsonl` (all but tokens) and `tokens.safetensors` (ids, action_mask, sampler_logprob, offsets)."""
+    lines, ids, mask, logprob, offsets = [], [], [], [], [0]
+    for trajectory in trajectories:
+        record = asdict(trajectory)
+        for key in ("ids", "action_mask", "sampler_logprob"):
+            del record[key]
+        record["verdicts"] = [verdict.model_dump() for verdict in trajectory.verdicts]
+        lines.append(json.dumps(record, ensure_ascii=False))
+        ids += trajectory.ids
+        mask += trajectory.action_mask
+        logprob += trajectory.sampler_logprob
+        offsets.append(len(ids))
+    with atomic_folder(folder) as temporary:
+        (temporary / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines))
+        save_file(
+            {
+                "ids": torch.tensor(ids, dtype=torch.int32),
+                "action_mask": torch.tensor(mask, dtype=torch.uint8),
+                "sampler_logprob": torch.tensor(logprob, dtype=torch.float32),
+                "offsets": torch.tensor(offsets, dtype=torch.int64),
+            },
+            temporary / "tokens.safetensors",
+        )
+
+
+def load_trajectories(folder: Path) -> list[Trajectory]:
+    """Read what `save_trajectories` wrote; BadInput when the two files disagree."""
+    try:
+        records = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+        tokens = load_file(folder / "tokens.safetensors")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{folder}: not a folder of trajectories ({error}); give one that a stage wrote.") from error
+    offsets = tokens["offsets"].tolist()
+    if len(offsets) != len(records) + 1 or offsets[-1] != len(tokens["ids"]):
+        raise BadInput(f"{folder}: trajectories.jsonl and tokens.safetensors disagree; restore both from the same run.")
+    result = []
+    for record, start, end in zip(records, offsets[:-1], offsets[1:], strict=True):
+        turns = tuple(Turn(turn["text"], tuple(ToolCall(**call) for call in turn["calls"])) for turn in record["turns"])
+        verdicts = tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"])
+        result.append(
+            Trajectory(
+                **(record | {"turns": turns, "verdicts": verdicts}),
+                ids=tuple(tokens["ids"][start:end].tolist()),
+                action_mask=tuple(tokens["action_mask"][start:end].tolist()),
+                sampler_logprob=tuple(tokens["sampler_logprob"][start:end].tolist()),
+            )
+        )
+    return result

@@ -1,0 +1,98 @@
+"""Files with digests: atomic writes, and digests of files and folders.
+
+Every output of the pipeline is a file (or a folder) with a digest, and is written so that a kill at any moment
+leaves either the old state or the new one: write beside, flush to the disk, rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def digest_bytes(data: bytes) -> str:
+    """SHA-256 of `data` as 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """Digest of a JSON value, independent of key order and spacing."""
+    return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def digest_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
+    """Digest of every regular file below `folder`, by its POSIX path relative to it, sorted."""
+    return {
+        path.relative_to(folder).as_posix(): digest_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).as_posix() not in exclude
+    }
+
+
+def _sync_directory(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def atomic_write(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data` in one step; readers see the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `path` when the block ends well, and vanishes otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+        os.chmod(temporary, 0o755)
+        if path.exists():
+            retired = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+            os.rename(path, retired / "old")
+            os.rename(temporary, path)
+            shutil.rmtree(retired)
+        else:
+            os.rename(temporary, path)
+        _sync_directory(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    atomic_write(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

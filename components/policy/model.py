@@ -1,0 +1,83 @@
+"""Checkpoints of policies: Hugging Face folders with a manifest, and loading them.
+
+A checkpoint is a folder that transformers and vLLM load with no code of ours (safetensors, config, tokenizer), plus
+`manifest.json` with the digest of every file. A folder without a matching manifest is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from components.config import BadInput
+from components.files import atomic_folder, digest_json, digest_tree, read_json, write_json
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is and where it comes from; `digest` names the whole folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: str
+    files: dict[str, str]
+    digest: str
+    parent: str | None = None
+    dataset: str = ""
+    code: str = ""
+    params: dict[str, Any] = {}
+    figures: dict[str, float] = {}
+
+
+def save_checkpoint(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stage: str,
+    parent: str | None,
+    dataset: str,
+    code: str,
+    params: dict[str, Any],
+    figures: dict[str, float],
+) -> Manifest:
+    """Write the checkpoint in one step and return its manifest."""
+    with atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        files = digest_tree(temporary)
+        manifest = Manifest(
+            stage=stage, files=files, digest=digest_json(files), parent=parent, dataset=dataset, code=code, params=params, figures=figures
+        )
+        write_json(temporary / MANIFEST, manifest.model_dump())
+    return manifest
+
+
+def verify_checkpoint(folder: Path) -> Manifest:
+    """The manifest, once every file was found to match it; BadInput names the first that does not."""
+    try:
+        manifest = Manifest.model_validate(read_json(folder / MANIFEST))
+    except (OSError, ValueError, ValidationError) as error:
+        raise BadInput(f"{folder}: not a checkpoint, {MANIFEST} is missing or damaged; give a folder that a stage wrote.") from error
+    found = digest_tree(folder, exclude=(MANIFEST,))
+    for name in sorted(set(manifest.files) | set(found)):
+        if manifest.files.get(name) != found.get(name):
+            raise BadInput(f"{folder / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; delete the folder and run again.")
+    return manifest
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        raise BadInput(f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder.")
+    return tokenizer
+
+
+def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+    """The causal language model of a folder, in evaluation mode."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()

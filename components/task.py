@@ -1,0 +1,72 @@
+"""The kernel task: one self-contained PyTorch module to make faster.
+
+The contract is that of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
+CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. Sources are untrusted: this module parses
+them, and only a sandboxed runner ever executes them.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.config import BadInput
+from components.files import digest_bytes
+
+REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
+
+
+def normalise(code: str) -> str:
+    """The source without comments, docstrings and formatting, so that equal programs have equal text."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+class KernelTask(BaseModel):
+    """A task and what is known about it; identity is the digest of the normalised source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: str
+    ops: tuple[str, ...] = ()
+    data_source: str = "file"
+    split: Literal["train", "held_out"] = "train"
+    name: str = ""
+    level: int | None = None
+    evidence: dict[str, Any] = Field(default_factory=dict)
+
+    @cached_property
+    def task_id(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of the normalised source."""
+        return digest_bytes(normalise(self.code).encode())[:16]
+
+
+def check_contract(code: str, origin: str) -> None:
+    """Raise BadInput, naming `origin`, unless the source defines `Model`, `get_inputs` and `get_init_inputs`."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise BadInput(f"{origin}: not valid Python ({error}); mend the syntax.") from error
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    missing = [name for name in ("Model",) if name not in classes]
+    missing += [f"{name}()" for name in REQUIRED_FUNCTIONS if name not in functions]
+    if missing:
+        raise BadInput(f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); add {', '.join(missing)}.")
+
+
+def load_task(path: Path) -> KernelTask:
+    """Read one task file."""
+    try:
+        code = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: the task file cannot be read ({error}); give a readable Python file.") from error
+    check_contract(code, str(path))
+    return KernelTask(code=code, name=path.stem)
