@@ -8,14 +8,17 @@ them, and only a sandboxed runner ever executes them.
 from __future__ import annotations
 
 import ast
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow
+import pyarrow.parquet
 from pydantic import BaseModel, ConfigDict, Field
 
 from components.config import BadInput
-from components.files import digest_bytes
+from components.files import atomic_write, digest_bytes
 
 REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
 
@@ -70,3 +73,36 @@ def load_task(path: Path) -> KernelTask:
         raise BadInput(f"{path}: the task file cannot be read ({error}); give a readable Python file.") from error
     check_contract(code, str(path))
     return KernelTask(code=code, name=path.stem)
+
+
+COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
+
+
+def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
+    """Write `tasks.parquet`: the public columns first, then identity, split and the admission evidence as JSON."""
+    rows = [task.model_dump(include={"data_source", "code", "split", "name"}) | {"ops": list(task.ops), "task_id": task.task_id, "evidence": json.dumps(task.evidence, sort_keys=True)} for task in tasks]
+    table = pyarrow.table({column: [row[column] for row in rows] for column in COLUMNS})
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    atomic_write(path, sink.getvalue().to_pybytes())
+
+
+def read_tasks(path: Path) -> list[KernelTask]:
+    """Read a parquet written by `write_tasks`, or one with the public columns alone."""
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise BadInput(f"{path}: not a readable parquet of tasks ({error}); build it with cuda-agent data build.") from error
+    if rows and "code" not in rows[0]:
+        raise BadInput(f"{path}: column code is missing; a task parquet has the columns ops, data_source and code.")
+    return [
+        KernelTask(
+            code=row["code"],
+            ops=tuple(row.get("ops") or ()),
+            data_source=row.get("data_source") or "parquet",
+            split=row.get("split") or "train",
+            name=row.get("name") or "",
+            evidence=json.loads(row.get("evidence") or "{}"),
+        )
+        for row in rows
+    ]
