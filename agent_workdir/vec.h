@@ -41,7 +41,8 @@ VEC_FN vexp(float x) {
   // Two factors, since 2^128 is no float although e^88.7 is.
   const int32_t k = (int32_t)n, h = k >> 1;
   const float y = p * vec_float((h + 127) << 23) * vec_float((k - h + 127) << 23);
-  return x > 88.72283f ? __builtin_inff() : (x < -87.33654f ? 0.0f : y);
+  const float z = x > 88.72283f ? __builtin_inff() : (x < -87.33654f ? 0.0f : y);
+  return x == x ? z : x;
 }
 
 VEC_FN vlog(float x) {
@@ -63,7 +64,8 @@ VEC_FN vlog(float x) {
 
 VEC_FN vlog1p(float x) {
   const float u = 1.0f + x, d = u - 1.0f;
-  return d == 0.0f ? x : (u < __builtin_inff() ? vlog(u) * (x / d) : u);
+  const float y = vlog(u) * (x / (d == 0.0f ? 1.0f : d));
+  return d == 0.0f ? x : (u < __builtin_inff() ? y : u);
 }
 
 VEC_FN vsigmoid(float x) { return 1.0f / (1.0f + vexp(-x)); }
