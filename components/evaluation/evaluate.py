@@ -1,0 +1,245 @@
+"""Evaluate a policy on a suite: episodes in the agent loop, then each final answer measured anew in clean runners.
+
+What counts for a task is the answer that the first attempt itself declares final. It is judged again under a new epoch,
+so that nothing selects the luckiest of several noisy measurements (the paper reports the best solution of a trajectory
+by its measured speed-up, which is optimistic).
+
+Everything is durable as soon as it is known, and a rerun in the same folder continues:
+
+    out/plan.json               what is evaluated; another evaluation in the same folder is refused
+    out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
+    out/tasks/<task_id>.json    one result per task
+    out/results.json            the evaluation; written last, its presence says that it is complete
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from components.agent.loop import run_episodes
+from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.config import BadInput, Params
+from components.evaluation.metrics import Attempt, Summary, TaskResult, by_level, summarise
+from components.files import digest_json, digest_tree, read_json, write_json
+from components.policy.generate import Sampler, TransformersSampler
+from components.policy.model import MANIFEST, load_model, load_tokenizer, verify_checkpoint
+from components.progress import Progress
+from components.sandbox.pool import Candidate, Job, JudgePool
+from components.sandbox.verdict import Frozen, Verdict
+from components.task import KernelTask
+
+RESULTS = "results.json"
+
+
+class Evaluation(Frozen):
+    """All that one evaluation found; results.json holds exactly this."""
+
+    suite: str
+    suite_digest: str
+    """Digest of the task ids in order: two evaluations with equal digests are over the same tasks."""
+    policy: str
+    policy_digest: str
+    device: str
+    precision: str
+    epoch: str
+    seed: int
+    tasks: tuple[TaskResult, ...]
+    overall: Summary
+    levels: dict[str, Summary]
+    errors: int
+    """Tasks that the infrastructure failed: not misses, but not passes either."""
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """Read a results.json (or the folder that holds it); BadInput when it is missing or damaged."""
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        return Evaluation.model_validate(read_json(file))
+    except (OSError, ValueError, ValidationError) as error:
+        raise BadInput(f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); run cuda-agent evaluate again.") from error
+
+
+def evaluate(
+    params: Params,
+    policy: Path,
+    tasks: Sequence[KernelTask],
+    pool: JudgePool,
+    out: Path,
+    *,
+    epoch: str,
+    progress: Progress,
+    seed: int,
+) -> Evaluation:
+    """Evaluate the checkpoint folder `policy` on `tasks` and leave the evidence in `out` (see the module's text).
+
+    `epoch` names this evaluation to the judge: measurements are shared inside it and never across. Raises BadInput when
+    `out` holds a different evaluation or `policy` is not a loadable model.
+    """
+    if not tasks:
+        raise BadInput(f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one.")
+    plan = _plan(params, policy, tasks, epoch, seed)
+    _claim(out, plan)
+    if (out / RESULTS).is_file():
+        return load_evaluation(out)
+
+    episodes = _episodes(params, policy, tasks, pool, out, epoch=epoch, progress=progress, seed=seed)
+    results = _measure(tasks, episodes, pool, out / "tasks", epoch=epoch, progress=progress)
+    evaluation = Evaluation(
+        suite=params.evaluation.suite,
+        suite_digest=plan["suite_digest"],
+        policy=str(policy),
+        policy_digest=plan["policy_digest"],
+        device=params.device,
+        precision=params.precision,
+        epoch=epoch,
+        seed=seed,
+        tasks=tuple(results),
+        overall=summarise(results),
+        levels=by_level(results),
+        errors=sum(result.error for result in results),
+    )
+    write_json(out / RESULTS, evaluation.model_dump(mode="json"))
+    return evaluation
+
+
+def _plan(params: Params, policy: Path, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
+    """What tells this evaluation from any other."""
+    if not (policy / "config.json").is_file():
+        raise BadInput(f"{policy}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder.")
+    has_manifest = (policy / MANIFEST).is_file()
+    return {
+        "policy_digest": verify_checkpoint(policy).digest if has_manifest else digest_json(digest_tree(policy)),
+        "suite_digest": digest_json([task.task_id for task in tasks]),
+        "evaluation": params.evaluation.model_dump(mode="json"),
+        "policy": {"prompt": params.policy.prompt, "context": params.policy.context, "batch": params.policy.batch},
+        "sandbox": params.sandbox.model_dump(mode="json"),
+        "device": params.device,
+        "precision": params.precision,
+        "epoch": epoch,
+        "seed": seed,
+    }
+
+
+def _claim(out: Path, plan: dict[str, Any]) -> None:
+    file = out / "plan.json"
+    if not file.is_file():
+        write_json(file, plan)
+        return
+    found = read_json(file)
+    different = sorted(key for key in plan if found.get(key) != plan[key])
+    if different:
+        raise BadInput(f"{out}: holds another evaluation (its {', '.join(different)} differ); give another folder or delete this one.")
+
+
+def _episodes(
+    params: Params,
+    policy: Path,
+    tasks: Sequence[KernelTask],
+    pool: JudgePool,
+    out: Path,
+    *,
+    epoch: str,
+    progress: Progress,
+    seed: int,
+) -> list[list[Trajectory]]:
+    """The attempts of every task. Batches of tasks are the unit of resumption; their cut depends on parameters only."""
+    attempts = params.evaluation.attempts
+    size = max(1, params.policy.batch // attempts)
+    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
+    sampler: Sampler | None = None
+    tokenizer = load_tokenizer(policy)
+    found: list[list[Trajectory]] = []
+    for index, batch in enumerate(batches):
+        folder = out / "episodes" / f"{index:04d}"
+        if folder.is_dir():
+            trajectories = load_trajectories(folder)
+        else:
+            sampler = sampler or _sampler(params, policy)
+            before = len(found) * attempts
+
+            def on_progress(finished: int, _: int, before: int = before) -> None:
+                progress.update("evaluation", before + finished, len(tasks) * (attempts + 1))
+
+            trajectories = run_episodes(
+                [task for task in batch for _ in range(attempts)],
+                params=params,
+                sampler=sampler,
+                tokenizer=tokenizer,
+                pool=pool,
+                # Not an evaluation epoch: the judge spares episodes the compile baseline where no milestone needs it.
+                epoch=f"episodes/{epoch}",
+                seed=seed * 1_000_003 + index,
+                max_turns=params.evaluation.max_turns,
+                max_new_tokens=params.evaluation.max_new_tokens,
+                temperature=params.evaluation.temperature,
+                on_progress=on_progress,
+            )
+            save_trajectories(folder, trajectories)
+        found += [trajectories[start : start + attempts] for start in range(0, len(trajectories), attempts)]
+    return found
+
+
+def _sampler(params: Params, policy: Path) -> Sampler:
+    model = load_model(policy, dtype=getattr(torch, params.engine.dtype), device=params.device)
+    return TransformersSampler(model, load_tokenizer(policy), batch=params.policy.batch, version=policy.name)
+
+
+def _measure(
+    tasks: Sequence[KernelTask],
+    episodes: list[list[Trajectory]],
+    pool: JudgePool,
+    folder: Path,
+    *,
+    epoch: str,
+    progress: Progress,
+) -> list[TaskResult]:
+    """One result per task, in the suite's order; a task that stands twice in the suite is measured once."""
+    first = {task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, episodes, strict=True)))}
+    results: dict[str, TaskResult] = {}
+    pending: dict[Future[Verdict], str] = {}
+    for task_id, (task, attempts) in first.items():
+        file = folder / f"{task_id}.json"
+        if file.is_file():
+            results[task_id] = TaskResult.model_validate(read_json(file))
+        elif not attempts[0].files:
+            # Nothing was written, so there is nothing to measure: the episode's own verdict stands.
+            results[task_id] = _result(task, attempts, attempts[0].final)
+            write_json(file, results[task_id].model_dump(mode="json"))
+        else:
+            pending[pool.submit(Job(task, Candidate.of(attempts[0].files), f"evaluation/final/{epoch}"))] = task_id
+
+    sampled = sum(map(len, episodes))
+    for future in as_completed(pending):
+        task_id = pending[future]
+        task, attempts = first[task_id]
+        results[task_id] = _result(task, attempts, future.result())
+        write_json(folder / f"{task_id}.json", results[task_id].model_dump(mode="json"))
+        passed = sum(result.correct for result in results.values()) / len(results)
+        progress.update("evaluation", sampled + len(results), sampled + len(tasks), pass_rate=passed)
+    return [results[task.task_id].model_copy(update={"name": task.name, "level": task.level}) for task in tasks]
+
+
+def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict) -> TaskResult:
+    return TaskResult(
+        task_id=task.task_id,
+        name=task.name,
+        ops=task.ops,
+        level=task.level,
+        status=verdict.status,
+        reason=verdict.reason,
+        milestone=verdict.milestone,
+        seconds=verdict.seconds,
+        speedup=verdict.speedup,
+        attempts=tuple(
+            Attempt(status=attempt.final.status, reward=attempt.reward, turns=len(attempt.turns), finish_reason=attempt.finish_reason) for attempt in attempts
+        ),
+        source=task.code,
+        files=attempts[0].files,
+        evidence=verdict.evidence,
+    )

@@ -1,0 +1,91 @@
+"""Suites: where the tasks of an evaluation come from.
+
+`held-out` is the held-out split of the run's data set. A path may be a folder of task files, a KernelBench checkout
+(`KernelBench/level1` to `level4`, the level is the folder's), or parquet: ours, the public data set's columns, or
+KernelBench's Hugging Face layout (`code, level, name, problem_id`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from components.config import BadInput, Params
+from components.task import KernelTask, check_contract, load_task, read_tasks
+
+HELD_OUT = "held-out"
+LEVEL_FOLDER = re.compile(r"level_?(\d+)")
+
+
+def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
+    """The tasks of `evaluation.suite`, in a fixed order. `dataset` is the run's data set: its folder or its parquet.
+
+    Raises BadInput when the suite does not exist, holds no task, or holds a file that is not a task.
+    """
+    suite = params.evaluation.suite
+    if suite == HELD_OUT:
+        path = dataset / "tasks.parquet" if dataset.is_dir() else dataset
+        tasks = [task for task in read_tasks(path) if task.split == "held_out"]
+        if not tasks:
+            raise BadInput(f"{path}: the data set has no held-out tasks; build it with data.held_out of at least 1.")
+        return tasks
+    path = Path(suite)
+    if path.is_file() and path.suffix == ".parquet":
+        tasks = _from_parquet(path)
+    elif path.is_file() and path.suffix == ".py":
+        tasks = [load_task(path)]
+    elif path.is_dir():
+        tasks = _from_folder(path)
+    else:
+        raise BadInput(f"evaluation.suite: {suite} is neither {HELD_OUT}, nor a folder, a task file or a parquet file; give one of these.")
+    if not tasks:
+        raise BadInput(f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench checkout or a parquet file.")
+    return tasks
+
+
+def _from_folder(folder: Path) -> list[KernelTask]:
+    nested = folder / "KernelBench"
+    root = nested if nested.is_dir() else folder
+    levels = sorted(path for path in root.iterdir() if path.is_dir() and LEVEL_FOLDER.fullmatch(path.name))
+    if levels:
+        return [task.model_copy(update={"level": _level(path)}) for path in levels for task in _task_files(path)]
+    if files := sorted(root.glob("*.parquet")):
+        return [task for file in files for task in _from_parquet(file)]
+    return _task_files(root)
+
+
+def _level(folder: Path) -> int:
+    found = LEVEL_FOLDER.fullmatch(folder.name)
+    assert found is not None, "only level folders are asked"
+    return int(found[1])
+
+
+def _task_files(folder: Path) -> list[KernelTask]:
+    """Task files by the number that KernelBench puts before their names, then by name."""
+    files = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
+
+    def order(path: Path) -> tuple[int, str]:
+        number = re.match(r"\d+", path.name)
+        return (int(number[0]) if number else 0, path.name)
+
+    return [load_task(path) for path in sorted(files, key=order)]
+
+
+def _from_parquet(path: Path) -> list[KernelTask]:
+    try:
+        columns = set(pyarrow.parquet.read_schema(path).names)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise BadInput(f"{path}: not a readable parquet file ({error}); give a data set or KernelBench's parquet.") from error
+    if not {"code", "level", "name"} <= columns:
+        tasks = read_tasks(path)
+        for index, task in enumerate(tasks):
+            check_contract(task.code, f"{path}: row {index}")
+        return tasks
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    rows.sort(key=lambda row: (row["level"], row.get("problem_id") or 0, row["name"]))
+    for row in rows:
+        check_contract(row["code"], f"{path}: {row['name']}")
+    return [KernelTask(code=row["code"], data_source="KernelBench", name=row["name"].removesuffix(".py"), level=int(row["level"])) for row in rows]
