@@ -1,0 +1,159 @@
+"""Memory that the judge and a sandboxed process share: host memory by memfd, device memory by the CUDA driver.
+
+The only thing that crosses is a file descriptor; the layout is fixed by the judge. On cuda the driver's virtual-memory
+API exports an allocation as a POSIX file descriptor, which crosses bubblewrap's namespaces (seen on an H200).
+This file is imported on both sides of the sandbox and imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies: byte offset, shape, dtype name (`float32`)."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
+
+def layout(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
+    """Aligned slots for tensors of the given shapes and dtypes, one after the other, and the bytes they take."""
+    slots, offset = [], 0
+    for shape, dtype in specs:
+        slot = Slot(offset, tuple(shape), dtype)
+        slots.append(slot)
+        offset += -(-slot.bytes // ALIGNMENT) * ALIGNMENT
+    return slots, max(offset, ALIGNMENT)
+
+
+class HostBuffer:
+    """`size` bytes of shared host memory."""
+
+    def __init__(self, size: int, fd: int | None = None):
+        self.fd = os.memfd_create("buffer") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, size)
+        self.size = size
+        self.map = mmap.mmap(self.fd, size)
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """A view of the slot; no copy."""
+        count = torch.Size(slot.shape).numel()
+        return torch.frombuffer(self.map, dtype=getattr(torch, slot.dtype), count=count, offset=slot.offset).view(slot.shape)
+
+    def raw(self) -> torch.Tensor:
+        return torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes with the last tensor that views it."""
+        os.close(self.fd)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requested_handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_handle_meta_data", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 32),
+    )
+
+
+class _AccessDescriptor(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+POSIX_FILE_DESCRIPTOR = 1
+PINNED = 1
+DEVICE = 1
+READ_WRITE = 3
+
+
+def _driver() -> ctypes.CDLL:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")  # makes the primary context current
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        raise RuntimeError(f"{call} failed with CUDA driver error {result}")
+
+
+class _DeviceArray:
+    """Raw device memory in the form that torch.as_tensor wraps without a copy."""
+
+    def __init__(self, pointer: int, size: int):
+        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+class DeviceBuffer:
+    """`size` bytes of shared memory of the current CUDA device (CUDA driver API, section Virtual Memory Management)."""
+
+    def __init__(self, size: int, fd: int | None = None):
+        driver = _driver()
+        properties = _AllocationProperties(type=PINNED, requested_handle_types=POSIX_FILE_DESCRIPTOR, location=_Location(DEVICE, torch.cuda.current_device()))
+        granularity = ctypes.c_size_t()
+        _check(driver.cuMemGetAllocationGranularity(ctypes.byref(granularity), ctypes.byref(properties), 0), "cuMemGetAllocationGranularity")
+        self.size = -(-size // granularity.value) * granularity.value
+        handle = ctypes.c_ulonglong()
+        if fd is None:
+            _check(driver.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(self.size), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")
+            exported = ctypes.c_int()
+            _check(driver.cuMemExportToShareableHandle(ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")
+            self.fd = exported.value
+        else:
+            _check(driver.cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), POSIX_FILE_DESCRIPTOR), "cuMemImportFromShareableHandle")
+            self.fd = fd
+        pointer = ctypes.c_ulonglong()
+        zero = ctypes.c_ulonglong(0)
+        _check(driver.cuMemAddressReserve(ctypes.byref(pointer), ctypes.c_size_t(self.size), ctypes.c_size_t(0), zero, zero), "cuMemAddressReserve")
+        _check(driver.cuMemMap(pointer, ctypes.c_size_t(self.size), ctypes.c_size_t(0), handle, zero), "cuMemMap")
+        access = _AccessDescriptor(_Location(DEVICE, torch.cuda.current_device()), READ_WRITE)
+        _check(driver.cuMemSetAccess(pointer, ctypes.c_size_t(self.size), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")
+        _check(driver.cuMemRelease(handle), "cuMemRelease")
+        self._pointer = pointer
+        self._driver = driver
+        self._bytes: torch.Tensor | None = torch.as_tensor(_DeviceArray(pointer.value, self.size), device="cuda")
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        return self.raw()[slot.offset : slot.offset + slot.bytes].view(getattr(torch, slot.dtype)).view(slot.shape)
+
+    def raw(self) -> torch.Tensor:
+        assert self._bytes is not None, "the buffer is closed"
+        return self._bytes
+
+    def close(self) -> None:
+        """Unmap and free; no view may be used afterwards."""
+        torch.cuda.synchronize()
+        self._bytes = None
+        self._driver.cuMemUnmap(self._pointer, ctypes.c_size_t(self.size))
+        self._driver.cuMemAddressFree(self._pointer, ctypes.c_size_t(self.size))
+        os.close(self.fd)
+
+
+Buffer = HostBuffer | DeviceBuffer
+
+
+def make(device: str, size: int, fd: int | None = None) -> Any:
+    """A new shared buffer on `device`, or the mapping of one received as `fd`."""
+    return (DeviceBuffer if device == "cuda" else HostBuffer)(size, fd)

@@ -1,0 +1,160 @@
+"""Building a candidate's kernels, inside the same walls, once per content.
+
+Only the kernels are compiled: the binding module (pybind11) is compiled once per machine and linked, so that a cpu
+candidate builds in a fraction of a second instead of the ten or more that torch's headers cost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pybind11
+
+from components.config import PROJECT, BadInput, Device, Sandbox
+from components.files import atomic_write, digest_json
+from components.sandbox import isolation
+from components.sandbox.nursery import InfrastructureError
+
+TEMPLATE = PROJECT / "agent_workdir"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+CPU_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC", "-fvisibility=hidden")
+CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
+MAX_LIBRARY_BYTES = 64 << 20
+MAX_MEMORY_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Build:
+    """A built library, or why there is none: the compiler's words, or `forbidden` for a symbol that may not be imported."""
+
+    library: Path | None
+    log: str = ""
+    symbols: tuple[str, ...] = ()
+    timed_out: bool = False
+
+
+def compiler(device: Device) -> str:
+    """The path of g++ or nvcc; BadInput with the mend when there is none."""
+    name = "nvcc" if device == "cuda" else "g++"
+    path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    if path is None:
+        mend = "install the CUDA toolkit or put nvcc on PATH" if device == "cuda" else "run apt-get install -y g++"
+        raise BadInput(f"device={device}: the compiler {name} is not installed; {mend}.")
+    return path
+
+
+def _architecture() -> list[str]:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return [f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}"]
+
+
+class Builder:
+    """Builds by content: equal kernels, flags and template give the library that is already there."""
+
+    def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
+        self.sandbox = sandbox
+        self.device = device
+        self.cache = cache.resolve()
+        self.cache.mkdir(parents=True, exist_ok=True)
+        self.compiler = compiler(device)
+        self.includes = [f"-I{TEMPLATE}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+        self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else list(CPU_FLAGS)
+        template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
+        self.base = digest_json([template, self.flags, self.compiler, pybind11.__version__, SUFFIX])
+        self.binding = self.cache / f"binding-{self.base[:32]}.o"
+        self.binding_symbols = self._make_binding()
+
+    def _make_binding(self) -> frozenset[str]:
+        symbols = self.binding.with_suffix(".symbols")
+        if not symbols.exists():
+            with self._folder() as folder:
+                host = compiler("cpu")
+                command = [host, "-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", *self.includes, "-c", str(TEMPLATE / "binding.cpp"), "-o", f"{folder}/out/binding.o"]
+                result = self._confined(folder, command)
+                if result.returncode != 0:
+                    raise InfrastructureError(f"binding.cpp does not compile: {result.stderr[-2000:]}")
+                names = self._confined(folder, [*self._nm(), f"{folder}/out/binding.o"]).stdout
+                atomic_write(self.binding, Path(folder, "out", "binding.o").read_bytes())
+                atomic_write(symbols, names)
+        return frozenset(symbols.read_text().split())
+
+    def _nm(self) -> list[str]:
+        return [shutil.which("nm") or "nm", "--undefined-only", "--just-symbol-name"]
+
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        folder = tempfile.TemporaryDirectory(dir=self.cache, prefix="build-", ignore_cleanup_errors=True)
+        for name in ("in", "out"):
+            Path(folder.name, name).mkdir()
+        os.chmod(folder.name, 0o755)
+        if os.getuid() == 0:
+            os.chown(Path(folder.name, "out"), isolation.NOBODY, isolation.NOBODY)
+        return folder
+
+    def _confined(self, folder: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run one compiler command with the sources read-only and only `out` writable."""
+        pass_fds: tuple[int, ...] = ()
+        environment = None
+        if self.sandbox.isolation == "bubblewrap":
+            cuda_home = Path(self.compiler).resolve().parent.parent
+            outside = [str(cuda_home)] if self.device == "cuda" and not str(cuda_home).startswith("/usr") else []
+            read_only = [*isolation.python_paths(), str(TEMPLATE), str(self.cache), *outside]
+            walls = isolation.bubblewrap(device="cpu", read_only=read_only, writable=[f"{folder}/out"], temporary_bytes=1 << 29, keep_capabilities=False)
+            filter_fd = os.memfd_create("seccomp")
+            os.write(filter_fd, isolation.seccomp_program("baseline"))
+            os.lseek(filter_fd, 0, os.SEEK_SET)
+            pass_fds = (filter_fd,)
+            limits = isolation.confined(command, memory_bytes=MAX_MEMORY_BYTES, file_bytes=MAX_LIBRARY_BYTES, seconds=self.sandbox.build_seconds)
+            command = [*walls[:-1], "--setenv", "TMPDIR", "/tmp", "--seccomp", str(filter_fd), "--", *limits]
+        else:
+            environment = os.environ | {"TMPDIR": f"{folder}/out"}
+        try:
+            return subprocess.run(
+                command, capture_output=True, text=True, errors="replace", pass_fds=pass_fds, stdin=subprocess.DEVNULL, env=environment, timeout=self.sandbox.build_seconds, check=False
+            )
+        finally:
+            for descriptor in pass_fds:
+                os.close(descriptor)
+
+    def build(self, files: dict[str, str]) -> Build:
+        """Compile and link `kernels/*`; the result is cached by content, failures too (a compiler is deterministic)."""
+        sources = {name: text for name, text in sorted(files.items()) if self._is_source(name)}
+        if not sources:
+            return Build(None, "kernels/ holds no source file: write kernels/NAME" + (".cu" if self.device == "cuda" else ".cpp"))
+        headers = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/") and name.endswith((".h", ".cuh", ".hpp"))}
+        stem = self.cache / digest_json([self.base, sources, headers])[:32]
+        library, symbols, failed = (stem.with_suffix(s) for s in (".so", ".symbols", ".failed"))
+        if symbols.exists():
+            return Build(library, symbols=tuple(symbols.read_text().split()))
+        if failed.exists():
+            return Build(None, failed.read_text())
+        with self._folder() as folder:
+            for name, text in (sources | headers).items():
+                path = Path(folder, "in", name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            out = Path(folder, "out", "library.so")
+            units = [f"{folder}/in/{name}" for name in sources]
+            command = [self.compiler, *self.flags, *self.includes, f"-I{folder}/in/kernels", "-shared", *units, str(self.binding), "-o", str(out)]
+            try:
+                result = self._confined(folder, command)
+            except subprocess.TimeoutExpired:
+                return Build(None, f"the build took longer than {self.sandbox.build_seconds:g} s", timed_out=True)
+            if result.returncode != 0 or not out.is_file() or out.is_symlink():
+                log = (result.stderr + result.stdout).replace(f"{folder}/in/", "").replace(str(TEMPLATE) + "/", "")
+                atomic_write(failed, log[:8000])
+                return Build(None, log[:8000])
+            names = self._confined(folder, [*self._nm(), "-D", str(out)]).stdout
+            atomic_write(library, out.read_bytes())
+            atomic_write(symbols, names)  # last: its presence says that the library is complete
+        return Build(library, symbols=tuple(names.split()))
+
+    def _is_source(self, name: str) -> bool:
+        return name.startswith("kernels/") and name.count("/") == 1 and name.endswith((".cu", ".cpp") if self.device == "cuda" else (".cpp",))

@@ -1,0 +1,151 @@
+"""What runs inside the sandbox: a zygote that has torch loaded, and the runners that it forks.
+
+    python runner.py FD DEVICE
+
+Importing torch takes seconds; a fork takes milliseconds. So a trusted zygote imports it once and forks a runner for
+every piece of untrusted code. The runner walls itself off from the zygote (new PID, mount, IPC namespaces, private
+/workspace and /proc), drops every capability and privilege, takes the system-call filter, says who it is (the kernel
+vouches for its PID) and only then loads code. It is thrown away afterwards. The zygote runs no untrusted code.
+
+Trusted side -> runner: JSON with descriptors. Runner -> trusted side: one letter, then text or numbers that the judge
+checks for length and never believes: what counts is the shared memory, and the clock that the judge holds.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+
+import arms  # noqa: I001, E402  (a neighbour inside the sandbox, where the project is no package)
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID = 0x00020000, 0x08000000, 0x04000000, 0x20000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 1 << 18
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 4, 24, 38, 22
+NOBODY = 65534
+MESSAGE_BYTES = 1 << 20
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, call: str) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
+
+
+def receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    """One JSON message of the judge and the descriptors that came with it; ({}, []) at the end."""
+    data, ancillary, _, _ = connection.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(64 * 4))
+    descriptors = array.array("i")
+    for _, kind, payload in ancillary:
+        if kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    return (json.loads(data) if data else {}), list(descriptors)
+
+
+def wall_off(header: dict, keep: set[int]) -> None:
+    """Become harmless: everything a runner must lose before it may load untrusted code."""
+    check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
+    size = f"size={header['temporary_bytes']},mode=0777".encode()
+    check(libc.mount(b"tmpfs", b"/workspace", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /workspace")
+    if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
+        # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
+        check(libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV, b"size=4096"), "mount /proc")
+    for descriptor in map(int, os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else range(256)):
+        if descriptor not in keep and descriptor > 2:
+            try:
+                os.close(descriptor)
+            except OSError:
+                continue
+    os.chdir("/workspace")
+    for name, value in header["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    if os.getuid() == 0:
+        os.setgroups([])
+        for capability in range(64):
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    no_capabilities = struct.pack("IIIIII", 0, 0, 0, 0, 0, 0)
+    check(libc.capset(struct.pack("Ii", 0x20080522, 0), no_capabilities), "capset")
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl DUMPABLE")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl NO_NEW_PRIVS")
+    if header["seccomp"]:
+        code = bytes.fromhex(header["seccomp"])
+        memory = ctypes.create_string_buffer(code, len(code))
+        program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(memory))
+        check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program, len(program)), 0, 0), "prctl SECCOMP")
+
+
+def runner(connection: socket.socket, header: dict, descriptors: list[int], walled: bool) -> None:
+    """The life of one runner; never returns."""
+    code = 1
+    try:
+        if walled:
+            wall_off(header, {connection.fileno(), *descriptors})
+        else:
+            os.makedirs(header["folder"], exist_ok=True)
+            os.chdir(header["folder"])
+        connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
+        torch.set_num_threads(header["threads"])
+        arms.serve(connection, header, descriptors, receive)
+        code = 0
+    except MemoryError:
+        connection.send(b"Mout of memory")
+    except (SystemExit, KeyboardInterrupt) as error:
+        connection.send(b"Eexit " + repr(error).encode()[:200])
+    except BaseException as error:  # the boundary: whatever untrusted code raises becomes a message
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        text = "".join(traceback.format_exception(error, limit=-6))[-6000:]
+        try:
+            connection.send((b"M" if out_of_memory else b"E") + text.encode(errors="replace"))
+        except OSError:
+            code = 2
+    os._exit(code)
+
+
+def zygote(control: socket.socket, walled: bool) -> None:
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    while True:
+        header, descriptors = receive(control)
+        if not header:
+            os._exit(0)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                control.close()
+                connection = socket.socket(fileno=descriptors[0])
+                if walled:
+                    check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID), "unshare")
+                if os.fork() == 0:
+                    runner(connection, header, descriptors[1:], walled)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(3)
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    device = sys.argv[2]
+    if device == "cpu":
+        import torch._dynamo
+        import torch._inductor.compile_fx  # noqa: F401  (the compile baseline needs seconds for this import alone)
+    torch.set_num_threads(1)
+    zygote(socket.socket(fileno=int(sys.argv[1])), walled=sys.argv[3] == "walled")
