@@ -20,49 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-
 from components.agent.loop import run_episodes
+
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.config import BadInput, Params
-from components.evaluation.metrics import Attempt, Summary, TaskResult, by_level, summarise
+from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
+from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.files import digest_json, digest_tree, read_json, write_json
 from components.policy.generate import Sampler, TransformersSampler
 from components.policy.model import MANIFEST, load_model, load_tokenizer, verify_checkpoint
 from components.progress import Progress
 from components.sandbox.pool import Candidate, Job, JudgePool
-from components.sandbox.verdict import Frozen, Verdict
+from components.sandbox.verdict import Verdict
 from components.task import KernelTask
-
-RESULTS = "results.json"
-
-
-class Evaluation(Frozen):
-    """All that one evaluation found; results.json holds exactly this."""
-
-    suite: str
-    suite_digest: str
-    """Digest of the task ids in order: two evaluations with equal digests are over the same tasks."""
-    policy: str
-    policy_digest: str
-    device: str
-    precision: str
-    epoch: str
-    seed: int
-    tasks: tuple[TaskResult, ...]
-    overall: Summary
-    levels: dict[str, Summary]
-    errors: int
-    """Tasks that the infrastructure failed: not misses, but not passes either."""
-
-
-def load_evaluation(path: Path) -> Evaluation:
-    """Read a results.json (or the folder that holds it); BadInput when it is missing or damaged."""
-    file = path / RESULTS if path.is_dir() else path
-    try:
-        return Evaluation.model_validate(read_json(file))
-    except (OSError, ValueError, ValidationError) as error:
-        raise BadInput(f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); run cuda-agent evaluate again.") from error
 
 
 def evaluate(

@@ -1,0 +1,183 @@
+"""Charts as inline SVG: a handful of small functions, no library, sharp at any size, coloured by the page's own style.
+
+Every function returns finished markup. Labels are escaped here; numbers are formatted here; colours are classes of the
+page's style sheet, so that the same drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 560, 240
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: points in order, and a band of (low, high) around it where its uncertainty is known."""
+
+    label: str
+    colour: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    band: Sequence[tuple[float, float]] = ()
+    dashed: bool = False
+
+
+def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, y_range: tuple[float, float] | None = None, whole_x: bool = False) -> Markup:
+    """Lines over a common x axis; empty markup when there is no point to draw."""
+    xs = [x for line in series for x in line.xs]
+    ys = [y for line in series for y in line.ys] + [edge for line in series for pair in line.band for edge in pair]
+    if not xs:
+        return Markup("")
+    x_low, x_high = min(xs), max(xs)
+    y_low, y_high = y_range or _padded(min(ys), max(ys))
+    x = _scale(x_low, x_high if x_high > x_low else x_low + 1, LEFT, WIDTH - RIGHT)
+    y = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP)
+    parts = _axes(x, y, _ticks(x_low, x_high, whole=whole_x), _ticks(y_low, y_high), x_label, y_label)
+    for line in series:
+        points = [(x(a), y(b)) for a, b in zip(line.xs, line.ys, strict=True)]
+        if line.band:
+            edge = [(x(a), y(low)) for a, (low, _) in zip(line.xs, line.band, strict=True)]
+            edge += [(x(a), y(high)) for a, (_, high) in reversed(list(zip(line.xs, line.band, strict=True)))]
+            parts.append(f'<polygon class="band {line.colour}" points="{_points(edge)}"/>')
+        parts.append(f'<polyline class="line {line.colour}{" dashed" if line.dashed else ""}" points="{_points(points)}"/>')
+        if len(points) <= 40:
+            parts += [f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in points]
+    return _svg(parts, f"{y_label} by {x_label}") + legend([(line.label, line.colour) for line in series])
+
+
+def stacked_shares(xs: Sequence[float], shares: Mapping[str, tuple[str, Sequence[float]]], *, x_label: str) -> Markup:
+    """Areas that add up to one at every x; `shares` maps a label to its colour and values, drawn from the bottom up."""
+    if not xs:
+        return Markup("")
+    if len(xs) == 1:
+        # One step is still an area: draw it one step wide.
+        xs, shares = [xs[0], xs[0] + 1], {label: (colour, [values[0]] * 2) for label, (colour, values) in shares.items()}
+    x = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    y = _scale(0, 1, HEIGHT - BOTTOM, TOP)
+    floor = [0.0] * len(xs)
+    areas = []
+    for colour, values in shares.values():
+        top = [low + value for low, value in zip(floor, values, strict=True)]
+        outline = [(x(a), y(b)) for a, b in zip(xs, top, strict=True)] + [(x(a), y(b)) for a, b in reversed(list(zip(xs, floor, strict=True)))]
+        areas.append(f'<polygon class="area {colour}" points="{_points(outline)}"/>')
+        floor = top
+    ticks = [(value, f"{value:.0%}") for value in (0, 0.25, 0.5, 0.75, 1)]
+    parts = areas + _axes(x, y, _ticks(min(xs), max(xs), whole=True), ticks, x_label, "share of trajectories")
+    return _svg(parts, "milestone shares by step") + legend([(label, colour) for label, (colour, _) in shares.items()])
+
+
+def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
+    """Counts of speed-ups in bins of a factor of the square root of two, side by side by group (label, colour, ratios)."""
+    ratios = [ratio for _, _, values in groups for ratio in values]
+    if not ratios:
+        return Markup("")
+    low = min(-2, math.floor(2 * math.log2(min(ratios))))
+    high = max(2, math.floor(2 * math.log2(max(ratios))) + 1)
+    bins = high - low
+    counts = [[sum(math.floor(2 * math.log2(value)) - low == index for value in values) for index in range(bins)] for _, _, values in groups]
+    top = max(max(row) for row in counts)
+    x = _scale(low / 2, high / 2, LEFT, WIDTH - RIGHT)
+    y = _scale(0, top * 1.08, HEIGHT - BOTTOM, TOP)
+    slot = (x(0.5) - x(0)) / (len(groups) + 0.35)
+    bars = []
+    for group, ((_, colour, _), row) in enumerate(zip(groups, counts, strict=True)):
+        for index, count in enumerate(row):
+            left = x((low + index) / 2) + slot * (0.175 + group)
+            bars.append(f'<rect class="fill {colour}" x="{left:.1f}" y="{y(count):.1f}" width="{max(slot - 1, 1):.1f}" height="{y(0) - y(count):.1f}"/>')
+    stride = max(1, math.ceil((high - low) / 2 / 10))
+    x_ticks = [(float(power), _times(2.0**power)) for power in range(math.ceil(low / 2), math.floor(high / 2) + 1, stride)]
+    parts = _axes(x, y, x_ticks, _ticks(0, top, whole=True), x_label, "tasks")
+    parts += [*bars, f'<line class="even" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>']
+    return _svg(parts, x_label) + legend([(label, colour) for label, colour, _ in groups])
+
+
+def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 190) -> Markup:
+    """Horizontal bars (label, value, text, colour) on one common scale from zero."""
+    largest = max((value for _, value, _, _ in rows), default=0)
+    if largest <= 0:
+        return Markup("")
+    room, step = WIDTH - label_width - 90, 24
+    parts = []
+    for index, (label, value, text, colour) in enumerate(rows):
+        top = index * step + 4
+        parts.append(f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>')
+        parts.append(f'<rect class="fill {colour}" x="{label_width}" y="{top}" width="{max(room * value / largest, 1.5):.1f}" height="17" rx="2"/>')
+        parts.append(f'<text class="label" x="{label_width + max(room * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>')
+    return _svg(parts, "bars", height=step * len(rows) + 6)
+
+
+def whisker(estimate: float, low: float, high: float) -> Markup:
+    """A ratio with its interval on a small logarithmic axis from 1/8 to 8; the centre line is "equally fast"."""
+    x = _scale(-3, 3, 2, 118)
+
+    def place(value: float) -> float:
+        return x(max(-3.0, min(3.0, math.log2(value)))) if value > 0 else x(-3)
+
+    colour = "good" if low > 1 else "bad" if high < 1 else "muted"
+    return Markup(
+        f'<svg class="whisker" viewBox="0 0 120 14" width="120" height="14" aria-hidden="true"><line class="even" x1="60" x2="60" y1="0" y2="14"/>'
+        f'<line class="line {colour}" x1="{place(low):.1f}" x2="{place(high):.1f}" y1="7" y2="7"/>'
+        f'<circle class="dot {colour}" cx="{place(estimate):.1f}" cy="7" r="3"/></svg>'
+    )
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> Markup:
+    items = "".join(f'<span><i class="key {colour}"></i>{escape(label)}</span>' for label, colour in entries)
+    return Markup(f'<div class="legend">{items}</div>')
+
+
+Scale = Callable[[float], float]
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    room = 0.06 * (high - low) or 0.5
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> list[tuple[float, str]]:
+    """Round numbers between low and high, about five of them."""
+    span = high - low or 1.0
+    raw = span / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
+    step = max(1.0, round(step)) if whole else step
+    first = math.ceil(low / step - 1e-9)
+    values = [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [(value, f"{value:.10g}") for value in values]
+
+
+def _axes(x: Scale, y: Scale, x_ticks: list[tuple[float, str]], y_ticks: list[tuple[float, str]], x_label: str, y_label: str) -> list[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for value, text in y_ticks:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}">{escape(text)}</text>')
+    for value, text in x_ticks:
+        parts.append(f'<text class="tick middle" x="{x(value):.1f}" y="{bottom + 14}">{escape(text)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(f'<text class="tick middle" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
+    middle = (TOP + bottom) / 2
+    parts.append(f'<text class="tick middle" transform="translate(11 {middle:.0f}) rotate(-90)">{escape(y_label)}</text>')
+    return parts
+
+
+def _times(value: float) -> str:
+    return f"{value:g}×" if value >= 1 else f"1/{1 / value:g}×"
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+
+
+def _svg(parts: Sequence[str], title: str, height: int = HEIGHT) -> Markup:
+    return Markup(f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>')

@@ -1,0 +1,42 @@
+"""The record of one evaluation, as results.json holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from components.config import BadInput
+from components.evaluation.metrics import Summary, TaskResult
+from components.files import read_json
+from components.sandbox.verdict import Frozen
+
+RESULTS = "results.json"
+
+
+class Evaluation(Frozen):
+    """All that one evaluation found; results.json holds exactly this."""
+
+    suite: str
+    suite_digest: str
+    """Digest of the task ids in order: two evaluations with equal digests are over the same tasks."""
+    policy: str
+    policy_digest: str
+    device: str
+    precision: str
+    epoch: str
+    seed: int
+    tasks: tuple[TaskResult, ...]
+    overall: Summary
+    levels: dict[str, Summary]
+    errors: int
+    """Tasks that the infrastructure failed: not misses, but not passes either."""
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """Read a results.json (or the folder that holds it); BadInput when it is missing or damaged."""
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        return Evaluation.model_validate(read_json(file))
+    except (OSError, ValueError, ValidationError) as error:
+        raise BadInput(f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again into an empty folder.") from error
