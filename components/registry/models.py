@@ -1,0 +1,150 @@
+"""Model versions: one registered model, a version per night, and the aliases candidate, champion and previous.
+
+A version is an artifact-only logged model: the checkpoint's files are copied as they are, nothing is loaded (MLflow's
+transformers flavour needs the model in memory and fails on paths with transformers 5). Its tags are its evidence:
+every gate's figure and threshold, the data set, the code, the evaluation. Aliases are the registry's own pointers, one
+version each, so there is exactly one champion at any instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
+from mlflow.exceptions import MlflowException
+
+from components.config import BadInput
+from components.registry.gates import Decision, Gate
+from components.registry.tracking import RUN_KEY
+
+CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
+DECISION = "gate.verdict"
+
+
+def register(
+    client: MlflowClient,
+    *,
+    model: str,
+    run_key: str,
+    run_id: str,
+    experiment_id: str,
+    checkpoint: Path,
+    tags: Mapping[str, str],
+    figures: Mapping[str, float],
+) -> str:
+    """The version of this night, made on the first call and found again by its run key on every other."""
+    _ensure_model(client, model)
+    found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
+    if found:
+        return str(min(int(version.version) for version in found))
+    logged = client.create_logged_model(experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key})
+    client.log_model_artifacts(logged.model_id, str(checkpoint))
+    client.finalize_logged_model(logged.model_id, "READY")
+    version = client.create_model_version(
+        model,
+        source=f"models:/{logged.model_id}",
+        run_id=run_id,
+        model_id=logged.model_id,
+        tags={RUN_KEY: run_key} | dict(tags) | {f"figure.{key}": f"{value:.6g}" for key, value in figures.items()},
+    )
+    return str(version.version)
+
+
+def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
+    """Leave each gate's figure and threshold, the verdict and its reasons on the version."""
+    for gate in decision.gates:
+        client.set_model_version_tag(model, version, f"gate.{gate.name}", gate.model_dump_json())
+    client.set_model_version_tag(model, version, "gate.reasons", json.dumps(decision.reasons))
+    client.set_model_version_tag(model, version, DECISION, decision.verdict)
+
+
+def propose(client: MlflowClient, model: str, version: str) -> None:
+    """Point `candidate` at the version that is about to be decided."""
+    client.set_registered_model_alias(model, CANDIDATE, version)
+
+
+def promote(client: MlflowClient, model: str, version: str, lock: Path) -> None:
+    """Make `version` the champion and the one before it `previous`; nothing changes if it is the champion already.
+
+    The order keeps a champion at every instant. `lock` orders two promotions on one machine, so that `previous` is
+    never lost between them.
+    """
+    with _locked(lock):
+        champion = aliases(client, model).get(CHAMPION)
+        if champion != version:
+            if champion is not None:
+                client.set_registered_model_alias(model, PREVIOUS, champion)
+            client.set_registered_model_alias(model, CHAMPION, version)
+        if aliases(client, model).get(CANDIDATE) == version:
+            client.delete_registered_model_alias(model, CANDIDATE)
+
+
+def retire_candidate(client: MlflowClient, model: str, version: str) -> None:
+    """Take `candidate` from a refused version."""
+    if aliases(client, model).get(CANDIDATE) == version:
+        client.delete_registered_model_alias(model, CANDIDATE)
+
+
+def aliases(client: MlflowClient, model: str) -> dict[str, str]:
+    """Version by alias. Read from the model: search results leave aliases empty."""
+    try:
+        return {name: str(version) for name, version in client.get_registered_model(model).aliases.items()}
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return {}
+        raise
+
+
+def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
+    """One version for people and machines (DESIGN §12); BadInput when there is no such version. Aliases work too."""
+    version = aliases(client, model).get(version, version)
+    try:
+        found = client.get_model_version(model, version)
+    except MlflowException as error:
+        raise BadInput(f"models: {model} has no version {version}; cuda-agent models list shows what there is.") from error
+    gates = [Gate.model_validate_json(value) for key, value in sorted(found.tags.items()) if key.startswith("gate.") and key not in (DECISION, "gate.reasons")]
+    return {
+        "name": model,
+        "version": str(found.version),
+        "aliases": {alias: at for alias, at in aliases(client, model).items() if at == str(found.version)},
+        "gates": [gate.model_dump() for gate in gates],
+        "decision": found.tags.get(DECISION, "undecided"),
+        "reasons": json.loads(found.tags.get("gate.reasons", "[]")),
+        "tags": {key: value for key, value in found.tags.items() if not key.startswith("gate.")},
+        "run_id": found.run_id,
+    }
+
+
+def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
+    """Every version, newest first."""
+    found = client.search_model_versions(f"name = '{model}'")
+    return [describe(client, model, str(version.version)) for version in sorted(found, key=lambda version: -int(version.version))]
+
+
+def download(client: MlflowClient, model: str, version: str, target: Path) -> Path:
+    """The checkpoint of a version as a folder below `target`."""
+    found = client.get_model_version(model, version)
+    target.mkdir(parents=True, exist_ok=True)
+    return Path(download_artifacts(artifact_uri=found.source, dst_path=str(target), tracking_uri=client.tracking_uri))
+
+
+def _ensure_model(client: MlflowClient, model: str) -> None:
+    try:
+        client.create_registered_model(model)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

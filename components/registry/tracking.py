@@ -1,0 +1,184 @@
+"""MLflow: one run a night, its stages as child runs, and everything needed to see why run B beat run A.
+
+Every call may be repeated: runs are found again by the tag `cuda_agent.run_key` (after a kill there is still exactly
+one), a finished child is left alone, and the points of a curve carry the time of their file, so that the store drops
+them as duplicates. Trajectories stay in their files; this module is the only one that talks to MLflow about runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from components.config import BadInput, Registry
+
+# The package reports usage to its makers unless told not to, and says INFO about every table it creates.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+logging.getLogger("mlflow").setLevel(logging.WARNING)
+logging.getLogger("alembic").setLevel(logging.WARNING)
+
+RUN_KEY = "cuda_agent.run_key"
+KIND = "cuda_agent.kind"
+STAGE = "cuda_agent.stage"
+METRICS_PER_CALL = 1000
+PARAMS_PER_CALL = 100
+
+
+def tracking_uri(params: Registry, home: Path) -> str:
+    """`registry.tracking_uri`, or SQLite in the home folder. MLflow 3 refuses plain folders as a tracking store."""
+    return params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+
+
+def connect(params: Registry, home: Path) -> MlflowClient:
+    """A client of the tracking store, which is made on the first call."""
+    (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
+    uri = tracking_uri(params, home)
+    # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
+    mlflow.set_tracking_uri(uri)
+    return MlflowClient(tracking_uri=uri)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted leaves of nested mappings and lists; items of a list that have a `name` go by it."""
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[str, Any]] = ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        items = ((str(item["name"]) if isinstance(item, Mapping) and "name" in item else str(index), item) for index, item in enumerate(value))
+    else:
+        return {prefix.removesuffix("."): value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat |= flatten(item, f"{prefix}{key}.")
+    return flat
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """The finite numeric leaves by dotted name."""
+    leaves = flatten(value)
+    return {key: float(leaf) for key, leaf in leaves.items() if isinstance(leaf, int | float) and not isinstance(leaf, bool) and math.isfinite(leaf)}
+
+
+class NightRun:
+    """The MLflow run of one night, opened or re-opened."""
+
+    def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
+        self.client = client
+        self.run_key = run_key
+        self.experiment_id = _experiment(client, params, home)
+        found = self._find("night")
+        if found is None:
+            self.run_id = client.create_run(self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name).info.run_id
+        else:
+            self.run_id = found.info.run_id
+            client.update_run(self.run_id, status="RUNNING")
+
+    def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        """The full resolved parameters, and where the run comes from."""
+        pairs = [Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value)) for key, value in flatten(parameters).items()]
+        for chunk in _chunks(pairs, PARAMS_PER_CALL):
+            self.client.log_batch(self.run_id, params=chunk)
+        self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
+        """The data set as an input of the run: its digest is the version; no data is copied."""
+        meta = Dataset(name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)}))
+        self.client.log_inputs(self.run_id, datasets=[DatasetInput(meta, tags=[InputTag("mlflow.data.context", "training")])])
+        self.client.log_batch(self.run_id, tags=[RunTag("dataset.version", version)])
+        self.figures({"data": figures})
+
+    def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
+        """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are."""
+        child = self._find("stage", name)
+        if child is not None and child.info.status == "FINISHED" and child.data.tags.get("cuda_agent.stage_key") == key:
+            return
+        tags = {RUN_KEY: self.run_key, KIND: "stage", STAGE: name, "cuda_agent.stage_key": key, "mlflow.parentRunId": self.run_id, "folder": str(folder)}
+        run_id = child.info.run_id if child is not None else self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
+        curves = folder / "metrics.jsonl"
+        metrics = list(_curve(curves)) if curves.is_file() else []
+        metrics += [Metric(figure, value, int(folder.stat().st_mtime * 1000), 0) for figure, value in numbers(record).items()]
+        for chunk in _chunks(metrics, METRICS_PER_CALL):
+            self.client.log_batch(run_id, metrics=chunk)
+        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        self.client.set_terminated(run_id, "FINISHED")
+
+    def table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """A table of the run as an artifact, once: MLflow appends to a table that is there already."""
+        file = f"{name}.json"
+        present = {item.path for item in self.client.list_artifacts(self.run_id)}
+        if rows and file not in present:
+            columns = {column: [row.get(column) for row in rows] for column in rows[0]}
+            self.client.log_table(self.run_id, columns, file)
+
+    def figures(self, record: Any) -> None:
+        """Every number of a record under its dotted name, on the night's run."""
+        found = numbers(record)
+        present = self.client.get_run(self.run_id).data.metrics
+        fresh = [Metric(key, value, 0, 0) for key, value in found.items() if present.get(key) != value]
+        for chunk in _chunks(fresh, METRICS_PER_CALL):
+            self.client.log_batch(self.run_id, metrics=chunk)
+
+    def tags(self, tags: Mapping[str, str]) -> None:
+        self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        self.client.log_artifact(self.run_id, str(path), folder or None)
+
+    def finish(self) -> None:
+        self.client.set_terminated(self.run_id, "FINISHED")
+
+    def fail(self) -> None:
+        self.client.set_terminated(self.run_id, "FAILED")
+
+    def _find(self, kind: str, stage: str = "") -> Any:
+        """The run of this key and kind, the oldest if ever there were two; None when there is none."""
+        rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (f" and tags.`{STAGE}` = '{stage}'" if stage else "")
+        found = self.client.search_runs([self.experiment_id], rule, order_by=["attributes.start_time ASC"], max_results=1)
+        return found[0] if found else None
+
+
+def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
+    """The experiment's id; it is made with its artifacts in the home folder unless a server decides about them."""
+    found = client.get_experiment_by_name(params.experiment)
+    if found is not None:
+        if found.lifecycle_stage != "active":
+            raise BadInput(f"registry.experiment: {params.experiment} was deleted in MLflow; restore it there or give another name.")
+        return str(found.experiment_id)
+    location = None if params.tracking_uri else (home / "mlflow" / "artifacts").as_uri()
+    try:
+        return str(client.create_experiment(params.experiment, artifact_location=location))
+    except MlflowException:
+        # Another run made it in between.
+        found = client.get_experiment_by_name(params.experiment)
+        if found is None:
+            raise
+        return str(found.experiment_id)
+
+
+T = TypeVar("T")
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
+
+
+def _curve(path: Path) -> Iterable[Metric]:
+    """The points of a stage's curves. Their time is the file's, so that logging them again changes nothing."""
+    time = int(path.stat().st_mtime * 1000)
+    for index, line in enumerate(path.read_text().splitlines()):
+        point = json.loads(line)
+        step = int(point.get("step", index))
+        for key, value in numbers({key: value for key, value in point.items() if key != "step"}).items():
+            yield Metric(key, value, time, step)
