@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
+from pydantic import Field
 
 from components.config import BadInput
 from components.evaluation.charts import Series, bar_list, line_chart, speedup_histogram, stacked_shares, whisker
@@ -49,7 +50,7 @@ class Stage(Frozen):
 
     name: str
     steps: tuple[dict[str, Any], ...] = ()
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = Field(default_factory=dict)
 
 
 class ReportData(Frozen):
@@ -110,7 +111,6 @@ def write_report(path: Path, data: ReportData) -> None:
             stage_table=_stage_table(data.stages),
             distributions=_distributions(before, after),
             fast_p=_fast_p(before, after),
-            levels=[(level, _row(f"level {level}", summary)) for level, summary in after.levels.items()],
             rows=_task_rows(before, after),
             script=Markup(script),
             script_digest=digest,
@@ -209,6 +209,7 @@ def _row(label: str, summary: Summary) -> dict[str, Any]:
 def _comparison(before: Evaluation | None, after: Evaluation) -> list[dict[str, Any]]:
     rows = [_row("before training", before.overall)] if before is not None else []
     rows.append(_row("after training", after.overall))
+    rows += [_row(f"after training, level {level}", summary) for level, summary in after.levels.items()]
     paper = [(figure(name, PAPER.get(name)), "") for name, _ in HEADLINE]
     rows.append(
         {"label": "CUDA Agent, KernelBench on H20 (paper, Table 1)", "tasks": 250, "errors": "–", "cells": paper, "note": "reported, not measured here"}
@@ -218,14 +219,14 @@ def _comparison(before: Evaluation | None, after: Evaluation) -> list[dict[str, 
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    short = value is not None and threshold is not None and not gate.get("passed")
+    short = threshold - value if value is not None and threshold is not None and not gate.get("passed") else None
     return {
         "name": name.replace("_", " ").replace(".", " · "),
         "value": figure(name, value),
         "interval": _interval(name, Interval(low=gate.get("low"), high=gate.get("high"))),
         "threshold": figure(name, threshold),
         "passed": bool(gate.get("passed")),
-        "short": figure(name, threshold - value) if short else "",
+        "short": figure(name, short) if short is not None else "",
     }
 
 
@@ -240,20 +241,18 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
 
 
 MILESTONE_KEY = re.compile(r"(?:milestones?|share)[^0-9-]*(-1|1|2|3)$")
-CURVES = (("reward", "mean reward", "after"), ("reward_mean", "mean reward", "after"), ("mean_reward", "mean reward", "after"), ("loss", "loss", "after"))
+CURVES = {"reward": "mean reward", "reward_mean": "mean reward", "mean_reward": "mean reward", "loss": "loss"}
 
 
 def _curves(stage: Stage) -> dict[str, Any] | None:
     """The stage's curve (reward where it samples, loss otherwise) and its milestone shares; None when it logged neither."""
     steps = [_flat(step) for step in stage.steps]
-    for key, label, colour in CURVES:
-        points = [(float(step.get("step", index)), float(step[key])) for index, step in enumerate(steps) if _finite(step.get(key))]
-        if points:
-            break
-    else:
+    key = next((key for key in CURVES if any(_finite(step.get(key)) for step in steps)), None)
+    if key is None:
         return None
+    points = [(float(step.get("step", index)), float(step[key])) for index, step in enumerate(steps) if _finite(step.get(key))]
     y_range = (-1.05, 3.05) if "reward" in key else None
-    line = Series(label=label, colour=colour, xs=[x for x, _ in points], ys=[y for _, y in points])
+    line = Series(label=CURVES[key], colour="after", xs=[x for x, _ in points], ys=[y for _, y in points])
     names = {int(found[1]): name for name in steps[0] if (found := MILESTONE_KEY.search(name))}
     shares = Markup("")
     if set(names) == set(MILESTONES):
@@ -262,7 +261,7 @@ def _curves(stage: Stage) -> dict[str, Any] | None:
         values = {m: [float(step[names[m]]) / total for step, total in zip(counted, totals, strict=True)] for m in MILESTONES}
         xs = [float(step.get("step", index)) for index, step in enumerate(counted)]
         shares = stacked_shares(xs, {MILESTONES[m][0]: (MILESTONES[m][1], values[m]) for m in MILESTONES}, x_label="step")
-    return {"name": stage.name, "curve": line_chart([line], x_label="step", y_label=label, y_range=y_range, whole_x=True), "shares": shares}
+    return {"name": stage.name, "curve": line_chart([line], x_label="step", y_label=CURVES[key], y_range=y_range, whole_x=True), "shares": shares}
 
 
 def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:

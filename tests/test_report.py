@@ -1,0 +1,173 @@
+"""The report: complete, self-contained, and safe to open although it shows what a policy wrote."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from components.config import BadInput
+from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
+from components.evaluation.report import collect, write_report
+from components.evaluation.results import Evaluation
+from components.files import write_json
+from components.sandbox.verdict import Ratio, Speedup, Status, milestone_of
+
+EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 * 7 }}'
+
+
+def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
+    rows = []
+    for index, estimate in enumerate(eager):
+        ratio = None if estimate is None else Ratio(estimate=estimate, low=estimate * 0.9, high=estimate * 1.1)
+        speedup = Speedup(eager=ratio, compile=ratio)
+        status: Status = "wrong_output" if estimate is None else "correct"
+        rows.append(
+            TaskResult(
+                task_id=f"{index:016x}",
+                name=f"task {index}{hostile}",
+                ops=("relu",),
+                level=1 + index % 2,
+                status=status,
+                reason=hostile,
+                milestone=milestone_of(status, speedup),
+                speedup=speedup,
+                attempts=(Attempt(status=status, reward=1),),
+                source=f"class Model: ...  # {hostile}",
+                files={f"kernels/forward.cpp{hostile}": f"KERNEL(forward) {{}} // {hostile}"},
+            )
+        )
+    return Evaluation(
+        suite="held-out" + hostile,
+        suite_digest="0" * 64,
+        policy="policy",
+        policy_digest="1" * 64,
+        device="cpu",
+        precision="strict-fp32",
+        epoch="evaluation",
+        seed=0,
+        tasks=tuple(rows),
+        overall=summarise(rows),
+        levels=by_level(rows),
+        errors=0,
+    )
+
+
+def report(folder: Path, before: list[float | None] | None, after: list[float | None], hostile: str = "") -> str:
+    """Write a run's files, collect them, and give the report's text."""
+    dataset, stage = folder / "dataset", folder / "warmup"
+    write_json(dataset / "metrics.json", {"candidates": 40, "admitted": 28, "rejected": {"duplicate" + hostile: 12}, "version": "v"})
+    stage.mkdir()
+    steps = [{"step": i, "reward": 0.1 * i, "milestone_-1": 0.4, "milestone_1": 0.3, "milestone_2": 0.2, "milestone_3": 0.1} for i in range(5)]
+    (stage / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    write_json(stage / "stage.json", {"reward_before": 0.0, "reward_after": 0.4, "seconds": 12.5})
+    write_json(folder / "after" / "results.json", evaluation(after, hostile).model_dump(mode="json"))
+    if before is not None:
+        write_json(folder / "before" / "results.json", evaluation(before).model_dump(mode="json"))
+    data = collect(
+        dataset,
+        {"warmup" + hostile: stage},
+        folder / "before" if before is not None else None,
+        folder / "after" / "results.json",
+        [{"name": "pass_rate", "value": 0.5, "low": 0.25, "high": 0.75, "threshold": 0.75, "passed": False}],
+        {"run_id": "r1" + hostile, "verdict": "refused", "reasons": ["pass_rate fell short" + hostile], "environment": {"torch": "2" + hostile}},
+    )
+    write_report(folder / "report.html", data)
+    return (folder / "report.html").read_text()
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and which tags stayed open."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "circle", "rect", "line", "polyline", "polygon", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        # HTML lets a p or a table row end by itself; everything else must be closed in order.
+        while self.open and self.open[-1] != tag:
+            assert self.open.pop() in {"p", "td", "th", "tr", "tbody", "li"}, tag
+        self.open.pop()
+
+
+def test_the_report_shows_the_verdict_and_figures_before_and_after(tmp_path: Path) -> None:
+    text = report(tmp_path, [None, 0.5, None, None], [4.0, 2.0, 0.5, None])
+    assert "refused" in text and "pass_rate fell short" in text
+    assert "75.0%" in text and "was 25.0%" in text and "+50.0 points" in text
+    assert "25.0% short" in text, "the gate says by how much it fell short"
+    assert "reported, not measured here" in text and "98.8%" in text
+    assert "KERNEL(forward) {}" in text
+
+
+def test_every_picture_is_there(tmp_path: Path) -> None:
+    text = report(tmp_path, [0.5, 0.5, None, 1.0], [4.0, 2.0, 0.5, None])
+    charts = [attributes["aria-label"] for tag, attributes in Tags(text).seen if tag == "svg" and attributes.get("class") == "chart"]
+    assert charts == [
+        "speed-up against eager",
+        "speed-up against torch.compile",
+        "share correct and > p× as fast by p",
+        "share correct and > p× as fast by p",
+        "mean reward by step",
+        "milestone shares by step",
+        "bars",
+    ]
+
+
+def test_the_report_needs_nothing_from_outside(tmp_path: Path) -> None:
+    text = report(tmp_path, [1.0], [2.0])
+    for tag, attributes in Tags(text).seen:
+        assert tag not in {"link", "iframe", "img", "object", "embed"}
+        assert not {"src", "href", "srcset", "action"} & set(attributes), (tag, attributes)
+    assert "url(" not in text and "@import" not in text
+    assert not re.search(r"https?://", text)
+
+
+def test_what_a_policy_wrote_stays_text(tmp_path: Path) -> None:
+    text = report(tmp_path, [1.0, 1.0], [2.0, None], hostile=EVIL)
+    tags = Tags(text)
+    assert sum(tag == "script" for tag, _ in tags.seen) == 1
+    assert not any(tag in {"img", "a"} for tag, _ in tags.seen)
+    assert "49" not in text[text.index("<h2>Tasks") :].replace("{{ 7 * 7 }}", ""), "sources are no templates"
+    assert not any(name.startswith("on") for _, attributes in tags.seen for name in attributes)
+
+
+def test_all_tags_are_closed(tmp_path: Path) -> None:
+    assert Tags(report(tmp_path, [1.0, 1.0], [2.0, None], hostile=EVIL)).open == []
+
+
+def test_its_own_script_is_the_only_one_that_may_run(tmp_path: Path) -> None:
+    text = report(tmp_path, None, [2.0])
+    script = text[text.rindex("<script>") + len("<script>") : text.rindex("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(attributes["content"] for tag, attributes in Tags(text).seen if attributes.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
+
+
+@pytest.mark.parametrize("after", [[None, None], [1e-9, 1e9], [1.0]])
+def test_nothing_solved_and_extremes_still_give_a_report(tmp_path: Path, after: list[float | None]) -> None:
+    assert not re.search(r"\b(nan|inf)\b", report(tmp_path, None, after).rpartition("<script>")[0])
+
+
+def test_a_run_without_figures_leaves_pictures_out_but_a_missing_evaluation_is_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / "results.json", evaluation([2.0]).model_dump(mode="json"))
+    write_report(tmp_path / "report.html", collect(tmp_path, {"warmup": tmp_path}, None, tmp_path, [], {}))
+    assert "Not decided" in (tmp_path / "report.html").read_text()
+    with pytest.raises(BadInput, match="not the results of an evaluation"):
+        collect(tmp_path, {}, None, tmp_path / "nothing", [], {})
