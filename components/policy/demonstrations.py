@@ -12,7 +12,7 @@ import re
 
 from components.config import Coldstart, Device
 from components.policy import operators_cpu, operators_cuda
-from components.policy.operators_cpp import LIBM
+from components.policy.operators_cpp import CUDA_MATH, LIBM
 from components.policy.operators_source import read_chain
 from components.task import KernelTask
 
@@ -67,7 +67,7 @@ def _dropped_line(lines: list[str], rng: random.Random) -> bool:
 
 def _other_function(lines: list[str], rng: random.Random) -> bool:
     names = {"vtanh": "verf", "verf": "vtanh", "vsigmoid": "vtanh", "vexp": "vtanh", "vmax": "vmin", "vabs": "vexp", "vsqrt": "vabs", "vlog1p": "vsqrt"}
-    names |= {LIBM[a]: LIBM[b] for a, b in names.items() if a in LIBM}
+    names |= {table[a]: table[b] for table in (LIBM, CUDA_MATH) for a, b in names.items() if a in table}
     found = re.compile("|".join(re.escape(name) + r"(?=\()" for name in names))
     places = [i for i, line in enumerate(lines) if OPERATOR_LINE.match(line) and found.search(line)]
     if not places:

@@ -96,7 +96,7 @@ ROW = {
         "v = v * rms * gain[i];",
     ),
     "normalize": RowOperator(
-        (Reduction(("double length = 0;",), "+ : length", ("length += (double)v * v;",), ("const float unit = 1 / std::fmax(std::sqrt(length), 1e-12);",)),),
+        (Reduction(("double length = 0;",), "+ : length", ("length += (double)v * v;",), ("const float unit = 1 / vmax(std::sqrt(length), 1e-12);",)),),
         "v = v * unit;",
     ),
     "sum": RowOperator((Reduction(("double sum = 0;",), "+ : sum", ("sum += v;",)),), result="sum"),
@@ -110,16 +110,19 @@ ROW = {
         result="high + std::log(sum)",
     ),
 }
-LIBM = {"vexp": "std::exp", "vlog": "std::log", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf": "std::erf"}
+LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf": "std::erf"}
 LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
+CUDA_MATH = {"vexp": "expf", "vlog1p": "log1pf", "vtanh": "tanhf", "verf": "erff"}
+CUDA_MATH |= {"vsqrt": "sqrtf", "vabs": "fabsf", "vmax": "fmaxf", "vmin": "fminf"}
+"""The standard library's fmax is no device function: nvcc refuses it."""
 
 
 def elementwise(step: Step) -> str:
     """The operator's line with its constants."""
-    return ELEMENTWISE[step.name].format(*step.constants).replace("--", "")
+    return ELEMENTWISE[step.name].format(*step.constants)
 
 
-def libm(text: str) -> str:
-    """The same text with the standard library's functions instead of vec.h's."""
-    text = text.replace("vsigmoid(v)", "1 / (1 + std::exp(-v))").replace("v * 1 /", "v /")
-    return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: LIBM[match.group()], text)
+def plain(text: str, names: dict[str, str]) -> str:
+    """The same text with the functions `names` (LIBM or CUDA_MATH) instead of vec.h's."""
+    text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
+    return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: names[match.group()], text)

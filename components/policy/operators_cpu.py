@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.policy.operators_cpp import ROW, elementwise, libm
+from components.policy.operators_cpp import LIBM, ROW, elementwise, plain
 from components.policy.operators_source import REDUCTIONS, Chain, Step
 
 COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
@@ -75,7 +75,7 @@ def passes(chain: Chain) -> list[str]:
     """One operator at a time over a copy of the input."""
     lines = ["  std::vector<float> a(x, x + t[0].numel);"]
     for step in chain.steps:
-        line = libm(elementwise(step)) if step.name not in ROW else ""
+        line = plain(elementwise(step), LIBM) if step.name not in ROW else ""
         if step.name in ROW:
             lines += row_pass(step)
         elif "[i]" in line:
@@ -95,8 +95,8 @@ def row_pass(step: Step) -> list[str]:
         lines += loop("", "b", list(sweep.each), vectorised=False)
         lines += [f"    {line}" for line in sweep.finish]
     if operator.result:
-        return [libm(line) for line in [*lines, f"    a[r] = {operator.result};", "  }", "  a.resize(rows);"]]
-    return [libm(line) for line in [*lines, *loop("", "b", [operator.apply, "b[i] = v;"], vectorised=False), "  }"]]
+        return [plain(line, LIBM) for line in [*lines, f"    a[r] = {operator.result};", "  }", "  a.resize(rows);"]]
+    return [plain(line, LIBM) for line in [*lines, *loop("", "b", [operator.apply, "b[i] = v;"], vectorised=False), "  }"]]
 
 
 def write(chain: Chain, style: str) -> str:
@@ -106,7 +106,7 @@ def write(chain: Chain, style: str) -> str:
             body, header = passes(chain), "#include <cmath>"
         case "fused":
             body, header = (by_row if chain.by_row else flat)(chain, False), "#include <cmath>"
-            body = [libm(line) for line in body]
+            body = [plain(line, LIBM) for line in body]
         case "simd":
             body, header = (by_row if chain.by_row else flat)(chain, True), '#include "vec.h"'
         case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from components.policy.operators_cpp import ROW, elementwise, libm
+from components.policy.operators_cpp import CUDA_MATH, ROW, elementwise, plain
 from components.policy.operators_source import Chain, Step
 
 BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
@@ -157,7 +157,7 @@ def write(chain: Chain, style: str) -> str:
     """The text of kernels/forward.cu."""
     match style:
         case "passes":
-            body = [libm(line) for line in passes(chain)]
+            body = [plain(line, CUDA_MATH) for line in passes(chain)]
         case "fused":
             body = by_row(chain, BLOCK_OPERATION) if chain.by_row else flat(chain)
         case "vector":

@@ -180,8 +180,8 @@ def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTas
         if fits(steps, rows, cols):
             break
     ops = tuple(name for name, _ in steps)
-    split = "held_out" if is_held_out(ops, data.seed) else "train"
-    return KernelTask(code=write_source(steps, rows, cols), ops=ops, data_source=f"torch#{count}", split=split)
+    reserved = is_held_out(ops, data.seed)
+    return KernelTask(code=write_source(steps, rows, cols), ops=ops, data_source=f"torch#{count}", split="held_out" if reserved else "train")
 
 
 def stream(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
