@@ -1,0 +1,239 @@
+"""What a run is: its identity, its folders, and the rule that one run works in a home at a time.
+
+Nothing here imports Prefect, MLflow or torch, so that a finished run is answered in an instant.
+
+    home/lock                       one run at a time
+    home/dvc, home/remote           the data set's workspace and its DVC remote
+    home/datasets/<version>/        tasks.parquet, metrics.json, card.md, dvc.lock
+    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, state, stage.json
+    home/verdicts                   every judgement, so that a resumed stage sees the same ones
+    home/prefect, home/mlflow       their databases
+    home/runs/<run_id>/             run.json (written last), manifest.json, report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config import PROJECT, BadInput, Params, Resolved
+from components.files import digest_json, digest_tree, read_json, write_json
+
+STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
+"""In order; `--from` takes one of these."""
+SOURCES = ("components", "flows", "agent_workdir")
+RUN_FILE = "run.json"
+MANIFEST = "manifest.json"
+LEAST_FREE_BYTES = 256 * 2**20
+LOCK_SECONDS = 3.0
+"""A killed run's children die a moment after it and may hold the lock until then."""
+
+
+@functools.cache
+def code_revision() -> str:
+    """Digest of the sources that a result depends on: a change of any of them makes a new revision."""
+    sources: dict[str, str] = {}
+    for room in SOURCES:
+        for name, digest in digest_tree(PROJECT / room).items():
+            if "__pycache__" not in name:
+                sources[f"{room}/{name}"] = digest
+    return digest_json(sources)
+
+
+@dataclass(frozen=True)
+class Redo:
+    """A wish to do a stage, and what follows it, once more. `number` tells one wish from the next."""
+
+    stage: str
+    number: int
+
+    def reaches(self, stage: str) -> bool:
+        return STAGES.index(stage) >= STAGES.index(self.stage)
+
+
+class Night:
+    """One run: parameters, code and wish give its key, wherever its home is."""
+
+    def __init__(self, resolved: Resolved, redo: Redo | None = None):
+        self.params: Params = resolved.params
+        self.sources = resolved.sources
+        self.profile = resolved.profile
+        self.home = Path(resolved.params.home).expanduser().resolve()
+        self.code = code_revision()
+        self.redo = redo
+        self.base_key = digest_json({"params": self.params.model_dump(mode="json", exclude={"home"}), "code": self.code})
+        self.key = digest_json({"base": self.base_key, "redo": None if redo is None else [redo.stage, redo.number]})
+
+    @property
+    def run_id(self) -> str:
+        return self.key[:12]
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "runs" / self.run_id
+
+    def stage_key(self, stage: str, name: str, sections: tuple[str, ...], upstream: dict[str, str]) -> str:
+        """Digest of everything that the result of `name` (a part of `stage`) depends on."""
+        shared = ("device", "precision", "seed", "sandbox", "policy", "engine")
+        values = {section: value for section, value in self.params.model_dump(mode="json").items() if section in (*shared, *sections)}
+        number = self.redo.number if self.redo is not None and self.redo.reaches(stage) else 0
+        return digest_json({"name": name, "params": values, "upstream": upstream, "code": self.code, "redo": number})
+
+    def stage_folder(self, name: str, key: str) -> Path:
+        return self.home / "stages" / f"{name}-{key[:12]}"
+
+
+def open_night(resolved: Resolved, redo_from: str = "") -> Night:
+    """The run that these parameters mean in their home.
+
+    With `redo_from` the stage and all that follow are to be done once more. The wish is kept in the home, so that a
+    killed redo is continued, by the same command or without `--from`, and a finished one makes room for the next.
+    """
+    first = Night(resolved)
+    file = first.home / "redo.json"
+    wishes: dict[str, Any] = read_json(file) if file.is_file() else {}
+    found = wishes.get(first.base_key)
+    redo = Redo(**found) if found else None
+    if not redo_from:
+        return Night(resolved, redo)
+    if redo_from not in STAGES:
+        raise BadInput(f"--from {redo_from}: no such stage; give one of {', '.join(STAGES)}.")
+    night = Night(resolved, redo)
+    if redo is not None and redo.stage == redo_from and not (night.folder / RUN_FILE).is_file():
+        return night
+    if redo is None and not (night.folder / RUN_FILE).is_file() and not any(first.home.glob("stages/*")):
+        raise BadInput(f"--from {redo_from}: nothing was run in {first.home} yet; run without --from first.")
+    redo = Redo(redo_from, redo.number + 1 if redo else 1)
+    prepare_home(first.home)
+    write_json(file, wishes | {first.base_key: {"stage": redo.stage, "number": redo.number}})
+    return Night(resolved, redo)
+
+
+def finished(night: Night) -> dict[str, Any] | None:
+    """The record of this run if it is complete and its final artefacts are what they were; None if it is not complete.
+
+    Raises BadInput when a checkpoint of the finished run was damaged since.
+    """
+    if not (night.folder / RUN_FILE).is_file():
+        return None
+    record: dict[str, Any] = read_json(night.folder / RUN_FILE)
+    for stage in record["stages"]:
+        folder = night.home / stage["checkpoint"]
+        if not folder.is_dir():
+            return None
+        verify_files(folder)
+    return record
+
+
+def verify_files(checkpoint: Path) -> str:
+    """The digest of a checkpoint whose files match its manifest; BadInput names the first file that does not.
+
+    The same rule as components.policy.model.verify_checkpoint, without its imports.
+    """
+    mend = "delete the folder and run again"
+    try:
+        manifest = read_json(checkpoint / MANIFEST)
+        expected, digest = dict(manifest["files"]), str(manifest["digest"])
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{checkpoint}: {MANIFEST} is missing or damaged, this is not a checkpoint; {mend}.") from error
+    found = digest_tree(checkpoint, exclude=(MANIFEST,))
+    for name in sorted(set(expected) | set(found)):
+        if expected.get(name) != found.get(name):
+            raise BadInput(f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; {mend}.")
+    return digest
+
+
+def prepare_home(home: Path) -> None:
+    """Make the home folder and see that it can be written; BadInput otherwise."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home) as probe:
+            probe.write(b"\0" * 4096)
+    except OSError as error:
+        raise BadInput(f"{home}: the home folder cannot be written ({error.strerror}); give another one with --home.") from error
+    status = os.statvfs(home)
+    free = status.f_bavail * status.f_frsize
+    if free < LEAST_FREE_BYTES:
+        raise BadInput(f"{home}: the disk has {free / 2**20:.0f} MiB left and a run needs {LEAST_FREE_BYTES / 2**20:.0f}; free some or give another --home.")
+
+
+@contextlib.contextmanager
+def home_lock(home: Path) -> Iterator[None]:
+    """Hold the home for this process; BadInput names the process that holds it already."""
+    prepare_home(home)
+    with (home / "lock").open("a+") as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    holder = file.read().strip() or "unknown"
+                    raise BadInput(f"{home}: another run (process {holder}) works here; wait for it, stop it, or give another folder with --home.") from error
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def check_environment(params: Params) -> None:
+    """See that the programs a run cannot do without are installed, before anything is started; BadInput otherwise."""
+    needed = {"g++": "g++"} | ({"nvcc": "the CUDA toolkit (nvcc)"} if params.device == "cuda" else {})
+    for program, package in needed.items():
+        if shutil.which(program) is None:
+            raise BadInput(f"device {params.device}: {program} is not installed, so no kernel can be built; install {package}, for instance with apt-get.")
+    if params.sandbox.isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        raise BadInput("sandbox.isolation: bubblewrap is not installed; run apt-get install -y bubblewrap.")
+
+
+def interface_commands(night: Night) -> dict[str, str]:
+    """What opens MLflow's and Prefect's own interfaces on this home."""
+    programs = Path(sys.executable).parent
+    tracking = night.params.registry.tracking_uri or f"sqlite:///{night.home / 'mlflow' / 'mlflow.db'}"
+    return {
+        "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri {tracking}   then http://127.0.0.1:5000",
+        "prefect": f"PREFECT_HOME={night.home / 'prefect'} {programs / 'prefect'} server start   then http://127.0.0.1:4200",
+    }
+
+
+def prepare_environment(home: Path) -> None:
+    """Settings of the embedded defaults; call before Prefect or MLflow is imported. What a person has set is kept."""
+    defaults = {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "prefect" / "results"),
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "1",
+        "GIT_PYTHON_REFRESH": "quiet",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_EXTENSIONS_DIR": str(home / "cache" / "torch_extensions"),
+    }
+    if "PREFECT_API_URL" not in os.environ:
+        # The embedded server: its database and its settings belong to this home alone.
+        os.environ["PREFECT_HOME"] = str(home / "prefect")
+        defaults["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "true"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
