@@ -107,6 +107,13 @@ def test_intervals_hold_the_figure_and_narrow_with_more_tasks() -> None:
     assert narrow.low == pytest.approx(0.75 - 0.042, abs=0.01)
 
 
+def test_all_of_a_few_do_not_prove_all() -> None:
+    """Clopper and Pearson's bounds for 7 of 7 and 0 of 7; a plain bootstrap would say [1, 1] and [0, 0]."""
+    summary = summarise([result(i) for i in range(7)])
+    assert summary.intervals["pass_rate"].low == pytest.approx(0.590, abs=0.001)
+    assert summary.intervals["faster_rate.eager"].high == pytest.approx(0.410, abs=0.001)
+
+
 def test_figures_do_not_depend_on_the_order_of_tasks() -> None:
     assert summarise(FOUR).model_dump(exclude={"intervals"}) == summarise(FOUR[::-1]).model_dump(exclude={"intervals"})
 

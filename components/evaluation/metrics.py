@@ -23,6 +23,7 @@ BASELINES: tuple[Literal["eager", "compile"], ...] = ("eager", "compile")
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 RESAMPLES = 2000
 COVERAGE = 0.95
+SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
 
 Array = NDArray[np.float64]
 
@@ -81,7 +82,7 @@ class TaskResult(Frozen):
 
 
 class Interval(Frozen):
-    """A 95 % bootstrap interval over tasks; None where no draw held a task that counts."""
+    """A 95 % bootstrap interval over tasks, exact binomial for shares of 0 and 1; None where no draw held a task that counts."""
 
     low: float | None
     high: float | None
@@ -232,6 +233,8 @@ def _estimate(figures: dict[str, tuple[Array, Array]], tasks: int, seed: int) ->
         scale = math.exp if name.startswith("geomean") else float
         values[name] = _or_none(float(_apply(figure, once)[0]), scale)
         low, high = _quantiles(_apply(figure, counts))
+        if tasks and name.startswith(SHARES):
+            low, high = _exact_at_the_ends(values[name], low, high, tasks)
         intervals[name] = Interval(low=_or_none(low, scale), high=_or_none(high, scale))
     return values, intervals
 
@@ -255,6 +258,15 @@ def _quantiles(draws: Array) -> tuple[float, float]:
         return math.nan, math.nan
     low, high = np.quantile(draws, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return float(low), float(high)
+
+
+def _exact_at_the_ends(share: float | None, low: float, high: float, tasks: int) -> tuple[float, float]:
+    """Seven passes of seven do not prove 100 %, but every draw of them says so: there the exact binomial bound holds."""
+    if share == 1:
+        return ((1 - COVERAGE) / 2) ** (1 / tasks), 1.0
+    if share == 0:
+        return 0.0, 1 - ((1 - COVERAGE) / 2) ** (1 / tasks)
+    return low, high
 
 
 def _or_none(value: float, scale: Any) -> float | None:
