@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -152,7 +153,7 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
     """The loop that every measured arm runs: wait for go, call once per set, put each output into its slot, say done."""
     sets = range(header["layout"]["sets"])
     arguments = [shared.arguments(i) for i in sets]
-    outputs = [shared.tensors("outputs", i) for i in sets]
+    outputs = [shared.tensors("outputs", i) for i in sets[:-1]]  # the last set of inputs is scratch
     inputs = [t for i in sets for t in shared.tensors("inputs", i)]
     forbidden = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in inputs]
     synchronise = torch.cuda.synchronize if shared.device == "cuda" else lambda: None
@@ -197,6 +198,11 @@ def describe(code: str, device: str) -> dict:
     moved = [v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs]
     with torch.no_grad():
         outputs = flat(model(*moved))
+        start = time.perf_counter()
+        outputs = flat(model(*moved))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
     form = lambda t: [list(t.shape), str(t.dtype).removeprefix("torch.")]  # noqa: E731
     return {
         "init_inputs": init_inputs,
@@ -205,6 +211,7 @@ def describe(code: str, device: str) -> dict:
         "outputs": [form(t) for t in outputs],
         "state": [[name, *form(t)] for name, t in model.state_dict().items()],
         "parameters": [name for name, _ in model.named_parameters()],
+        "seconds": seconds,  # a hint for how many calls fill a round; no result rests on it
     }
 
 

@@ -86,7 +86,7 @@ def bubblewrap(*, device: str, read_only: list[str], writable: list[str], tempor
     for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"):
         if _exists(path):
             command += ["--ro-bind", path, path]
-    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(temporary_bytes), "--tmpfs", "/tmp"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(temporary_bytes), "--tmpfs", "/tmp"]
     if device == "cuda":
         command += ["--ro-bind", "/sys", "/sys"]
         for path in gpu_devices():

@@ -108,6 +108,7 @@ class Nursery:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
+        self.empty = os.memfd_create("empty")  # stands for "no library"
         if sandbox.isolation == "bubblewrap":
             isolation.check_available()
 
@@ -180,3 +181,4 @@ class Nursery:
                 self.process.kill()
                 self.process.wait()
             self.process = self.control = None
+        os.close(self.empty)

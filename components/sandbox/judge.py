@@ -1,0 +1,344 @@
+"""The judge: one candidate on one task, measured, with a verdict.
+
+Trusted. It holds the inputs, the expected outputs, the clock and the verdict; the candidate runs in a disposable
+sandboxed process that shares nothing with it but fixed-layout memory and a socket (DESIGN §5).
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from components.config import BadInput, Params
+from components.files import digest_bytes, digest_json
+from components.sandbox.baselines import Arm, Bench, TaskFault
+from components.sandbox.build import SUFFIX, Builder
+from components.sandbox.correctness import compare
+from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
+from components.sandbox.screen import screen_python, screen_symbols
+from components.sandbox.timing import net, paired_ratio
+from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
+from components.task import KernelTask, check_contract, load_task
+
+VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py"))))[:16]
+"""Digest of the judge's own sources, part of every verdict's evidence."""
+
+MAX_FILE_BYTES = 1 << 20
+STATUS_OF: dict[str, tuple[Status, str]] = {
+    "crashed": ("crashed", "process_died"),
+    "timed_out": ("timed_out", "run_limit"),
+    "out_of_memory": ("out_of_memory", "memory_limit"),
+    "error": ("crashed", "exception"),
+}
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a task can be judged at all (DESIGN §5, Admission), why not, and what was measured."""
+
+    admitted: bool
+    reason: str
+    evidence: dict[str, Any]
+
+
+class Judge:
+    """Judges candidates one measurement at a time per device; builds and task preparation run beside it."""
+
+    def __init__(self, params: Params, folder: Path):
+        self.params = params
+        if params.device == "cuda" and not torch.cuda.is_available():
+            raise BadInput("device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU.")
+        self.builder = Builder(params.sandbox, params.device, folder / "builds")
+        self.nursery = Nursery(params.sandbox, params.device, folder / "runners")
+        self.measuring = threading.Lock()
+        self.benches: OrderedDict[str, Bench | TaskFault] = OrderedDict()
+        self.bench_locks: dict[str, threading.Lock] = {}
+        self.lock = threading.Lock()
+
+    def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool = False) -> Verdict:
+        """Judge `files` (workspace path -> text) on `task`. InfrastructureError is the judge's own fault."""
+        say = _Speaker(self.params)
+        code = files.get("model_new.py")
+        if code is None:
+            return say("load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module).")
+        try:
+            reason = screen_python(code)
+        except (SyntaxError, ValueError) as error:
+            return say("load_failed", "syntax", f"model_new.py: {error}")
+        if reason is not None:
+            return say("forbidden", reason, "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden.")
+        built = self.builder.build(files)
+        if built.timed_out:
+            return say("timed_out", "build_limit", built.log)
+        if built.library is None:
+            return say("build_failed", "compiler", built.log)
+        reason = screen_symbols(built.symbols, self.builder.binding_symbols)
+        if reason is not None:
+            return say("forbidden", reason, f"the library imports {reason.partition(':')[2]}, which kernels may not use.")
+        try:
+            with self._task_lock(task.task_id):
+                bench = self._bench(task)
+            with self.measuring, built.library.open("rb") as library:
+                return self._measure(say, bench, files, library.fileno(), always_compile)
+        except TaskFault as error:
+            return say("infrastructure", "task", f"the task itself fails: {error}")
+
+    def _measure(self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, always_compile: bool) -> Verdict:
+        python = {name: text for name, text in files.items() if name.endswith(".py")}
+        eager, noop = bench.arm("eager"), bench.arm("noop")
+        header = {"role": "candidate", "files": python, "suffix": SUFFIX}
+        try:
+            candidate = Arm(bench, header, library, seconds=self.params.sandbox.run_seconds)
+        except RunnerError as error:
+            status, reason = STATUS_OF.get(error.kind, ("crashed", error.kind))
+            return say("load_failed" if error.kind == "error" else status, "import" if error.kind == "error" else reason, error.text)
+        try:
+            sets = bench.correctness_sets()
+            _, taken = candidate.round("check", sets)
+            reason = bench.wrong(sets, taken)
+            if reason is None and candidate.inputs_changed(sets):
+                reason = "inputs_changed"
+            if reason is not None:
+                return say("wrong_output", reason, f"the output is wrong ({reason.replace(':', ' on inputs of the family ')}).")
+            warm = bench.timed_sets(0)
+            candidate.round("time", warm)
+            rounds = self.params.sandbox.rounds
+            raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop}, range(1, rounds + 1))
+            if failure is not None:
+                return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
+            speedup = Speedup(eager=_ratio(raw, "eager"))
+            seconds = Seconds(candidate=_median(raw, "candidate"), eager=_median(raw, "eager"))
+            assert speedup.eager is not None
+            if speedup.eager.estimate > MARGIN or always_compile:
+                compiled = bench.arm("compile")
+                second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "noop": noop}, range(rounds + 1, 2 * rounds + 1))
+                if failure is not None:
+                    return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
+                speedup = Speedup(eager=speedup.eager, compile=_ratio(second, "compile"))
+                seconds = seconds.model_copy(update={"compile": _median(second, "compile")})
+                raw |= {f"{name}_2": values for name, values in second.items()}
+        except RunnerError as error:
+            if error.kind == "wrong":
+                return say("wrong_output", clean(error.text, 200), f"the output has not the reference's form: {error.text}")
+            if error.kind == "forbidden":
+                return say("forbidden", clean(error.text, 200), f"computing with torch is forbidden: {error.text}")
+            status, reason = STATUS_OF.get(error.kind, ("crashed", error.kind))
+            return say(status, reason, error.text)
+        finally:
+            candidate.close()
+        evidence = self._evidence(bench, files) | {"raw_seconds": raw}
+        return say("correct", "", "", speedup=speedup, seconds=seconds, evidence=evidence)
+
+    def _phase(self, bench: Bench, arms: dict[str, Arm], numbers: range) -> tuple[dict[str, list[float]], str | None]:
+        """Alternating rounds of all arms, in rotating order, each on the round's own sets; every output is checked."""
+        raw: dict[str, list[float]] = {name: [] for name in arms}
+        names = list(arms)
+        for number in numbers:
+            sets = bench.timed_sets(number)
+            for name in names:
+                seconds, taken = arms[name].round("time", sets)
+                raw[name].append(seconds)
+                if name != "noop" and (reason := bench.wrong(sets, taken)) is not None:
+                    if name == "candidate":
+                        return raw, reason
+                    raise TaskFault(f"{name}: {reason} in a timed round")
+            names = [*names[1:], names[0]]
+        return raw, None
+
+    def _evidence(self, bench: Bench, files: dict[str, str]) -> dict[str, Any]:
+        cuda = self.params.device == "cuda"
+        return {
+            "judge": VERSION,
+            "isolation": self.params.sandbox.isolation,
+            "clock": "wall" if cuda else "cpu",
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "compiler": self.builder.base[:16],
+            "task": digest_bytes(bench.code.encode()),
+            "candidate": digest_json(sorted(files.items())),
+            "seeds": [bench.parameter_seed, *bench.seeds[: self.params.sandbox.correctness_sets]],
+            "sets_per_round": bench.per_round,
+        }
+
+    def _task_lock(self, task_id: str) -> threading.Lock:
+        with self.lock:
+            return self.bench_locks.setdefault(task_id, threading.Lock())
+
+    def _bench(self, task: KernelTask) -> Bench:
+        """The task's bench, warm; the least recently used one beyond the limit is closed while nobody measures."""
+        with self.lock:
+            bench = self.benches.get(task.task_id)
+            if bench is not None:
+                self.benches.move_to_end(task.task_id)
+        if bench is None:
+            try:
+                bench = Bench(self.params, self.nursery, task.code)
+            except TaskFault as error:
+                bench = error
+            with self.lock:
+                self.benches[task.task_id] = bench
+                surplus = len(self.benches) - self.params.sandbox.warm_tasks
+                retired = [self.benches.pop(next(iter(self.benches))) for _ in range(max(0, surplus))]
+            with self.measuring:
+                for old in retired:
+                    if isinstance(old, Bench):
+                        old.close()
+        if isinstance(bench, TaskFault):
+            raise bench
+        return bench
+
+    def admit(self, code: str) -> Admission:
+        """Whether the judge can tell a cheat from an answer on this task, and its eager time (DESIGN §5, Admission)."""
+        try:
+            check_contract(code, "task")
+            bench = Bench(self.params, self.nursery, code)
+        except (BadInput, TaskFault) as error:
+            return Admission(False, "does_not_run", {"detail": str(error)[:300]})
+        try:
+            with self.measuring:
+                return self._admission(bench)
+        except TaskFault as error:
+            return Admission(False, "does_not_run", {"detail": str(error)[:300]})
+        finally:
+            bench.close()
+
+    def _admission(self, bench: Bench) -> Admission:
+        sandbox, description = self.params.sandbox, bench.description
+        sets = bench.correctness_sets()
+        eager, noop = bench.arm("eager"), bench.arm("noop")
+        raw: dict[str, list[float]] = {"eager": [], "noop": []}
+        for number in range(3):
+            for name, arm in (("eager", eager), ("noop", noop)):
+                seconds, taken = arm.round("time", bench.timed_sets(number))
+                raw[name].append(seconds)
+                if name == "eager" and bench.wrong(bench.timed_sets(number), taken) is not None:
+                    return Admission(False, "not_deterministic", {})
+        evidence: dict[str, Any] = {
+            "inputs": [{"shape": form[0], "dtype": form[1]} for form in description.inputs if form is not None],
+            "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in description.outputs],
+            "parameters": [name for name, _, _ in description.state],
+            "eager_seconds": _median(raw, "eager"),
+        }
+        low, high = self.params.data.eager_seconds
+        if not low <= evidence["eager_seconds"] <= high:
+            return Admission(False, "eager_time", evidence)
+        reason = strawman(bench, sets) or self._sensitivity(bench)
+        return Admission(reason is None, reason or "", evidence)
+
+    def _sensitivity(self, bench: Bench) -> str | None:
+        """Another input, another parameter, untouched parameters: each must change the output beyond the tolerance."""
+        description = bench.description
+        seed, parameters = bench.seeds[0], bench.parameter_seed
+        orders: list[tuple[str, dict[str, Any]]] = [
+            (f"input_{i}_does_not_matter", {"other_input": i}) for i, form in enumerate(description.inputs) if form is not None and form[1].startswith("float")
+        ]
+        orders += [(f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters]
+        if description.parameters:
+            orders.append(("untouched_parameters_pass", {"parameters": None}))
+        probe = bench.probe([{"op": "fill", "set": i, "seed": seed, "family": "given", "parameters": parameters} | change for i, (_, change) in enumerate(orders)])
+        for (reason, _), outputs in zip(orders, probe, strict=True):
+            expected = bench.expected.tensors(bench.bank_expected, 0)
+            single = bench.outputs.tensors(bench.bank_single, 0)
+            if all(compare(got, one, wide, self.params.sandbox) is None for got, one, wide in zip(outputs, single, expected, strict=True)):
+                return reason
+        return None
+
+    def close(self) -> None:
+        with self.measuring:
+            for bench in self.benches.values():
+                if isinstance(bench, Bench):
+                    bench.close()
+            self.benches.clear()
+        self.nursery.close()
+
+
+def strawman(bench: Bench, sets: list[int]) -> str | None:
+    """The first cheap answer that would pass as correct on this task, or None (knowledge: KernelBench's zeros, METR's list)."""
+    single = bench.outputs.tensors(bench.bank_single, 0)
+    other = bench.outputs.tensors(bench.bank_single, 1)
+    expected = bench.expected.tensors(bench.bank_expected, 0)
+    first_input = bench.inputs.tensors(bench.bank_inputs, 0)[:1]
+    floats = [i for i, t in enumerate(single) if t.dtype.is_floating_point]
+    if not floats:
+        return "no_float_output"
+    if not all(torch.isfinite(single[i]).all() for i in floats):
+        return "not_finite"
+    answers: dict[str, list[torch.Tensor]] = {
+        "zeros_pass": [torch.zeros_like(t) for t in single],
+        "mean_passes": [torch.full_like(t, t.double().mean().item()) if t.dtype.is_floating_point else t for t in single],
+        "seeds_agree": other,
+        "half_precision_passes": [t.half().to(t.dtype) if t.dtype.is_floating_point else t for t in single],
+    }
+    if len(single) == 1 and first_input and first_input[0].shape == single[0].shape and first_input[0].dtype == single[0].dtype:
+        answers["first_input_passes"] = first_input
+    for reason, answer in answers.items():
+        if all(compare(a, s, e, bench.params.sandbox) is None for a, s, e in zip(answer, single, expected, strict=True)):
+            return reason
+    return None
+
+
+def _median(raw: dict[str, list[float]], name: str) -> float:
+    return float(np.median(net(raw[name], raw["noop"])))
+
+
+def _ratio(raw: dict[str, list[float]], baseline: str) -> Ratio:
+    return paired_ratio(net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"]))
+
+
+class _Speaker:
+    """Makes verdicts with the run's device and precision filled in."""
+
+    def __init__(self, params: Params):
+        self.params = params
+
+    def __call__(self, status: Status, reason: str, log: str, *, speedup: Speedup | None = None, seconds: Seconds | None = None, evidence: dict[str, Any] | None = None) -> Verdict:
+        speedup = speedup or Speedup()
+        return Verdict(
+            status=status,
+            reason=clean(reason, 200),
+            milestone=milestone_of(status, speedup),
+            device=self.params.device,
+            precision=self.params.precision,
+            seconds=seconds or Seconds(),
+            speedup=speedup,
+            evidence=evidence or {"judge": VERSION, "isolation": self.params.sandbox.isolation},
+            log=clean(log),
+        )
+
+
+def read_workspace(workdir: Path) -> dict[str, str]:
+    """The candidate's files of a workspace: model_new.py and kernels/*; symbolic links and large files are refused."""
+    if not workdir.is_dir():
+        raise BadInput(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
+    files = {}
+    paths = [workdir / "model_new.py", *sorted((workdir / "kernels").glob("*"))]
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise BadInput(f"{path}: only plain files are judged; replace it by a file.")
+        if path.is_file():
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text.")
+            try:
+                files[path.relative_to(workdir).as_posix()] = path.read_text()
+            except UnicodeDecodeError as error:
+                raise BadInput(f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text.") from error
+    return files
+
+
+def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
+    """The verdict on a workspace; `task` defaults to its model.py, `folder` holds builds."""
+    files = read_workspace(workdir)
+    kernel_task = load_task(task if task is not None else workdir / "model.py")
+    judge = Judge(params, folder)
+    try:
+        return judge.verdict(kernel_task, files, always_compile=True)
+    finally:
+        judge.close()
+
