@@ -63,7 +63,7 @@ def report(folder: Path, before: list[float | None] | None, after: list[float | 
     dataset, stage = folder / "dataset", folder / "warmup"
     write_json(dataset / "metrics.json", {"candidates": 40, "admitted": 28, "rejected": {"duplicate" + hostile: 12}, "version": "v"})
     stage.mkdir()
-    steps = [{"step": i, "reward": 0.1 * i, "milestone_-1": 0.4, "milestone_1": 0.3, "milestone_2": 0.2, "milestone_3": 0.1} for i in range(5)]
+    steps = [{"step": i, "reward": 0.1 * i, "m_-1": 0.4, "m_1": 0.3, "m_2": 0.2, "m_3": 0.1} for i in range(5)]
     (stage / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     write_json(stage / "stage.json", {"reward_before": 0.0, "reward_after": 0.4, "seconds": 12.5})
     write_json(folder / "after" / "results.json", evaluation(after, hostile).model_dump(mode="json"))

@@ -58,7 +58,7 @@ def evaluate(
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
-    episodes = _episodes(params, policy, tasks, pool, out, epoch=epoch, progress=progress, seed=seed)
+    episodes = _episodes(params, policy, plan["policy_digest"], tasks, pool, out, epoch=epoch, progress=progress, seed=seed)
     results = _measure(tasks, episodes, pool, out / "tasks", epoch=epoch, progress=progress)
     evaluation = Evaluation(
         suite=params.evaluation.suite,
@@ -110,6 +110,7 @@ def _claim(out: Path, plan: dict[str, Any]) -> None:
 def _episodes(
     params: Params,
     policy: Path,
+    digest: str,
     tasks: Sequence[KernelTask],
     pool: JudgePool,
     out: Path,
@@ -130,7 +131,7 @@ def _episodes(
         if folder.is_dir():
             trajectories = load_trajectories(folder)
         else:
-            sampler = sampler or _sampler(params, policy)
+            sampler = sampler or _sampler(params, policy, digest)
             before = len(found) * attempts
 
             def on_progress(finished: int, _: int, before: int = before) -> None:
@@ -155,9 +156,11 @@ def _episodes(
     return found
 
 
-def _sampler(params: Params, policy: Path) -> Sampler:
+def _sampler(params: Params, policy: Path, digest: str) -> Sampler:
+    if params.policy.backend != "transformers":
+        raise BadInput(f"policy.backend: {params.policy.backend} cannot sample an evaluation yet; set policy.backend to transformers.")
     model = load_model(policy, dtype=getattr(torch, params.engine.dtype), device=params.device)
-    return TransformersSampler(model, load_tokenizer(policy), batch=params.policy.batch, version=policy.name)
+    return TransformersSampler(model, load_tokenizer(policy), batch=params.policy.batch, device=params.device, version=digest)
 
 
 def _measure(

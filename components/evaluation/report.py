@@ -240,8 +240,9 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
     return bar_list([(label, float(value), f"{value:,}", colour) for label, value, colour in rows if isinstance(value, int | float)])
 
 
-MILESTONE_KEY = re.compile(r"(?:milestones?|share)[^0-9-]*(-1|1|2|3)$")
-CURVES = {"reward": "mean reward", "reward_mean": "mean reward", "mean_reward": "mean reward", "loss": "loss"}
+MILESTONE_KEY = re.compile(r"m(?:ilestones?)?[_.](-1|1|2|3)")
+CURVES = {"reward": "mean reward", "explained_variance": "explained variance", "loss": "loss"}
+"""What a stage's curve shows: the first of these that it logged."""
 
 
 def _curves(stage: Stage) -> dict[str, Any] | None:
@@ -253,7 +254,7 @@ def _curves(stage: Stage) -> dict[str, Any] | None:
     points = [(float(step.get("step", index)), float(step[key])) for index, step in enumerate(steps) if _finite(step.get(key))]
     y_range = (-1.05, 3.05) if "reward" in key else None
     line = Series(label=CURVES[key], colour="after", xs=[x for x, _ in points], ys=[y for _, y in points])
-    names = {int(found[1]): name for name in steps[0] if (found := MILESTONE_KEY.search(name))}
+    names = {int(found[1]): name for name in steps[0] if (found := MILESTONE_KEY.fullmatch(name))}
     shares = Markup("")
     if set(names) == set(MILESTONES):
         counted = [step for step in steps if all(_finite(step.get(name)) for name in names.values())]
