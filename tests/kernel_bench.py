@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 WORKDIR = Path(__file__).resolve().parent.parent / "agent_workdir"
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno", "-std=c++17", "-fPIC", "-shared"]
+# Without this a second library in the same process shares the first one's table of kernels.
+FLAGS += ["-fno-gnu-unique"]
 CALL = """
 extern "C" void call(int64_t index, void** data, const int64_t* rows, const int64_t* cols, int64_t count) {
   std::vector<TensorView> t(count);
