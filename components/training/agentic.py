@@ -1,0 +1,20 @@
+"""Stage 4: multi-turn PPO in the workspace, from the actor of stage 2 and the critic of stage 3."""
+
+from __future__ import annotations
+
+from components.config import BadInput
+from components.policy.model import verify_checkpoint
+from components.training.engine import DTYPES
+from components.training.networks import load_critic
+from components.training.ppo import run_ppo
+from components.training.rollouts import RunEpisodes, agent_loop
+from components.training.stage import Stage, StageResult
+
+
+def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
+    """Train `stage.actor` with `stage.critic`; `episodes` takes the place of the agent loop in tests."""
+    params, folder = stage.params, stage.critic
+    if folder is None:
+        raise BadInput(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
+    verify_checkpoint(folder)
+    return run_ppo(stage, params.agentic, lambda: load_critic(folder, DTYPES[params.engine.dtype], params.device), episodes or agent_loop())

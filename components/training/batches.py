@@ -1,0 +1,111 @@
+"""Trajectories as padded tensors, and the micro-batches that every rank computes.
+
+Rows are padded on the right only: attention is causal, so padding needs no attention mask and no position ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from components.agent.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded rows; every tensor is [batch, seq] and lies in host memory until `to` moves it."""
+
+    ids: Tensor
+    action_mask: Tensor
+    """True on the policy's own tokens; never on the first position, which no state precedes."""
+    valid: Tensor
+    """True on tokens, False on padding."""
+
+    def rows(self, index: Sequence[int]) -> Self:
+        """Those rows, cut to the longest of them."""
+        chosen = torch.tensor(index)
+        width = int(self.valid[chosen].sum(1).max())
+        fields = {field.name: getattr(self, field.name)[chosen, :width] for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **fields)
+
+    def to(self, device: torch.device) -> Self:
+        return dataclasses.replace(self, **{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.valid.sum(1).tolist()
+
+    @property
+    def tokens(self) -> int:
+        """Own tokens."""
+        return int(self.action_mask.sum())
+
+
+@dataclass(frozen=True)
+class Rollout(Batch):
+    """A batch that was sampled: with the sampler's log-probabilities (nats) and the reward on each last own token."""
+
+    sampler_logprob: Tensor
+    rewards: Tensor
+
+
+def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+    """(ids, action mask) pairs as one batch; ValueError for a row without own tokens or with one at the first position."""
+    width = max(len(ids) for ids, _ in rows)
+    batch = Batch(
+        ids=torch.zeros(len(rows), width, dtype=torch.int64),
+        action_mask=torch.zeros(len(rows), width, dtype=torch.bool),
+        valid=torch.zeros(len(rows), width, dtype=torch.bool),
+    )
+    for row, (ids, mask) in enumerate(rows):
+        if len(ids) != len(mask) or not any(mask) or mask[0]:
+            raise ValueError(f"row {row}: {len(ids)} ids, {len(mask)} mask entries, {sum(mask)} own tokens; the mask must fit and spare the first token")
+        batch.ids[row, : len(ids)] = torch.tensor(ids)
+        batch.action_mask[row, : len(ids)] = torch.tensor(mask, dtype=torch.bool)
+        batch.valid[row, : len(ids)] = True
+    return batch
+
+
+def collate(trajectories: Sequence[Trajectory]) -> Rollout:
+    """Trajectories as one batch. The reward stands on the last own token: a later observation token would lose it."""
+    batch = pad([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
+    sampler_logprob, rewards = torch.zeros(batch.ids.shape), torch.zeros(batch.ids.shape)
+    for row, trajectory in enumerate(trajectories):
+        sampler_logprob[row, : len(trajectory.ids)] = torch.tensor(trajectory.sampler_logprob)
+        last = max(t for t, own in enumerate(trajectory.action_mask) if own)
+        rewards[row, last] = trajectory.reward
+    return Rollout(ids=batch.ids, action_mask=batch.action_mask, valid=batch.valid, sampler_logprob=sampler_logprob, rewards=rewards)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows of one forward pass. One that is not counted has a loss of 0: it only keeps this rank in step with the others."""
+
+    rows: tuple[int, ...]
+    counted: bool = True
+
+
+def plan(lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1) -> list[Microbatch]:
+    """This rank's micro-batches of `rows`, longest first, each within the budget of padded tokens (or a single row).
+
+    Rows are dealt by length, so ranks get equal work. Every rank gets the same number of micro-batches, since forward
+    and backward passes are collective under ZeRO 3; all ranks compute the same plan, so none of this is communicated.
+    """
+    by_length = sorted(rows, key=lambda row: (-lengths[row], row))
+    plans = []
+    for other in range(world):
+        packed: list[list[int]] = []
+        for row in by_length[other::world]:
+            if packed and (len(packed[-1]) + 1) * lengths[packed[-1][0]] <= tokens_per_microbatch:
+                packed[-1].append(row)
+            else:
+                packed.append([row])
+        plans.append(packed)
+    own = [Microbatch(tuple(packed)) for packed in plans[rank]]
+    missing = max(len(packed) for packed in plans) - len(own)
+    return own + [Microbatch((by_length[-1],), counted=False)] * missing

@@ -1,0 +1,195 @@
+"""The training engine: DeepSpeed behind a small interface, the same on one core and on many GPUs.
+
+One process needs no launcher; under torchrun every rank runs the same stage and computes its part of each step.
+DeepSpeed is imported when the first engine is made: it takes five seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from transformers import PreTrainedModel
+
+from components import config
+from components.training.batches import Microbatch
+
+BETAS = (0.9, 0.95)
+"""Of AdamW; .95 was stable at the small scale (knowledge: training, E2)."""
+TIMEOUT = timedelta(hours=2)
+"""Of collectives: the other ranks wait in one while rank 0 samples. DeepSpeed's own default of 10 minutes is too short."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Loss = Callable[[nn.Module, Microbatch], Tensor]
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks; where one rank holds a row and the others hold zeros this gathers exactly."""
+        if self.size == 1:
+            return tensor
+        moved = tensor.to(self.device)
+        distributed.all_reduce(moved)
+        return moved.to(tensor.device)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            distributed.barrier()
+
+
+class Engine(Protocol):
+    """Trains one network."""
+
+    world: World
+
+    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, ...]:
+        """The network's outputs, without gradients."""
+        ...
+
+    def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
+        """One optimizer step; returns the gradient norm before clipping (NaN where the backend does not tell).
+
+        `loss` gives a micro-batch's share of the step's loss: a sum over its own tokens divided by the own tokens of
+        the whole step on all ranks. Nothing is divided again.
+        """
+        ...
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, this process holds every parameter in full (ZeRO 3 shards them)."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write parameters, optimizer and random state below `folder`, which must be new."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+def join_world(device: config.Device) -> World:
+    """Join the process group: torchrun's, or a group of this process alone."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    if not distributed.is_initialized():
+        backend = "gloo" if target.type == "cpu" else "nccl"
+        if "WORLD_SIZE" in os.environ:
+            distributed.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            distributed.init_process_group(backend, timeout=TIMEOUT, store=distributed.HashStore(), rank=0, world_size=1)
+    return World(distributed.get_rank(), distributed.get_world_size(), target)
+
+
+def _deepspeed(device: config.Device) -> Any:
+    """The library, quiet on standard output and without its just-in-time builds."""
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    import deepspeed
+    import deepspeed.ops
+
+    # On cpu DeepSpeed builds a shared-memory all-reduce when it first communicates: 50 to 72 s of g++ for nothing on
+    # one host. It asks this table first, and keeps edits to it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return deepspeed
+
+
+class DeepSpeedEngine:
+    """DeepSpeed, ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
+
+    def __init__(self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float):
+        """`module` goes to the device and is trained in place. Call on every rank with equal weights."""
+        self.world = join_world(device)
+        self.settings = engine
+        self.deepspeed = _deepspeed(device)
+        module.to(self.world.device)
+        if engine.activation_checkpointing:
+            for part in module.children():
+                if isinstance(part, PreTrainedModel):
+                    part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.module = module
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
+        self.engine, *_ = self.deepspeed.initialize(
+            model=module, optimizer=optimizer, config=self._config(gradient_clip, sum(parameter.numel() for parameter in parameters))
+        )
+
+    def _config(self, gradient_clip: float, numel: int) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.settings.zero_stage, "overlap_comm": False, "reduce_bucket_size": min(numel, 500_000_000)}
+        if self.settings.cpu_offload and self.settings.zero_stage > 0:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            # Micro-batches are packed by tokens, so their number varies: this engine says itself when a step ends.
+            "managed_gradient_accumulation": False,
+            # Explicit: the silent default changed from off to 1.0 in 0.19.3.
+            "gradient_clipping": gradient_clip,
+            "bf16": {"enabled": self.settings.dtype == "bfloat16"},
+            "zero_optimization": zero,
+            # torch's AdamW everywhere: DeepSpeed's own cpu optimizer is another build of 80 s.
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        }
+
+    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, ...]:
+        self.engine.eval()
+        with torch.no_grad():
+            outputs: tuple[Tensor, ...] = self.engine(ids, action_mask)
+        return outputs
+
+    def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
+        self.engine.train()
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        for microbatch in microbatches:
+            share = loss(self.engine, microbatch)
+            # DeepSpeed averages over ranks; the loss is normalised by all ranks' tokens already.
+            self.engine.backward(share * (self.world.size if microbatch.counted else 0))
+        norm = self._local_norm()
+        self.engine.step()
+        reported = self.engine.get_global_grad_norm()
+        return norm if reported is None else float(reported)
+
+    def _local_norm(self) -> float:
+        """ZeRO 0 in float32 reports no norm; a single process can tell it from its gradients."""
+        if self.settings.zero_stage > 0 or self.world.size > 1:
+            return math.nan
+        gradients = [parameter.grad.float().norm() for parameter in self.module.parameters() if parameter.grad is not None]
+        return float(torch.stack(gradients).norm()) if gradients else math.nan
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        if self.settings.zero_stage < 3:
+            yield
+            return
+        with self.deepspeed.zero.GatheredParameters(list(self.module.parameters())):
+            yield
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder), tag="state", client_state={"rng": torch.get_rng_state()})
+
+    def load(self, folder: Path) -> None:
+        path, client = self.engine.load_checkpoint(str(folder), tag="state")
+        if path is None:
+            raise config.BadInput(f"{folder}: the resumable state is damaged; delete the folder and run again.")
+        torch.set_rng_state(client["rng"])

@@ -1,0 +1,109 @@
+"""The two networks that are trained: the actor as log-probabilities, and the critic as values.
+
+Both answer for own tokens alone and shift alike: what concerns token t is computed from the hidden state at t - 1, the
+state before it is emitted.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, PreTrainedModel
+
+from components.config import BadInput
+
+VALUE_HEAD = "value_head.safetensors"
+LOGITS = 2**26
+"""Elements of logits alive at once; larger batches are computed in slices that are recomputed in the backward pass."""
+
+
+class Actor(nn.Module):
+    """A causal language model that returns log-probability and entropy (nats) of its own tokens."""
+
+    def __init__(self, policy: PreTrainedModel, temperature: float):
+        super().__init__()
+        self.policy = policy
+        self.temperature = temperature
+
+    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, seq] log-probabilities at the sampling temperature, and entropies; 0 where the mask is 0."""
+        hidden = self.policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        own = action_mask[:, 1:]
+        # Logits of own tokens only: most tokens of a rollout are prompt and observations.
+        states, targets = hidden[:, :-1][own], ids[:, 1:][own]
+        slices = max(1, LOGITS // self.policy.config.get_text_config().vocab_size)
+        if len(states) <= slices:
+            logprob, entropy = self._score(states, targets)
+        else:
+            parts = [checkpoint(self._score, *part, use_reentrant=False) for part in zip(states.split(slices), targets.split(slices), strict=True)]
+            logprob, entropy = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        empty = torch.zeros(ids.shape, device=ids.device)
+        return empty.masked_scatter(action_mask, logprob), empty.masked_scatter(action_mask, entropy)
+
+    def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.policy.get_output_embeddings()(states).float() / self.temperature
+        logprobs = functional.log_softmax(logits, dim=-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+class ValueHead(nn.Linear):
+    """A linear head that computes in float32 whatever the backbone's precision, and starts at zero."""
+
+    def __init__(self, hidden: int):
+        super().__init__(hidden, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return functional.linear(states.float(), self.weight.float(), self.bias.float())
+
+
+class Critic(nn.Module):
+    """A backbone of its own with a value head: V_t from the hidden state at t - 1.
+
+    `baseline` is the mean return of the data that it first sees. A head that starts at zero moves by about
+    lr * width per step, so without it the first tens of updates would only learn that mean.
+    """
+
+    def __init__(self, backbone: nn.Module, hidden: int):
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = ValueHead(hidden)
+        self.register_buffer("baseline", torch.zeros(()))
+        self.baseline: Tensor
+
+    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
+        """[batch, seq] values in units of the reward; 0 where the mask is 0."""
+        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
+        values = self.value_head(hidden[:, :-1]).squeeze(-1) + self.baseline.float()
+        return (torch.where(action_mask, functional.pad(values, (1, 0)), 0.0),)
+
+    def extra(self) -> dict[str, Tensor]:
+        """What stands beside the backbone in a checkpoint."""
+        tensors = {"weight": self.value_head.weight, "bias": self.value_head.bias, "baseline": self.baseline}
+        return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def critic_from_actor(policy: PreTrainedModel) -> Critic:
+    """A critic whose backbone starts as a copy of the actor's."""
+    return Critic(copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size)
+
+
+def load_critic(folder: Path, dtype: torch.dtype, device: str) -> Critic:
+    """A critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`."""
+    if not (folder / VALUE_HEAD).is_file():
+        raise BadInput(f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3.")
+    backbone = AutoModel.from_pretrained(folder, dtype=dtype)
+    critic = Critic(backbone, backbone.config.get_text_config().hidden_size)
+    tensors = load_file(folder / VALUE_HEAD)
+    critic.value_head.load_state_dict({"weight": tensors["weight"], "bias": tensors["bias"]})
+    critic.baseline.copy_(tensors["baseline"])
+    return critic.to(device)

@@ -1,0 +1,225 @@
+"""Proximal policy optimisation, the loop of stages 1 and 4.
+
+Each step: sample trajectories, score them with the trainer's actor, reference and critic, estimate advantages, update
+the critic and then the actor on minibatches, log, save. gamma 1 and a terminal reward (paper, section 4.2); separate
+lambdas for the actor's advantages and the critic's targets: at lambda .95 a fresh critic would be taught nothing beyond
+about a hundred tokens from the end (knowledge: training, A4).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from components.agent.trajectory import Trajectory
+from components.config import Ppo
+from components.policy.model import load_model, load_tokenizer, verify_checkpoint
+from components.training.advantages import explained_variance, gae, whiten
+from components.training.batches import Rollout, collate
+from components.training.engine import DTYPES, DeepSpeedEngine, Engine, join_world
+from components.training.losses import importance_weights, kl_k2, kl_k3, likelihood_loss_sum, masked_sum, policy_loss_sum, value_loss_sum
+from components.training.networks import Actor, Critic
+from components.training.passes import Loss, Sums, evaluate, train_step
+from components.training.rollouts import PolicySampler, RunEpisodes, choose_tasks, collect, derived_seed, reward_figures, trainable
+from components.training.stage import Figures, Metrics, Stage, StageResult, finish, load_result
+from components.training.states import load_state, save_state
+
+
+@dataclass(frozen=True)
+class Experience(Rollout):
+    """A step's trajectories with all that the updates need; every tensor is [batch, seq]."""
+
+    old_logprob: Tensor
+    reference_logprob: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    importance: Tensor
+    best: Tensor
+    """True on own tokens of trajectories that earned more than 0 and no less than any other of their task."""
+
+
+def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes: RunEpisodes) -> StageResult:
+    """Train the actor of `stage` for `ppo.steps` updates, from where a killed run was."""
+    if (done := load_result(stage.out)) is not None:
+        return done
+    started = time.monotonic()
+    params, settings = stage.params, stage.params.engine
+    digest = verify_checkpoint(stage.actor).digest
+    tasks = stage.tasks()
+    world = join_world(params.device)
+    tokenizer = load_tokenizer(stage.actor)
+    policy = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device)
+    sampling = PolicySampler(policy, tokenizer, params, digest)
+    reference = Actor(copy.deepcopy(policy), ppo.rollouts.temperature)
+    actor = DeepSpeedEngine(Actor(policy, ppo.rollouts.temperature), settings, device=params.device, gradient_clip=ppo.gradient_clip)
+    critic_network = make_critic()
+    critic = DeepSpeedEngine(critic_network, settings, device=params.device, gradient_clip=ppo.gradient_clip)
+    engines = {"actor": actor, "critic": critic}
+
+    start = load_state(stage.out, engines, settings, world)
+    metrics = Metrics(stage.out, world, start=start)
+    earlier_seconds = sum(record["seconds"] or 0.0 for record in metrics.records)
+    stopped = ""
+    for step in range(start, ppo.steps):
+        clock = Clock()
+        trajectories = collect(
+            stage,
+            world,
+            choose_tasks(tasks, ppo.rollouts.tasks, seed=params.seed, step=step),
+            ppo.rollouts,
+            step=step,
+            total=ppo.steps,
+            sampler=sampling.publish(actor, step),
+            tokenizer=tokenizer,
+            episodes=episodes,
+        )
+        figures = reward_figures(trajectories)
+        usable = trainable(trajectories)
+        figures["dropped"] = len(trajectories) - len(usable)
+        rollout = collate(usable)
+        figures["tokens"] = rollout.tokens
+        figures |= clock.lap("rollout", rollout.tokens)
+
+        if step == 0 and stage.critic is None:
+            critic_network.baseline.fill_(figures["reward"])
+        experience, scored = score(rollout, usable, actor, reference, critic, ppo, settings.tokens_per_microbatch)
+        figures |= scored | clock.lap("score", int(rollout.valid.sum()))
+        if stopped := collapse(ppo, figures):
+            load_state(stage.out, engines, settings, world, before=step)
+            metrics.write(step, figures | clock.total())
+            break
+
+        figures |= update_critic(experience, critic, ppo, settings.tokens_per_microbatch, derived_seed(params.seed, "critic", step))
+        figures |= clock.lap("critic", int(rollout.valid.sum()) * ppo.epochs)
+        if step >= ppo.critic_warmup_steps:
+            seed = derived_seed(params.seed, "actor", step)
+            figures |= update_actor(experience, actor, ppo, settings.tokens_per_microbatch, seed, step - ppo.critic_warmup_steps)
+            figures |= clock.lap("actor", int(rollout.valid.sum()) * ppo.epochs)
+        metrics.write(step, figures | clock.total())
+        stage.progress.update(stage.name, step + 1, ppo.steps, **{name: figures[name] for name in ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")})
+        if (step + 1) % ppo.checkpoint_every == 0 or step + 1 == ppo.steps:
+            save_state(stage.out, step + 1, engines, settings, world)
+
+    before, after = metrics.mean("reward", slice(0, 2)), metrics.mean("reward", slice(-2, None))
+    summary = {name: metrics.mean(name, slice(-2, None)) for name in ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")}
+    with actor.whole():
+        return finish(
+            stage,
+            world,
+            policy,
+            tokenizer,
+            rewards=(before, after),
+            figures=summary | {"steps": float(len(metrics.records))},
+            seconds=earlier_seconds + time.monotonic() - started,
+            stopped=stopped,
+        )
+
+
+def score(
+    rollout: Rollout, trajectories: Sequence[Trajectory], actor: Engine, reference: Actor, critic: Engine, ppo: Ppo, budget: int
+) -> tuple[Experience, Figures]:
+    """What the trainer's networks say about the trajectories before any update: the whole batch, on every rank."""
+    old_logprob, entropy = evaluate(actor.forward, actor.world, rollout, budget)
+    (old_values,) = evaluate(critic.forward, actor.world, rollout, budget)
+    with torch.no_grad():
+        reference_logprob, _ = evaluate(reference, actor.world, rollout, budget)
+    mask, own = rollout.action_mask, rollout.tokens
+    advantages, _ = gae(rollout.rewards, old_values, mask, ppo.gamma, ppo.lam)
+    _, returns = gae(rollout.rewards, old_values, mask, ppo.gamma, ppo.critic_lam)
+    experience = Experience(
+        **vars(rollout),
+        old_logprob=old_logprob,
+        reference_logprob=reference_logprob,
+        old_values=old_values,
+        advantages=whiten(advantages, mask) if ppo.whiten else advantages,
+        returns=returns,
+        importance=importance_weights(old_logprob, rollout.sampler_logprob, mask, ppo.importance_cap),
+        best=mask & best_of_task(trajectories)[:, None],
+    )
+    difference = old_logprob - rollout.sampler_logprob
+    return experience, {
+        "entropy": float(entropy.sum() / own),
+        "kl_start": float(masked_sum(kl_k3(old_logprob, reference_logprob), mask) / own),
+        "sampler_difference": float(masked_sum(difference.abs(), mask) / own),
+        "importance": float(masked_sum(experience.importance, mask) / own),
+        "explained_variance": explained_variance(old_values, returns, mask),
+        "value": float(old_values.sum() / own),
+    }
+
+
+def update_critic(experience: Experience, critic: Engine, ppo: Ppo, budget: int, seed: int) -> Figures:
+    """Fit the values to the returns."""
+
+    def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        (values,) = network(rows.ids, rows.action_mask)
+        total, parts = value_loss_sum(values, rows.old_values, rows.returns, rows.action_mask, ppo.value_clip)
+        return total, parts | {"value_loss": total}
+
+    figures = update(experience, critic, loss, ppo, budget, seed, ppo.critic_learning_rate)
+    return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
+
+
+def update_actor(experience: Experience, actor: Engine, ppo: Ppo, budget: int, seed: int, updates: int) -> Figures:
+    """Move the policy along the clipped surrogate; `updates` counts the actor's steps so far, for the warm-up."""
+    learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
+
+    def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        logprob, _ = network(rows.ids, rows.action_mask)
+        surrogate, parts = policy_loss_sum(logprob, rows.old_logprob, rows.advantages, rows.action_mask, ppo.clip_low, ppo.clip_high, rows.importance)
+        total = surrogate
+        if ppo.kl_coefficient > 0:
+            total = total + ppo.kl_coefficient * masked_sum(kl_k2(logprob, rows.reference_logprob), rows.action_mask)
+        if ppo.replay_coefficient > 0:
+            total = total + ppo.replay_coefficient * likelihood_loss_sum(logprob, rows.best)
+        return total, parts | {"policy_loss": surrogate}
+
+    return update(experience, actor, loss, ppo, budget, seed, learning_rate) | {"learning_rate": learning_rate}
+
+
+def update(experience: Experience, engine: Engine, loss: Loss[Experience], ppo: Ppo, budget: int, seed: int, learning_rate: float) -> Figures:
+    """`ppo.epochs` passes over the batch in `ppo.minibatches` shuffled optimizer steps; the means of their metrics."""
+    order, norms, sums, shuffler = list(range(len(experience.ids))), [], Sums(), random.Random(seed)
+    for _ in range(ppo.epochs):
+        shuffler.shuffle(order)
+        for part in range(min(ppo.minibatches, len(order))):
+            norms.append(train_step(engine, experience, order[part :: ppo.minibatches], loss, sums, budget=budget, learning_rate=learning_rate))
+    return sums.means(engine.world, experience.tokens * ppo.epochs) | {"gradient_norm": sum(norms) / len(norms)}
+
+
+def best_of_task(trajectories: Sequence[Trajectory]) -> Tensor:
+    """[batch] True where a trajectory earned more than 0 and no less than any other of its task."""
+    highest: dict[str, float] = {}
+    for trajectory in trajectories:
+        highest[trajectory.task_id] = max(trajectory.reward, highest.get(trajectory.task_id, 0.0))
+    return torch.tensor([0 < trajectory.reward == highest[trajectory.task_id] for trajectory in trajectories])
+
+
+def collapse(ppo: Ppo, figures: Figures) -> str:
+    """Why the policy that sampled this step has collapsed; empty when it has not (paper, Fig. 5: both signs)."""
+    if figures["entropy"] > ppo.max_entropy:
+        return f"entropy {figures['entropy']:.2f} nats is above max_entropy {ppo.max_entropy:g}; the last good weights were kept"
+    if figures["truncated"] > ppo.max_truncated:
+        return f"length-clipped share {figures['truncated']:.2f} is above max_truncated {ppo.max_truncated:g}; the last good weights were kept"
+    return ""
+
+
+class Clock:
+    """Seconds and tokens per second of a step's phases."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.monotonic()
+
+    def lap(self, phase: str, tokens: int) -> Figures:
+        now = time.monotonic()
+        seconds, self.last = now - self.last, now
+        return {f"seconds_{phase}": seconds, f"tokens_per_second_{phase}": tokens / seconds}
+
+    def total(self) -> Figures:
+        return {"seconds": time.monotonic() - self.started}

@@ -1,0 +1,154 @@
+"""Sampling a step's trajectories, once: what a step sampled is on disk before anything is computed from it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from components import config
+from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.config import BadInput, Params
+from components.files import digest_json
+from components.policy.generate import Sampler
+from components.sandbox.pool import JudgePool
+from components.task import KernelTask
+from components.training.engine import Engine, World
+from components.training.stage import Figures, Stage
+
+
+class RunEpisodes(Protocol):
+    """`components.agent.loop.run_episodes`: one trajectory per given task, in order."""
+
+    def __call__(
+        self,
+        tasks: Sequence[KernelTask],
+        *,
+        params: Params,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: JudgePool,
+        epoch: str,
+        seed: int,
+        max_turns: int,
+        max_new_tokens: int,
+        temperature: float,
+        on_progress: Callable[[int, int], None],
+    ) -> list[Trajectory]: ...
+
+
+def agent_loop() -> RunEpisodes:
+    """The real agent loop; tests give a smaller one."""
+    from components.agent.loop import run_episodes
+
+    return run_episodes
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed that depends on every part and on nothing else, so that a resumed step draws what it would have drawn."""
+    return int(digest_json([str(part) for part in parts])[:15], 16)
+
+
+def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int) -> list[KernelTask]:
+    """`count` tasks of a step: consecutive stretches of shuffled passes over all tasks. The data position is the step."""
+    chosen = []
+    orders: dict[int, list[int]] = {}
+    for position in range(step * count, (step + 1) * count):
+        visit, place = divmod(position, len(tasks))
+        if visit not in orders:
+            orders[visit] = list(range(len(tasks)))
+            random.Random(derived_seed(seed, "pass", visit)).shuffle(orders[visit])
+        chosen.append(tasks[orders[visit][place]])
+    return chosen
+
+
+class PolicySampler:
+    """The in-process sampler of a policy that is being trained.
+
+    It shares the trained weights, so an update is published by a new version alone. ZeRO 3 shards the weights, so there
+    it holds a copy that each update is copied into; make it before the engine.
+    """
+
+    def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: Params, digest: str):
+        if params.policy.backend != "transformers":
+            raise BadInput(f"policy.backend: {params.policy.backend} cannot sample from weights in training yet; set policy.backend to transformers.")
+        from components.policy.generate import TransformersSampler
+
+        self.policy = policy
+        self.model = copy.deepcopy(policy) if params.engine.zero_stage == 3 else policy
+        self.digest = digest
+        self.sampler: Sampler = TransformersSampler(self.model, tokenizer, batch=params.policy.batch, device=params.device, version=digest)
+
+    def publish(self, engine: Engine, updates: int) -> Sampler:
+        """The sampler of the weights after `updates` updates."""
+        if self.model is not self.policy:
+            with engine.whole():
+                self.model.load_state_dict(self.policy.state_dict())
+        self.model.eval()
+        self.sampler.version = f"{self.digest[:16]}+{updates}"
+        return self.sampler
+
+
+def collect(
+    stage: Stage,
+    world: World,
+    tasks: Sequence[KernelTask],
+    rollouts: config.Rollouts,
+    *,
+    step: int,
+    total: int,
+    sampler: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
+    episodes: RunEpisodes,
+) -> list[Trajectory]:
+    """The trajectories of a step: those on disk, or newly sampled ones of every task, `rollouts.samples` times each."""
+    folder = step_folder(stage.out, step)
+    if world.rank == 0 and not folder.is_dir():
+        sampled = episodes(
+            [task for task in tasks for _ in range(rollouts.samples)],
+            params=stage.params,
+            sampler=sampler,
+            tokenizer=tokenizer,
+            pool=stage.pool,
+            epoch=f"{stage.out.name}/{step}",
+            seed=derived_seed(stage.params.seed, stage.name, step),
+            max_turns=rollouts.max_turns,
+            max_new_tokens=rollouts.max_new_tokens,
+            temperature=rollouts.temperature,
+            on_progress=lambda done, of: stage.progress.update(stage.name, step, total, episodes=done, of=of),
+        )
+        save_trajectories(folder, sampled)
+    world.barrier()
+    # Read back also when just written: a fresh and a resumed step compute from the same bytes.
+    return load_trajectories(folder)
+
+
+def step_folder(out: Path, step: int) -> Path:
+    return out / "trajectories" / f"step-{step:04d}"
+
+
+def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those that say something about the policy: it produced tokens, and the judge itself did not fail."""
+    kept = [trajectory for trajectory in trajectories if any(trajectory.action_mask) and trajectory.final.status != "infrastructure"]
+    if not kept:
+        reason = trajectories[0].final.reason if trajectories else "none was sampled"
+        raise BadInput(f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor.")
+    return kept
+
+
+def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
+    """Mean reward, shares of the milestones, of length-clipped episodes and of tasks whose samples all earned the same."""
+    count = len(trajectories)
+    by_task: dict[str, set[float]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
+    figures = {"reward": sum(trajectory.reward for trajectory in trajectories) / count}
+    figures |= {f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count for m in (-1, 1, 2, 3)}
+    figures["truncated"] = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count
+    figures["equal_reward_tasks"] = sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task)
+    figures["turns"] = sum(len(trajectory.turns) for trajectory in trajectories) / count
+    return figures

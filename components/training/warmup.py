@@ -1,0 +1,24 @@
+"""Stage 1: single-turn PPO, so that the policy writes kernels that build before it is asked to work over many turns.
+
+The critic is made here from the actor; `critic_warmup_steps` train it alone before the actor moves.
+"""
+
+from __future__ import annotations
+
+from components.policy.model import load_model
+from components.training.engine import DTYPES
+from components.training.networks import critic_from_actor
+from components.training.ppo import run_ppo
+from components.training.rollouts import RunEpisodes, agent_loop
+from components.training.stage import Stage, StageResult
+
+
+def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
+    """Train `stage.actor`; `episodes` takes the place of the agent loop in tests."""
+    params = stage.params
+    return run_ppo(
+        stage,
+        params.warmup,
+        lambda: critic_from_actor(load_model(stage.actor, dtype=DTYPES[params.engine.dtype], device=params.device)),
+        episodes or agent_loop(),
+    )
