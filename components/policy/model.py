@@ -6,11 +6,14 @@ A checkpoint is a folder that transformers and vLLM load with no code of ours (s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.config import BadInput
@@ -45,11 +48,14 @@ def save_checkpoint(
     code: str,
     params: dict[str, Any],
     figures: dict[str, float],
+    extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Manifest:
-    """Write the checkpoint in one step and return its manifest."""
+    """Write the checkpoint in one step and return its manifest; `extra` holds further safetensors by file name."""
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        for name, tensors in extra.items():
+            save_file(tensors, temporary / name)
         files = digest_tree(temporary)
         manifest = Manifest(
             stage=stage, files=files, digest=digest_json(files), parent=parent, dataset=dataset, code=code, params=params, figures=figures
