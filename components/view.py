@@ -44,8 +44,8 @@ def duration(seconds: float | None) -> str:
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """Short name=value pairs; milestone shares read as percentages."""
-    return "  ".join(f"{name} {value:.0%}" if name.startswith(("milestone", "share")) else f"{name} {value:.3g}" for name, value in figures.items())
+    """Short name value pairs; shares (milestones m_-1 to m_3, pass rate) read as percentages."""
+    return "  ".join(f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}" for name, value in figures.items())
 
 
 class View:

@@ -84,9 +84,8 @@ class Night:
         return self.home / "runs" / self.run_id
 
     def stage_key(self, stage: str, name: str, sections: tuple[str, ...], upstream: dict[str, str]) -> str:
-        """Digest of everything that the result of `name` (a part of `stage`) depends on."""
-        shared = ("device", "precision", "seed", "sandbox", "policy", "engine")
-        values = {section: value for section, value in self.params.model_dump(mode="json").items() if section in (*shared, *sections)}
+        """Digest of everything that the result of `name` (a part of `stage`) depends on: sections of the parameters, inputs, code."""
+        values = {section: value for section, value in self.params.model_dump(mode="json").items() if section in sections}
         number = self.redo.number if self.redo is not None and self.redo.reaches(stage) else 0
         return digest_json({"name": name, "params": values, "upstream": upstream, "code": self.code, "redo": number})
 
@@ -229,7 +228,6 @@ def prepare_environment(home: Path) -> None:
         "DO_NOT_TRACK": "1",
         "GIT_PYTHON_REFRESH": "quiet",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_EXTENSIONS_DIR": str(home / "cache" / "torch_extensions"),
     }
     if "PREFECT_API_URL" not in os.environ:
         # The embedded server: its database and its settings belong to this home alone.

@@ -1,0 +1,139 @@
+"""The data set: DVC decides what to make anew, this module asks it and keeps every version.
+
+DVC works in a workspace of its own in the home folder, with the run's resolved parameters, and has one writer at a
+time: it fails at once when another one holds its lock, so it is asked again a few times before a person is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from components.config import PROJECT, BadInput
+from components.files import atomic_folder, atomic_write, digest_file, read_json
+from components.progress import Progress
+from flows.runs import Night
+from flows.steps import Record
+
+OUTPUT = Path("data") / "tasks"
+BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
+RETRY_SECONDS = (2.0, 5.0, 15.0)
+STEP = re.compile(r"^dataset\s+(\d+)/(\d+)")
+
+
+@task(name="dataset", persist_result=False, cache_policy=NO_CACHE)
+def dataset(night: Night, progress: Progress) -> Record:
+    """Reproduce the data set, keep its version beside its lock file, and push it to the remote."""
+    started = time.monotonic()
+    workspace = prepare_workspace(night)
+    before = _lock(workspace)
+    force = night.redo is not None and night.redo.reaches("dataset") and _marker(workspace, "redone") != str(night.redo.number)
+    dvc(workspace, ["repro", *(["--force"] if force else [])], night, progress)
+    if force and night.redo is not None:
+        atomic_write(workspace / ".dvc" / "redone", str(night.redo.number))
+    after = _lock(workspace)
+    if _marker(workspace, "pushed") != after:
+        dvc(workspace, ["push"], night, progress)
+        atomic_write(workspace / ".dvc" / "pushed", after)
+    return keep_version(night, workspace) | {"cached": after == before and not force, "seconds": round(time.monotonic() - started, 3)}
+
+
+def prepare_workspace(night: Night) -> Path:
+    """The DVC project of this home: dvc.yaml as it is in the source, params.yaml as it was resolved, the remote."""
+    workspace = night.home / "dvc"
+    workspace.mkdir(parents=True, exist_ok=True)
+    if not (workspace / ".dvc" / "config").is_file():
+        shutil.rmtree(workspace / ".dvc", ignore_errors=True)
+        dvc(workspace, ["init", "--no-scm"], night, None)
+    remote = f"{night.params.store.url.rstrip('/')}/dvc" if night.params.store.url else str(night.home / "remote")
+    endpoint = f"    endpointurl = {night.params.store.endpoint}\n" if night.params.store.endpoint else ""
+    _write(
+        workspace / ".dvc" / "config",
+        f"[core]\n    no_scm = True\n    analytics = false\n    remote = store\n['remote \"store\"']\n    url = {remote}\n{endpoint}",
+    )
+    _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
+    _write(workspace / "params.yaml", yaml.safe_dump(night.params.model_dump(mode="json"), sort_keys=False))
+    return workspace
+
+
+def keep_version(night: Night, workspace: Path) -> Record:
+    """Copy the data set to `datasets/<version>`; its version is the digest of tasks.parquet."""
+    version = digest_file(workspace / OUTPUT / "tasks.parquet")
+    folder = night.home / "datasets" / version
+    if not (folder / "tasks.parquet").is_file() or digest_file(folder / "tasks.parquet") != version:
+        with atomic_folder(folder) as temporary:
+            shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
+            shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")
+    figures: dict[str, Any] = read_json(folder / "metrics.json")
+    return {"version": version, "folder": folder.relative_to(night.home).as_posix(), "figures": figures}
+
+
+def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progress | None) -> None:
+    """Run one DVC command in the workspace; BadInput when its lock stays busy, or with the sentence of what it ran."""
+    for wait in (*RETRY_SECONDS, None):
+        lines, code = _run(workspace, arguments, night, progress)
+        if code == 0:
+            return
+        text = "\n".join(lines)
+        if not any(sign in text for sign in BUSY):
+            break
+        if wait is None:
+            raise BadInput(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
+        time.sleep(wait)
+    told = [line for line in lines if line.startswith("cuda-agent: ")]
+    if told:
+        raise BadInput(told[-1].removeprefix("cuda-agent: "))
+    if "No space left on device" in text:
+        raise BadInput(f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again.")
+    raise RuntimeError(f"dvc {' '.join(arguments)} failed in {workspace}:\n" + "\n".join(lines[-30:]))
+
+
+def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Progress | None) -> tuple[list[str], int]:
+    """One attempt: its output lines, read for progress on the way, and its exit status."""
+    environment = os.environ | {
+        "DVC_NO_ANALYTICS": "1",
+        "CUDA_AGENT_VERDICTS": str(night.home / "verdicts"),
+        # dvc.yaml says `python`: the one of this environment, with this project's modules.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH", "")))),
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-m", "dvc", *arguments]
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, cwd=workspace, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            found = STEP.match(line)
+            if found and progress is not None:
+                progress.update("dataset", int(found[1]), int(found[2]))
+    return lines, process.returncode
+
+
+def _write(path: Path, text: str) -> None:
+    """Leave an equal file untouched, so that DVC sees no change."""
+    if not path.is_file() or path.read_text() != text:
+        atomic_write(path, text)
+
+
+def _lock(workspace: Path) -> str:
+    path = workspace / "dvc.lock"
+    return digest_file(path) if path.is_file() else ""
+
+
+def _marker(workspace: Path, name: str) -> str:
+    path = workspace / ".dvc" / name
+    return path.read_text() if path.is_file() else ""

@@ -1,0 +1,144 @@
+"""The night: data, cold start, four stages, evaluation, registration, gate.
+
+Read `story` from top to bottom. Each step is a Prefect task, cached by the digests of its inputs: a second run does only
+what changed, a killed one goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, tags
+from rich.console import Console
+
+from components.config import Resolved, resolve
+from components.files import digest_json, read_json, write_json
+from components.progress import Progress
+from components.registry.tracking import NightRun, connect
+from components.sandbox.pool import LocalPool
+from components.storage import open_store, put_folder
+from components.task import read_tasks
+from flows import runs
+from flows.data import dataset
+from flows.evaluation import evaluate_checkpoint, load, table
+from flows.promotion import decide, promote, register
+from flows.runs import Night
+from flows.steps import Context, Record, bury_the_dead
+from flows.training import cold_start, stage_four, stage_one, stage_three, stage_two
+
+
+def story(night: Night, progress: Progress) -> Record:
+    """The whole night inside a running flow; returns the record that run.json holds."""
+    started = time.monotonic()
+    bury_the_dead(night.run_id)
+    data = dataset(night, progress)
+    context = open_context(night, progress, data)
+    try:
+        start = cold_start(context)
+        before = evaluate_checkpoint(context, "cold start", start)
+        first = stage_one(context, start)
+        second = stage_two(context, first)
+        values = stage_three(context, second, sampled=[first, second])
+        policy = stage_four(context, second, values)
+        after = evaluate_checkpoint(context, "evaluation", policy)
+
+        version = register(context, policy, after)
+        stages = {"coldstart": start, "warmup": first, "rejection": second, "critic": values, "agentic": policy}
+        decision = decide(context, version, policy, after, {name: night.home / stage["folder"] for name, stage in stages.items()}, before)
+        promote(context, version, decision)
+    except BaseException:
+        context.tracking.fail()
+        raise
+    finally:
+        context.pool.close()
+
+    record = {
+        "run_id": night.run_id,
+        "profile": night.profile,
+        "device": night.params.device,
+        "dataset": {"version": data["version"], **task_counts(context.dataset_folder), "cached": data["cached"], "seconds": data["seconds"]},
+        "stages": [{"name": name} | {key: stage[key] for key in STAGE_KEYS} for name, stage in stages.items()],
+        "cold_start": before["figures"],
+        "evaluation": after["figures"],
+        "model": {"name": night.params.registry.model, "version": version},
+        "gate": {"verdict": decision.verdict, "reasons": list(decision.reasons), "gates": [gate.model_dump() for gate in decision.gates]},
+        "report": str(night.folder / "report.html"),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    publish(context, record, {name: stage["digest"] for name, stage in stages.items()}, {"cold_start": before, "evaluation": after})
+    return record
+
+
+STAGE_KEYS = ("checkpoint", "digest", "reward_before", "reward_after", "seconds", "cached", "stopped")
+
+
+def open_context(night: Night, progress: Progress, data: Record) -> Context:
+    """The judges and the tracked run that all stages share."""
+    if not (night.folder / "started.json").is_file():
+        write_json(night.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")})
+    registry = night.params.registry
+    tracking = NightRun(connect(registry, night.home), registry, night.home, night.key, f"{night.profile or 'base'}-{night.run_id}")
+    identity = {"run_id": night.run_id, "profile": night.profile, "code.revision": night.code, "home": str(night.home)}
+    tracking.describe(night.params.model_dump(mode="json"), identity)
+    tracking.dataset(data["version"], night.home / data["folder"], data["figures"])
+    return Context(night, progress, LocalPool(night.params, verdicts=night.home / "verdicts"), tracking, data)
+
+
+def task_counts(folder: Path) -> dict[str, int]:
+    splits = [kernel.split for kernel in read_tasks(folder / "tasks.parquet")]
+    return {"tasks": splits.count("train"), "held_out": splits.count("held_out")}
+
+
+def publish(context: Context, record: Record, checkpoints: dict[str, str], evaluations: dict[str, Record]) -> None:
+    """Log the record, store what has to outlive this machine, and close the night: run.json comes last."""
+    night, tracking = context.night, context.tracking
+    tracking.figures({key: value for key, value in record.items() if key != "gate"})
+    for name, evaluation in evaluations.items():
+        tracking.table(name, table(load(context, evaluation).tasks))
+    tracking.artifact(night.folder / "report.html")
+    tracking.tags({"gate.verdict": record["gate"]["verdict"], "model.version": record["model"]["version"]})
+
+    manifest = {"dataset": record["dataset"]["version"]} | {f"checkpoint.{name}": digest for name, digest in checkpoints.items()}
+    manifest |= {name: digest_json(load(context, evaluation).model_dump(mode="json", exclude={"policy"})) for name, evaluation in evaluations.items()}
+    manifest["decision"] = digest_json(record["gate"])
+    write_json(night.folder / runs.MANIFEST, manifest)
+
+    store, prefix = open_store(night.params.store, night.home), f"runs/{night.run_id}"
+    put_folder(store, f"{prefix}/checkpoint", night.home / record["stages"][-1]["checkpoint"])
+    for path in (night.folder / runs.MANIFEST, night.folder / "report.html", context.dataset_folder / "dvc.lock", context.dataset_folder / "metrics.json"):
+        store.put(f"{prefix}/{path.name}", path)
+    tracking.finish()
+    write_json(night.folder / runs.RUN_FILE, record)
+
+
+def run_night(night: Night, progress: Progress) -> Record:
+    """Run the story as a Prefect flow in this process. The home is locked and the environment prepared by the caller."""
+    return _as_flow(night, lambda: story(night, progress))
+
+
+def _as_flow(night: Night, call: Callable[[], Record]) -> Record:
+    named = flow(name="nightly", flow_run_name=f"{night.profile or 'base'}-{night.run_id}", persist_result=False)(call)
+    with tags(night.run_id):
+        record: Record = named()
+    return record
+
+
+@flow(name="nightly", persist_result=False)
+def nightly(profile: str = "h20-pool", sets: list[str] | None = None, redo_from: str = "", home: str = "") -> dict[str, Any]:
+    """The deployed flow (prefect.yaml): what `cuda-agent run` does, started by a worker."""
+    from components.view import View
+
+    resolved: Resolved = resolve(profile, (*(sets or ()), *((f"home={home}",) if home else ())))
+    night = runs.open_night(resolved, redo_from)
+    done = runs.finished(night)
+    if done is not None:
+        return done
+    runs.check_environment(night.params)
+    with runs.home_lock(night.home), tags(night.run_id), View(Console(stderr=True)) as view:
+        story(night, view)
+    record: Record = read_json(night.folder / runs.RUN_FILE)
+    return record

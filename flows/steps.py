@@ -1,0 +1,99 @@
+"""How a stage becomes a Prefect task: cached by the digests of its inputs, checked against the files it left.
+
+A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect keeps it under
+the stage's key, so the same inputs give the same record at once. The record is only as good as its files: when they are
+gone the task runs again; when they are damaged the run stops and says which file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect import Task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
+from prefect.context import FlowRunContext
+from prefect.states import Crashed, StateType
+
+from components.config import BadInput
+from components.files import digest_file
+from components.progress import Progress
+from components.registry.tracking import NightRun
+from components.sandbox.pool import JudgePool
+from flows.runs import Night, verify_files
+
+Record = dict[str, Any]
+
+SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
+"""Sections of the parameters that everything depends on that samples a policy and judges what it wrote."""
+
+
+class Context:
+    """What the tasks of one night share. A plain class: Prefect looks into dataclasses among a task's arguments."""
+
+    def __init__(self, night: Night, progress: Progress, pool: JudgePool, tracking: NightRun, dataset: Record):
+        self.night = night
+        self.progress = progress
+        self.pool = pool
+        self.tracking = tracking
+        self.dataset = dataset
+
+    @property
+    def dataset_folder(self) -> Path:
+        return self.night.home / self.dataset["folder"]
+
+    def step(
+        self,
+        work: Task[..., Record],
+        stage: str,
+        sections: tuple[str, ...],
+        upstream: dict[str, str],
+        call: Callable[[Path], Record],
+        *,
+        name: str = "",
+        title: str = "",
+    ) -> Record:
+        """Run `call` in the stage's folder as Prefect task `work`, or take its record from the cache.
+
+        Its result depends on these `sections` of the parameters, the `upstream` digests, the data set and the code.
+        `name` goes into the key and names the folder; people see `title`.
+        """
+        name = name or stage
+        title = title or name
+        key = self.night.stage_key(stage, name, sections, upstream | {"dataset": self.dataset["version"]})
+        folder = self.night.stage_folder(name, key)
+        task = work.with_options(name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not folder.is_dir())
+        state = task(folder, call, return_state=True)
+        record: Record = state.result()
+        cached = state.name == "Cached"
+        if cached:
+            check(self.night.home, record)
+            self.progress.update(title, 1, 1)
+        self.tracking.stage(title, key, folder, {figure: value for figure, value in record.items() if figure != "figures"} | record["figures"])
+        return record | {"cached": cached, "key": key, "folder": f"stages/{folder.name}"}
+
+
+def check(home: Path, record: Record) -> None:
+    """See that the files of a cached record are what they were."""
+    if "checkpoint" in record:
+        found = verify_files(home / record["checkpoint"])
+        if found != record["digest"]:
+            raise BadInput(f"{home / record['checkpoint']}: holds another checkpoint than the one this run made; delete the folder and run again.")
+    elif digest_file(home / record["results"]) != record["digest"]:
+        raise BadInput(f"{home / record['results']}: is not what this run measured; delete its folder and run again.")
+
+
+def bury_the_dead(tag: str) -> None:
+    """Mark earlier attempts of this run that were killed: nobody else will, they stay RUNNING for ever."""
+    current = FlowRunContext.get()
+    own = current.flow_run.id if current is not None and current.flow_run is not None else None
+    with get_client(sync_client=True) as client:
+        running = FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[tag]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])),
+        )
+        for flow_run in client.read_flow_runs(flow_run_filter=running):
+            if flow_run.id != own:
+                client.set_flow_run_state(flow_run.id, Crashed(message="killed; continued by a later attempt"), force=True)
