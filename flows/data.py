@@ -20,7 +20,7 @@ import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from components.config import PROJECT, BadInput
+from components.config import PROJECT, BadInput, Params
 from components.files import atomic_folder, atomic_write, digest_file, read_json
 from components.progress import Progress
 from flows.runs import Night
@@ -57,14 +57,21 @@ def prepare_workspace(night: Night) -> Path:
         shutil.rmtree(workspace / ".dvc", ignore_errors=True)
         dvc(workspace, ["init", "--no-scm"], night, None)
     remote = f"{night.params.store.url.rstrip('/')}/dvc" if night.params.store.url else str(night.home / "remote")
-    endpoint = f"    endpointurl = {night.params.store.endpoint}\n" if night.params.store.endpoint else ""
-    _write(
-        workspace / ".dvc" / "config",
-        f"[core]\n    no_scm = True\n    analytics = false\n    remote = store\n['remote \"store\"']\n    url = {remote}\n{endpoint}",
-    )
+    settings = ["[core]", "    no_scm = True", "    analytics = false", "    remote = store", "['remote \"store\"']", f"    url = {remote}"]
+    settings += [f"    endpointurl = {night.params.store.endpoint}"] if night.params.store.endpoint else []
+    _write(workspace / ".dvc" / "config", "\n".join(settings) + "\n")
     _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
-    _write(workspace / "params.yaml", yaml.safe_dump(night.params.model_dump(mode="json"), sort_keys=False))
+    _write(workspace / "params.yaml", yaml.safe_dump(_absolute(night.params), sort_keys=False))
     return workspace
+
+
+def _absolute(params: Params) -> dict[str, Any]:
+    """The parameters with paths that mean the same from the workspace."""
+    values: dict[str, Any] = params.model_dump(mode="json")
+    values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
+    if params.policy.source != "scratch":
+        values["policy"]["source"] = str(Path(params.policy.source).resolve())
+    return values
 
 
 def keep_version(night: Night, workspace: Path) -> Record:

@@ -25,7 +25,7 @@ from components.task import read_tasks
 from flows import runs
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
-from flows.promotion import decide, promote, register
+from flows.promotion import decide, evaluate_champion, promote, register
 from flows.runs import Night
 from flows.steps import Context, Record, bury_the_dead
 from flows.training import cold_start, stage_four, stage_one, stage_three, stage_two
@@ -48,7 +48,8 @@ def story(night: Night, progress: Progress) -> Record:
 
         version = register(context, policy, after)
         stages = {"coldstart": start, "warmup": first, "rejection": second, "critic": values, "agentic": policy}
-        decision = decide(context, version, policy, after, {name: night.home / stage["folder"] for name, stage in stages.items()}, before)
+        champion = evaluate_champion(context, version)
+        decision = decide(context, version, policy, after, champion, {name: night.home / stage["folder"] for name, stage in stages.items()}, before)
         promote(context, version, decision)
     except BaseException:
         context.tracking.fail()

@@ -51,13 +51,12 @@ def register(context: Context, policy: Record, evaluation: Record) -> str:
 
 
 @task(name="gate", persist_result=False, cache_policy=NO_CACHE)
-def decide(context: Context, version: str, policy: Record, evaluation: Record, stages: dict[str, Path], before: Record | None) -> Decision:
+def decide(context: Context, version: str, policy: Record, evaluation: Record, champion: Record | None, stages: dict[str, Path], before: Record) -> Decision:
     """Hold the evaluation against the thresholds and the champion, and leave the decision where it can be audited."""
     night, client, model = context.night, context.tracking.client, context.night.params.registry.model
     after = load(context, evaluation)
     report = night.folder / "report.html"
     found = gates.floors(after.overall, night.params.gate)
-    champion = evaluate_champion(context, version)
     if champion is not None:
         found += gates.regression(after.tasks, load(context, champion).tasks, night.params.gate)
     write_night_report(context, stages, before, evaluation, None, version)
@@ -113,7 +112,7 @@ def evaluate_champion(context: Context, version: str) -> Record | None:
     return evaluate_checkpoint(context, "champion", {"checkpoint": folder.relative_to(context.night.home).as_posix(), "digest": digest})
 
 
-def write_night_report(context: Context, stages: dict[str, Path], before: Record | None, after: Record, decision: Decision | None, version: str) -> None:
+def write_night_report(context: Context, stages: dict[str, Path], before: Record, after: Record, decision: Decision | None, version: str) -> None:
     """The HTML report; without a decision first, since the gates ask whether it is complete."""
     night = context.night
     meta: dict[str, Any] = {
@@ -128,5 +127,5 @@ def write_night_report(context: Context, stages: dict[str, Path], before: Record
     if decision is not None:
         meta |= {"verdict": decision.verdict, "reasons": list(decision.reasons)}
         rows = [gate.model_dump() for gate in decision.gates]
-    data = collect(context.dataset_folder, stages, night.home / before["results"] if before else None, night.home / after["results"], rows, meta)
+    data = collect(context.dataset_folder, stages, night.home / before["results"], night.home / after["results"], rows, meta)
     write_report(night.folder / "report.html", data)

@@ -46,7 +46,7 @@ class Context:
 
     def step(
         self,
-        work: Task[..., Record],
+        work: Task[..., Any],
         stage: str,
         sections: tuple[str, ...],
         upstream: dict[str, str],
@@ -65,7 +65,7 @@ class Context:
         key = self.night.stage_key(stage, name, sections, upstream | {"dataset": self.dataset["version"]})
         folder = self.night.stage_folder(name, key)
         task = work.with_options(name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not folder.is_dir())
-        state = task(folder, call, return_state=True)
+        state: Any = task(folder, call, return_state=True)
         record: Record = state.result()
         cached = state.name == "Cached"
         if cached:
