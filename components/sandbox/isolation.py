@@ -60,7 +60,7 @@ def gpu_devices() -> list[str]:
     return [d for d in (f"/dev/nvidia{number}", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools") if _exists(d)]
 
 
-def bubblewrap(*, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool) -> list[str]:
+def bubblewrap(*, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool, cache: Path | None = None) -> list[str]:
     """The bwrap command up to and including `--`; what follows runs inside.
 
     `keep_capabilities` is for our own zygote, which needs them to wall its children off from itself; it never runs
@@ -99,7 +99,7 @@ def bubblewrap(*, device: str, read_only: list[str], writable: list[str], tempor
         command += ["--setenv", key, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a thing behind.
-        command += ["--size", str(1 << 20), "--tmpfs", "/workspace", "--remount-ro", "/tmp", "--remount-ro", "/"]
+        command += ["--bind", str(cache), "/cache", "--size", str(temporary_bytes), "--tmpfs", "/workspace", "--remount-ro", "/tmp", "--remount-ro", "/"]
     return [*command, "--chdir", "/", "--"]
 
 

@@ -58,7 +58,7 @@ class Judge:
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
         self.nursery = Nursery(params.sandbox, params.device, folder / "runners")
         self.measuring = threading.Lock()
-        self.benches: OrderedDict[str, Bench | TaskFault] = OrderedDict()
+        self.benches: OrderedDict[str, Bench] = OrderedDict()
         self.bench_locks: dict[str, threading.Lock] = {}
         self.lock = threading.Lock()
 
@@ -178,20 +178,14 @@ class Judge:
             if bench is not None:
                 self.benches.move_to_end(task.task_id)
         if bench is None:
-            try:
-                bench = Bench(self.params, self.nursery, task.code)
-            except TaskFault as error:
-                bench = error
+            bench = Bench(self.params, self.nursery, task.code)  # a failure is never kept: it may have been the machine's
             with self.lock:
                 self.benches[task.task_id] = bench
                 surplus = len(self.benches) - self.params.sandbox.warm_tasks
                 retired = [self.benches.pop(next(iter(self.benches))) for _ in range(max(0, surplus))]
             with self.measuring:
                 for old in retired:
-                    if isinstance(old, Bench):
-                        old.close()
-        if isinstance(bench, TaskFault):
-            raise bench
+                    old.close()
         return bench
 
     def admit(self, code: str) -> Admission:
@@ -253,8 +247,7 @@ class Judge:
     def close(self) -> None:
         with self.measuring:
             for bench in self.benches.values():
-                if isinstance(bench, Bench):
-                    bench.close()
+                bench.close()
             self.benches.clear()
         self.nursery.close()
 

@@ -20,7 +20,7 @@ from components.config import Device, Sandbox
 from components.sandbox import isolation
 
 MESSAGE_BYTES = 1 << 20
-START_SECONDS = 120
+START_SECONDS = 300
 TEMPORARY_BYTES = 1 << 29
 HERE = Path(__file__).resolve().parent
 
@@ -104,7 +104,7 @@ class Nursery:
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path):
         self.sandbox = sandbox
         self.device = device
-        self.folder = folder
+        self.folder = folder.resolve()
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
@@ -115,17 +115,18 @@ class Nursery:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         walled = self.sandbox.isolation == "bubblewrap"
-        command = [sys.executable, "-I", str(HERE / "runner.py"), str(theirs.fileno()), self.device, "walled" if walled else "open"]
+        cache = self.folder / "inductor"
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-I", str(HERE / "runner.py"), str(theirs.fileno()), self.device, "walled" if walled else "open", "/cache" if walled else str(cache)]
         environment = None
         if walled:
             paths = [*isolation.python_paths(), str(HERE)]
             command = [
-                *isolation.bubblewrap(device=self.device, read_only=paths, writable=[], temporary_bytes=TEMPORARY_BYTES, keep_capabilities=True),
+                *isolation.bubblewrap(device=self.device, read_only=paths, writable=[], temporary_bytes=TEMPORARY_BYTES, keep_capabilities=True, cache=cache),
                 *command,
             ]
         else:
             environment = isolation.environment(self.device) | {"HOME": str(self.folder), "TMPDIR": str(self.folder), "PATH": os.environ["PATH"]}
-        self.folder.mkdir(parents=True, exist_ok=True)
         log = (self.folder / "zygote.log").open("wb")
         self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         theirs.close()
@@ -147,7 +148,6 @@ class Nursery:
             "temporary_bytes": TEMPORARY_BYTES,
             "seccomp": isolation.seccomp_program("candidate" if candidate else "baseline").hex() if self.sandbox.isolation == "bubblewrap" else "",
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
-            "threads": 1,
             "device": self.device,
         }
         with theirs, self.lock:

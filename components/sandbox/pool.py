@@ -1,14 +1,27 @@
-"""The pool of judges: one interface, jobs in, verdicts out."""
+"""The pool of judges: one interface, jobs in, verdicts out.
+
+Verdicts are journalled before anybody sees them, by task, candidate, epoch and protocol. So a stage that was killed and
+runs again gets the verdicts that it had, and comes to the same end as if nothing had happened.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Protocol
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from components.files import digest_json
+from components.config import Params
+from components.files import digest_bytes, digest_json, read_json, write_json
+from components.sandbox.judge import Admission, Judge
+from components.sandbox.nursery import InfrastructureError
 from components.sandbox.verdict import Verdict
 from components.task import KernelTask
+
+EVALUATION = "evaluation"
+"""Epochs that start with this word measure the compile baseline for every correct candidate."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +52,94 @@ class JudgePool(Protocol):
     def submit(self, job: Job) -> Future[Verdict]: ...
 
     def close(self) -> None: ...
+
+
+class LocalPool:
+    """Judges on this machine: builds and preparation in parallel, measurements one at a time (DESIGN §5).
+
+    `verdicts` is the journal's folder. Files are added and never changed.
+    """
+
+    def __init__(self, params: Params, verdicts: Path, folder: Path | None = None):
+        self.params = params
+        self.verdicts = verdicts
+        self.folder = folder if folder is not None else verdicts.parent / "judge"
+        self.protocol = digest_json([params.device, params.precision, params.sandbox.model_dump(exclude={"build_workers", "warm_tasks", "attempts"})])
+        self.executor = ThreadPoolExecutor(max_workers=params.sandbox.build_workers, thread_name_prefix="judge")
+        self.lock = threading.Lock()
+        self.in_flight: dict[str, Future[Any]] = {}
+        self._judge: Judge | None = None
+
+    @property
+    def judge(self) -> Judge:
+        """Started with the first job that the journal cannot answer."""
+        with self.lock:
+            if self._judge is None:
+                self._judge = Judge(self.params, self.folder)
+            return self._judge
+
+    def submit(self, job: Job) -> Future[Verdict]:
+        """The verdict, from the journal or by measurement. `infrastructure` verdicts are not journalled."""
+        key = digest_json(["verdict", self.protocol, job.task.task_id, job.candidate.digest, job.epoch])
+
+        def work() -> Verdict:
+            verdict = self._retried(lambda: self.judge.verdict(job.task, dict(job.candidate.files), always_compile=job.epoch.startswith(EVALUATION)))
+            if verdict.status != "infrastructure":
+                write_json(self._path(key), verdict.model_dump())
+            return verdict
+
+        return self._once(key, work, lambda record: Verdict.model_validate(record))
+
+    def admit(self, code: str) -> Future[Admission]:
+        """Whether a task's source is admitted (DESIGN §5, Admission), from the journal or by measurement."""
+        key = digest_json(["admission", self.protocol, self.params.data.eager_seconds, digest_bytes(code.encode())])
+
+        def work() -> Admission:
+            for _ in range(self.params.sandbox.attempts):
+                try:
+                    admission = self.judge.admit(code)
+                    break
+                except InfrastructureError as error:
+                    admission = Admission(False, "infrastructure", {"detail": str(error)[:300]})
+            write_json(self._path(key), asdict(admission))
+            return admission
+
+        return self._once(key, work, lambda record: Admission(**record))
+
+    def _retried(self, judge: Callable[[], Verdict]) -> Verdict:
+        for _ in range(self.params.sandbox.attempts):
+            try:
+                verdict = judge()
+            except InfrastructureError as error:
+                verdict = Verdict(status="infrastructure", reason="judge", device=self.params.device, precision=self.params.precision, log=str(error)[:500])
+            if verdict.status != "infrastructure":
+                return verdict
+        return verdict
+
+    def _once(self, key: str, work: Callable[[], Any], read: Callable[[Any], Any]) -> Future[Any]:
+        path = self._path(key)
+        with self.lock:
+            if key in self.in_flight:
+                return self.in_flight[key]
+            if path.exists():
+                done: Future[Any] = Future()
+                done.set_result(read(read_json(path)))
+                return done
+            future = self.executor.submit(work)
+            self.in_flight[key] = future
+
+        def forget(_: Future[Any]) -> None:
+            with self.lock:
+                self.in_flight.pop(key, None)
+
+        future.add_done_callback(forget)
+        return future
+
+    def _path(self, key: str) -> Path:
+        return self.verdicts / key[:2] / f"{key}.json"
+
+    def close(self) -> None:
+        """Drop what has not begun, end what runs, and every sandboxed process."""
+        self.executor.shutdown(wait=True, cancel_futures=True)
+        if self._judge is not None:
+            self._judge.close()

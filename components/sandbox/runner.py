@@ -1,6 +1,6 @@
 """What runs inside the sandbox: a zygote that has torch loaded, and the runners that it forks.
 
-    python runner.py FD DEVICE
+    python runner.py FD DEVICE walled|open CACHE
 
 Importing torch takes seconds; a fork takes milliseconds. So a trusted zygote imports it once and forks a runner for
 every piece of untrusted code. The runner walls itself off from the zygote (new PID, mount, IPC namespaces, private
@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -33,10 +34,11 @@ import torch
 import arms  # noqa: I001, E402  (a neighbour inside the sandbox, where the project is no package)
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID = 0x00020000, 0x08000000, 0x04000000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 0x1000, 0x4000, 1 << 18
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 4, 24, 38, 22
 NOBODY = 65534
 MESSAGE_BYTES = 1 << 20
+CACHE = b"/cache"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,6 +63,7 @@ def wall_off(header: dict, keep: set[int]) -> None:
     check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
     size = f"size={header['temporary_bytes']},mode=0777".encode()
     check(libc.mount(b"tmpfs", b"/workspace", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /workspace")
+    check(libc.mount(b"none", CACHE, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), "remount /cache")
     if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
         # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
         check(libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV, b"size=4096"), "mount /proc")
@@ -100,7 +103,8 @@ def runner(connection: socket.socket, header: dict, descriptors: list[int], wall
             os.makedirs(header["folder"], exist_ok=True)
             os.chdir(header["folder"])
         connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
-        torch.set_num_threads(header["threads"])
+        torch.set_num_threads(1)
+        own_cache(header["role"])
         arms.serve(connection, header, descriptors, receive)
         code = 0
     except MemoryError:
@@ -115,6 +119,25 @@ def runner(connection: socket.socket, header: dict, descriptors: list[int], wall
         except OSError:
             code = 2
     os._exit(code)
+
+
+def warm_up_inductor() -> None:
+    """Compile one function of ours, so that every later torch.compile finds Inductor's checks and headers done.
+
+    The first compilation of a process took 12 s, later ones about 1 s: nearly all of it is precompiling headers (kept on
+    disk in CACHE) and probing the instruction set (kept in memory, inherited by fork).
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE_FOLDER}/kernels"
+    tempfile.tempdir = CACHE_FOLDER  # where Inductor keeps precompiled headers, whatever its cache folder is
+    torch.compile(lambda x: torch.sigmoid(x).sum(-1))(torch.ones(64, 64))
+    torch._dynamo.reset()
+    tempfile.tempdir = None
+
+
+def own_cache(role: str) -> None:
+    """An Inductor cache that is this runner's alone: no task can leave code for another."""
+    if role == "compile":
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.getcwd()}/inductor"
 
 
 def zygote(control: socket.socket, walled: bool) -> None:
@@ -143,9 +166,8 @@ def zygote(control: socket.socket, walled: bool) -> None:
 
 
 if __name__ == "__main__":
-    device = sys.argv[2]
-    if device == "cpu":
-        import torch._dynamo
-        import torch._inductor.compile_fx  # noqa: F401  (the compile baseline needs seconds for this import alone)
+    CACHE_FOLDER = sys.argv[4]
     torch.set_num_threads(1)
+    if sys.argv[2] == "cpu":
+        warm_up_inductor()
     zygote(socket.socket(fileno=int(sys.argv[1])), walled=sys.argv[3] == "walled")
