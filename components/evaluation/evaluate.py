@@ -14,7 +14,7 @@ Everything is durable as soon as it is known, and a rerun in the same folder con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,12 @@ def evaluate(
     epoch: str,
     progress: Progress,
     seed: int,
+    episodes: Callable[..., list[Trajectory]] = run_episodes,
 ) -> Evaluation:
     """Evaluate the checkpoint folder `policy` on `tasks` and leave the evidence in `out` (see the module's text).
 
-    `epoch` names this evaluation to the judge: measurements are shared inside it and never across. Raises BadInput when
-    `out` holds a different evaluation or `policy` is not a loadable model.
+    `epoch` names this evaluation to the judge: measurements are shared inside it and never across. `episodes` takes the
+    place of the agent loop in tests. Raises BadInput when `out` holds a different evaluation or `policy` is not a model.
     """
     if not tasks:
         raise BadInput(f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one.")
@@ -58,8 +59,8 @@ def evaluate(
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
-    episodes = _episodes(params, policy, plan["policy_digest"], tasks, pool, out, epoch=epoch, progress=progress, seed=seed)
-    results = _measure(tasks, episodes, pool, out / "tasks", epoch=epoch, progress=progress)
+    attempts = _attempts(params, policy, plan["policy_digest"], tasks, pool, out, episodes, epoch=epoch, progress=progress, seed=seed)
+    results = _measure(tasks, attempts, pool, out / "tasks", epoch=epoch, progress=progress)
     evaluation = Evaluation(
         suite=params.evaluation.suite,
         suite_digest=plan["suite_digest"],
@@ -107,13 +108,14 @@ def _claim(out: Path, plan: dict[str, Any]) -> None:
         raise BadInput(f"{out}: holds another evaluation (its {', '.join(different)} differ); give another folder or delete this one.")
 
 
-def _episodes(
+def _attempts(
     params: Params,
     policy: Path,
     digest: str,
     tasks: Sequence[KernelTask],
     pool: JudgePool,
     out: Path,
+    episodes: Callable[..., list[Trajectory]],
     *,
     epoch: str,
     progress: Progress,
@@ -137,7 +139,7 @@ def _episodes(
             def on_progress(finished: int, _: int, before: int = before) -> None:
                 progress.update("evaluation", before + finished, len(tasks) * (attempts + 1))
 
-            trajectories = run_episodes(
+            trajectories = episodes(
                 [task for task in batch for _ in range(attempts)],
                 params=params,
                 sampler=sampler,
@@ -165,7 +167,7 @@ def _sampler(params: Params, policy: Path, digest: str) -> Sampler:
 
 def _measure(
     tasks: Sequence[KernelTask],
-    episodes: list[list[Trajectory]],
+    found: list[list[Trajectory]],
     pool: JudgePool,
     folder: Path,
     *,
@@ -173,7 +175,7 @@ def _measure(
     progress: Progress,
 ) -> list[TaskResult]:
     """One result per task, in the suite's order; a task that stands twice in the suite is measured once."""
-    first = {task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, episodes, strict=True)))}
+    first = {task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, found, strict=True)))}
     results: dict[str, TaskResult] = {}
     pending: dict[Future[Verdict], str] = {}
     for task_id, (task, attempts) in first.items():
@@ -187,7 +189,7 @@ def _measure(
         else:
             pending[pool.submit(Job(task, Candidate.of(attempts[0].files), f"evaluation/final/{epoch}"))] = task_id
 
-    sampled = sum(map(len, episodes))
+    sampled = sum(map(len, found))
     for future in as_completed(pending):
         task_id = pending[future]
         task, attempts = first[task_id]

@@ -241,7 +241,7 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
 
 
 MILESTONE_KEY = re.compile(r"m(?:ilestones?)?[_.](-1|1|2|3)")
-CURVES = {"reward": "mean reward", "explained_variance": "explained variance", "loss": "loss"}
+CURVES = {"reward": "mean reward", "explained_variance_held_out": "explained variance, held out", "loss": "loss"}
 """What a stage's curve shows: the first of these that it logged."""
 
 

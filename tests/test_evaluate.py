@@ -1,0 +1,171 @@
+"""The evaluation's durability: what it measures, what it keeps, and that a killed one repeats nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.agent.trajectory import Trajectory, Turn
+from components.config import BadInput, Params, resolve
+from components.evaluation.evaluate import evaluate
+from components.evaluation.results import Evaluation, load_evaluation
+from components.files import digest_tree
+from components.policy.coldstart import new_model
+from components.policy.model import save_checkpoint
+from components.policy.tokenizer import train_tokenizer
+from components.progress import Quiet
+from components.sandbox.pool import Candidate, Job
+from components.sandbox.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone_of
+from components.task import KernelTask
+
+TASKS = [KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)]
+
+
+def verdict_of(candidate: Candidate) -> Verdict:
+    """A judge of a line: what stands in kernels/forward.cpp says what the candidate is."""
+    word, _, number = dict(candidate.files)["kernels/forward.cpp"].partition(" ")
+    status: Status = "correct" if word == "correct" else "infrastructure" if word == "infrastructure" else "wrong_output"
+    ratio = Ratio(estimate=float(number), low=float(number), high=float(number)) if status == "correct" else None
+    speedup = Speedup(eager=ratio, compile=ratio)
+    return Verdict(status=status, milestone=milestone_of(status, speedup), seconds=Seconds(candidate=1e-3), speedup=speedup)
+
+
+class LinePool:
+    """Judges by `verdict_of`, counts what it measured by epoch, and dies after `lives` final measurements."""
+
+    def __init__(self, lives: int = 1000):
+        self.lives = lives
+        self.measured: Counter[tuple[str, str]] = Counter()
+
+    def submit(self, job: Job) -> Future[Verdict]:
+        future: Future[Verdict] = Future()
+        self.measured[job.task.task_id, job.epoch] += 1
+        if sum(self.measured.values()) > self.lives:
+            future.set_exception(KeyboardInterrupt())
+        else:
+            future.set_result(verdict_of(job.candidate))
+        return future
+
+    def close(self) -> None:
+        return
+
+
+class Script:
+    """Episodes whose answers are written down: the line of each attempt on each task; counts how often it was asked."""
+
+    def __init__(self, lines: dict[str, list[str]]):
+        self.lines = lines
+        self.asked = 0
+
+    def __call__(self, tasks: Sequence[KernelTask], *, on_progress: Any, temperature: float, **settings: Any) -> list[Trajectory]:
+        self.asked += 1
+        seen: Counter[str] = Counter()
+        found = []
+        for task in tasks:
+            line = self.lines[task.task_id][seen[task.task_id]]
+            seen[task.task_id] += 1
+            files = {"kernels/forward.cpp": line} if line else {}
+            verdict = verdict_of(Candidate.of(files)) if files else Verdict(status="build_failed", reason="nothing")
+            found.append(Trajectory(task.task_id, (1, 2), (0, 1), (0.0, -1.0), (Turn(line),), (verdict,), float(verdict.milestone), "stop", "v", files))
+            on_progress(len(found), len(tasks))
+        return found
+
+
+ATTEMPTS = [["correct 2", "wrong"], ["correct 0.5", "correct 9"], ["", ""], ["wrong", "correct 9"], ["infrastructure", "wrong"]]
+LINES = {task.task_id: lines for task, lines in zip(TASKS, ATTEMPTS, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "checkpoint"
+    params = small()
+    tokenizer = train_tokenizer([task.code for task in TASKS], 300, 64)
+    save_checkpoint(folder, new_model(params, len(tokenizer), tokenizer), tokenizer, stage="test", parent=None, dataset="", code="", params={}, figures={})
+    return folder
+
+
+def small(**evaluation: Any) -> Params:
+    params = resolve("ci", ("policy.hidden=16", "policy.layers=1", "policy.heads=2", "policy.kv_heads=1", "policy.head_dim=8", "policy.batch=4")).params
+    return params.model_copy(update={"evaluation": params.evaluation.model_copy(update=evaluation)})
+
+
+def run(policy: Path, out: Path, pool: LinePool, script: Script, tasks: Sequence[KernelTask] = TASKS, params: Params | None = None) -> Evaluation:
+    return evaluate(params or small(), policy, tasks, pool, out, epoch="night", progress=Quiet(), seed=0, episodes=script)
+
+
+def test_the_first_attempts_final_answer_counts_measured_anew(policy: Path, tmp_path: Path) -> None:
+    pool = LinePool()
+    found = run(policy, tmp_path, pool, Script(LINES))
+    assert [row.status for row in found.tasks] == ["correct", "correct", "build_failed", "wrong_output", "infrastructure"]
+    assert found.overall.pass_rate == 0.4 and found.overall.faster_rate.eager == 0.2, "a second attempt's 9x counts for nothing"
+    assert found.overall.attempts_pass_rate == pytest.approx(4 / 9), "over all attempts but the judge's own failures"
+    assert found.errors == 1
+    assert {epoch for _, epoch in pool.measured} == {"evaluation/final/night"}
+    assert len(pool.measured) == 4, "who wrote nothing is not measured"
+
+
+def test_results_json_is_the_evaluation(policy: Path, tmp_path: Path) -> None:
+    found = run(policy, tmp_path, LinePool(), Script(LINES))
+    assert load_evaluation(tmp_path) == found
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert {"suite", "policy", "tasks", "overall", "levels", "errors"} <= set(written)
+    assert {"task_id", "level", "status", "milestone", "speedup"} <= set(written["tasks"][0])
+
+
+@pytest.mark.parametrize("lives", [0, 1, 2, 3])
+def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(policy: Path, tmp_path: Path, lives: int) -> None:
+    whole = run(policy, tmp_path / "whole", LinePool(), Script(LINES))
+    script, pool = Script(LINES), LinePool(lives)
+    with pytest.raises(KeyboardInterrupt):
+        run(policy, tmp_path / "killed", pool, script)
+    assert not (tmp_path / "killed" / "results.json").exists()
+    known = {path.stem for path in (tmp_path / "killed" / "tasks").glob("*.json")}
+    asked, pool = script.asked, LinePool()
+    resumed = run(policy, tmp_path / "killed", pool, script)
+    assert resumed == whole
+    assert script.asked == asked, "episodes are not sampled again"
+    assert not known & {task_id for task_id, _ in pool.measured}, "no final answer is measured twice"
+
+
+def test_a_finished_evaluation_is_only_read(policy: Path, tmp_path: Path) -> None:
+    run(policy, tmp_path, LinePool(), Script(LINES))
+    before = digest_tree(tmp_path)
+    script, pool = Script(LINES), LinePool()
+    run(policy, tmp_path, pool, script)
+    assert script.asked == 0 and not pool.measured and digest_tree(tmp_path) == before
+
+
+def test_another_evaluation_in_the_same_folder_is_refused(policy: Path, tmp_path: Path) -> None:
+    run(policy, tmp_path, LinePool(), Script(LINES))
+    with pytest.raises(BadInput, match=r"another evaluation.*suite_digest"):
+        run(policy, tmp_path, LinePool(), Script(LINES), tasks=TASKS[:3])
+    with pytest.raises(BadInput, match=r"another evaluation.*evaluation"):
+        run(policy, tmp_path, LinePool(), Script(LINES), params=small(attempts=1))
+
+
+def test_a_task_that_stands_twice_is_measured_once_and_counts_twice(policy: Path, tmp_path: Path) -> None:
+    twin = TASKS[0].model_copy(update={"name": "twin", "level": 2})
+    lines = LINES | {TASKS[0].task_id: ["correct 2"] * 4}
+    pool = LinePool()
+    found = run(policy, tmp_path, pool, Script(lines), tasks=[TASKS[0], twin])
+    assert [(row.name, row.level) for row in found.tasks] == [("", None), ("twin", 2)]
+    assert found.overall.correct == 2 and sum(pool.measured.values()) == 1
+
+
+@pytest.mark.parametrize("missing", ["config.json", "manifest"])
+def test_a_folder_that_is_no_sound_policy_is_refused(policy: Path, tmp_path: Path, missing: str) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in policy.iterdir():
+        if path.name != missing:
+            (broken / path.name).write_bytes(path.read_bytes())
+    if missing == "manifest":
+        (broken / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"config\.json"):
+        run(broken, tmp_path / "out", LinePool(), Script(LINES))
