@@ -153,7 +153,7 @@ def judge(
         resolved = _resolve(profile, chosen, "", params_file)
         from components.sandbox.judge import judge_workdir
 
-        verdict = judge_workdir(resolved.params, workdir, task, Path(resolved.params.home).expanduser().resolve() / "verdicts")
+        verdict = judge_workdir(resolved.params, workdir, task, Path(resolved.params.home).expanduser().resolve() / "judge")
         console = _console()
         console.print(f"{verdict.status}{f' ({verdict.reason})' if verdict.reason else ''}, milestone {verdict.milestone}", highlight=False, markup=False)
         for baseline, ratio in (("eager", verdict.speedup.eager), ("torch.compile", verdict.speedup.compile)):

@@ -1,0 +1,197 @@
+"""Claims about the command: what it prints where, how it ends, and that a mistake is one sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from components.cli import environment_fault
+from components.view import View, duration
+from flows.runs import home_lock
+
+CLI = [sys.executable, "-m", "components.cli"]
+
+
+def command(*arguments: str, path: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ) | ({"PATH": path} if path is not None else {})
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=120, check=False)
+
+
+def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """The only line on standard error of a command that ended with 2 and printed nothing else."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("cuda-agent: "), done.stderr
+    return lines[0]
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    probe = "import sys; import components.cli; print([m for m in ('torch', 'prefect', 'mlflow', 'transformers', 'rich') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_an_unknown_parameter_names_the_nearest_known_one(tmp_path: Path) -> None:
+    assert "the nearest known one is warmup.steps" in one_sentence(command("run", "--home", str(tmp_path), "--set", "warmup.step=3"))
+
+
+def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None:
+    sentence = one_sentence(command("run", "--home", str(tmp_path), "--set", "gate.pass_rate=2"))
+    assert "gate.pass_rate = 2" in sentence and "lowest share" in sentence
+
+
+def test_an_unknown_profile_names_the_nearest(tmp_path: Path) -> None:
+    assert "nearest known one is smoke" in one_sentence(command("run", "--home", str(tmp_path), "--profile", "smoek"))
+
+
+def test_an_unknown_stage_lists_the_stages(tmp_path: Path) -> None:
+    assert "coldstart" in one_sentence(command("run", "--home", str(tmp_path), "--from", "stage1"))
+
+
+def test_a_redo_of_nothing_is_refused(tmp_path: Path) -> None:
+    assert "nothing was run" in one_sentence(command("run", "--home", str(tmp_path / "new"), "--from", "critic"))
+
+
+def test_an_unwritable_home_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in one_sentence(command("run", "--home", str(tmp_path / "file" / "home")))
+
+
+def test_a_missing_compiler_and_missing_bubblewrap_are_named(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    assert "g++ is not installed" in one_sentence(command("run", "--home", str(tmp_path / "home"), path=str(programs)))
+    (programs / "g++").write_text("#!/bin/sh\n")
+    (programs / "g++").chmod(0o755)
+    assert "bubblewrap is not installed" in one_sentence(command("run", "--home", str(tmp_path / "home"), path=str(programs)))
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from flows.runs import home_lock
+with home_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_in_the_same_home_names_the_first_until_it_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            assert f"process {process.pid}" in one_sentence(command("run", "--home", str(tmp_path)))
+        finally:
+            process.kill()
+    with home_lock(tmp_path):
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_params_tell_value_meaning_and_source() -> None:
+    done = command("params", "--profile", "smoke", "--set", "seed=7", "--json")
+    rows = json.loads(done.stdout)["params"]
+    assert rows["seed"] == {"value": 7, "meaning": "seed of sampling and of the training stages", "source": "--set seed=7"}
+    assert rows["device"]["source"] == "params.yaml: profiles.smoke"
+    assert rows["gate.regression"]["meaning"] and rows["data.operator_mix"]["value"]
+
+
+def test_json_is_one_object_and_the_rest_goes_to_standard_error() -> None:
+    done = command("doctor", "--json")
+    record = json.loads(done.stdout)
+    assert {finding["name"] for finding in record["findings"]} >= {"python", "torch", "g++", "bwrap", "gpu", "disk", "prefect", "vllm"}
+    assert done.returncode == (2 if record["missing"] else 0)
+    assert "torch" in done.stderr
+
+
+def test_the_doctor_says_what_an_absence_costs(tmp_path: Path) -> None:
+    done = command("doctor", "--json", path=str(tmp_path))
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 2
+    assert not found["bwrap"]["here"] and "refuses" in found["bwrap"]["cost"]
+    assert not found["g++"]["here"] and "kernel" in found["g++"]["cost"]
+
+
+def test_no_model_yet_is_one_sentence(tmp_path: Path) -> None:
+    assert "no run was registered here" in one_sentence(command("models", "list", "--home", str(tmp_path)))
+
+
+def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
+    plain = OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
+    assert "/somewhere/file: the disk is full" in environment_fault(plain)
+    wrapped = RuntimeError("could not save")
+    wrapped.__cause__ = plain
+    assert "disk is full" in environment_fault(wrapped)
+    assert "disk is full" in environment_fault(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert "disk is full" in environment_fault(RuntimeError("(sqlite3.OperationalError) database or disk is full"))
+    assert environment_fault(RuntimeError("a bug")) == ""
+
+
+def test_a_write_to_a_full_device_is_a_full_disk() -> None:
+    with pytest.raises(OSError) as caught, Path("/dev/full").open("w") as file:
+        file.write("x" * 100_000)
+    assert "disk is full" in environment_fault(caught.value)
+
+
+class Lines:
+    """A console that keeps its lines."""
+
+    is_terminal = False
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text: str, **_: object) -> None:
+        self.lines.append(text)
+
+
+def test_plain_progress_is_rate_limited_and_always_shows_the_end() -> None:
+    now = [0.0]
+    lines = Lines()
+    with View(lines, clock=lambda: now[0]) as view:  # type: ignore[arg-type]  # a console of its own kind
+        for step in range(1, 101):
+            now[0] += 1.0
+            view.update("warmup", step, 100, reward=step / 100, m_3=0.5)
+    assert 15 <= len(lines.lines) <= 22
+    assert lines.lines[-1].startswith("warmup       100/100") and "m_3 50%" in lines.lines[-1]
+    assert "left" in lines.lines[5]
+
+
+def test_durations_read_like_a_clock() -> None:
+    assert [duration(seconds) for seconds in (None, 5.4, 65)] == ["", "5s", "1m05s"]
+
+
+RUN = """
+import subprocess, sys, time
+from flows import leash
+leash.put_on()
+child = "import subprocess, time; print(subprocess.Popen(['sleep', '300']).pid, flush=True); time.sleep(300)"
+print(subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)
+time.sleep(300)
+"""
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_everything_dies_with_the_run() -> None:
+    """A killed run cannot clean up: the leash kills its children and theirs."""
+    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        started = [int(process.stdout.readline()) for _ in range(2)]
+        assert all(map(alive, started))
+        process.kill()
+        deadline = time.monotonic() + 10
+        while any(map(alive, started)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not any(map(alive, started))
