@@ -1,0 +1,156 @@
+"""Staying clear of evaluation programs: structural similarity of two `Model` classes, from their syntax trees.
+
+The paper drops a training task whose similarity to any evaluation program passes 0.9 (appendix 6), measured with an
+off-the-shelf tool that it only names. The measure here: both models are brought to one form (straight-line assignments
+substituted into the result, variable names, constants, annotations, docstrings and module prefixes erased), and the
+similarity is the Dice coefficient of the multisets of all their subtrees: 1 for equal structure, 0 for nothing shared.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from components.config import BadInput
+from components.files import digest_bytes
+
+LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
+LARGEST = 2000
+"""Nodes beyond which an expression is no longer substituted, so that x = x * x, thirty times over, stays small."""
+
+Subtrees = Counter[str]
+
+
+def subtrees(code: str, *, constants: bool = False) -> Subtrees:
+    """Every subtree of the canonical `Model`, counted. With `constants` their values are kept, and `get_inputs` joins
+    in, so that equal results mean the same operator graph on the same shapes."""
+    tree = ast.parse(code)
+    counts: Subtrees = Counter()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Model":
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    _count(_straightened(method), constants, counts)
+        elif constants and isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"):
+            _count(_straightened(node), constants, counts)
+    return counts
+
+
+def graph(code: str) -> str:
+    """Digest of the operator graph: the same for sources that differ in names, prefixes and formatting only."""
+    return digest_bytes("\n".join(f"{label} {count}" for label, count in sorted(subtrees(code, constants=True).items())).encode())
+
+
+def similarity(a: Subtrees, b: Subtrees) -> float:
+    """Dice coefficient of two multisets of subtrees, 0 to 1."""
+    total = a.total() + b.total()
+    return 2 * (a & b).total() / total if total else 0.0
+
+
+class Programs:
+    """The evaluation programs to stay clear of."""
+
+    def __init__(self, against: Iterable[str]):
+        """`against` are folders of .py files, .py files or parquet files with a column `code`; BadInput names the first
+        that cannot be read."""
+        self.programs = [(origin, subtrees(code)) for name in against for origin, code in _sources(Path(name))]
+
+    def nearest(self, code: str) -> tuple[float, str]:
+        """Highest similarity to any program, and that program's origin; (0, "") when there are none."""
+        own = subtrees(code)
+        return max(((similarity(own, other), origin) for origin, other in self.programs), default=(0.0, ""))
+
+
+def _sources(path: Path) -> list[tuple[str, str]]:
+    if path.suffix == ".parquet":
+        try:
+            codes = pyarrow.parquet.read_table(path, columns=["code"]).column("code").to_pylist()
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise BadInput(f"data.against: {path} is not a readable parquet with a column code ({error}); mend or remove it.") from error
+        found = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
+    elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        found = [(str(file), file.read_text(errors="replace")) for file in files]
+    else:
+        raise BadInput(f"data.against: {path} is neither a folder of .py files nor a parquet file; give an existing path.")
+    programs = [(origin, code) for origin, code in found if _has_model(code)]
+    if not programs:
+        raise BadInput(f"data.against: {path} holds no program with a class Model; give a folder or parquet of evaluation programs.")
+    return programs
+
+
+def _has_model(code: str) -> bool:
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return False
+    return any(isinstance(node, ast.ClassDef) and node.name == "Model" for node in tree.body)
+
+
+# --- the canonical form ------------------------------------------------------------------------------------------------
+
+
+def _straightened(function: ast.FunctionDef) -> list[ast.stmt]:
+    """The body with docstring and super().__init__() left out and `name = expression` substituted into what follows."""
+    values: dict[str, ast.expr] = {}
+    body: list[ast.stmt] = []
+    for statement in function.body:
+        if isinstance(statement, ast.Expr) and (isinstance(statement.value, ast.Constant) or "super(" in ast.unparse(statement.value)):
+            continue
+        statement = _Substitute(values).visit(copy.deepcopy(statement))
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+            if sum(1 for _ in ast.walk(statement.value)) <= LARGEST:
+                values[statement.targets[0].id] = statement.value
+                continue
+            values.pop(statement.targets[0].id, None)
+        elif not isinstance(statement, ast.Return | ast.Assign | ast.Expr):
+            # A branch or loop may assign anything: what it stores is no longer known.
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    values.pop(node.id, None)
+        body.append(statement)
+    return body
+
+
+class _Substitute(ast.NodeTransformer):
+    def __init__(self, values: dict[str, ast.expr]):
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values[node.id] if isinstance(node.ctx, ast.Load) and node.id in self.values else node
+
+
+def _count(body: list[ast.stmt], constants: bool, counts: Subtrees) -> None:
+    def label(node: ast.AST) -> str:
+        match node:
+            case ast.Name(id=name):
+                text = name if name in LIBRARIES else "name"
+            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute) if name in LIBRARIES:
+                text = f".{attribute}"
+            case ast.Attribute(value=ast.Name(id="self")):
+                text = "self"
+            case ast.Attribute(value=value, attr=attribute):
+                text = f"{label(value)}.{attribute}"
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
+                text = ast.unparse(node) if constants else "number"
+            case ast.Constant(value=value):
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                text = repr(value) if constants or not number else "number"
+            case ast.keyword(arg=argument, value=value):
+                text = f"{argument}={label(value)}"
+            case _:
+                children = [label(child) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
+                text = f"{type(node).__name__}({','.join(children)})"
+        if len(text) > 64:
+            text = digest_bytes(text.encode())[:32]
+        counts[text] += 1
+        return text
+
+    for statement in body:
+        label(statement)

@@ -1,0 +1,140 @@
+"""What a data set says about itself: the rejected candidates, the funnel as figures and plots, and its card."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from components.config import Params
+from components.files import atomic_write, write_json
+from components.task import KernelTask
+
+FIRST_LOOK = ("contract", "duplicate_source", "duplicate_graph", "similar_to_evaluation")
+"""Reasons that are found without running anything."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A candidate that did not become a task: a machine-readable reason, and what was found."""
+
+    task: KernelTask
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made. Candidates are those decided: admitted, rejected, or surplus (their split was complete already)."""
+
+    version: str
+    candidates: int
+    surplus: int
+    admitted: tuple[KernelTask, ...]
+    rejected: tuple[Rejection, ...]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Rejections by reason, most frequent first."""
+        return dict(Counter(rejection.reason for rejection in self.rejected).most_common())
+
+    @property
+    def funnel(self) -> list[tuple[str, int]]:
+        """Candidates that remain after each step."""
+        unseen = self.candidates - sum(count for reason, count in self.reasons.items() if reason in FIRST_LOOK)
+        return [("composed", self.candidates), ("new and clean", unseen), ("executed", unseen - self.surplus), ("admitted", len(self.admitted))]
+
+
+def write_summary(folder: Path, params: Params, summary: Summary) -> None:
+    """Write rejected.parquet, metrics.json, plots/*.csv and card.md beside tasks.parquet."""
+    _write_rejected(folder / "rejected.parquet", summary.rejected)
+    figures = metrics(summary)
+    write_json(folder / "metrics.json", figures)
+    _write_csv(folder / "plots" / "funnel.csv", ("step", "candidates"), summary.funnel)
+    _write_csv(folder / "plots" / "reasons.csv", ("reason", "candidates"), list(summary.reasons.items()))
+    uses = Counter((name, task.split) for task in summary.admitted for name in task.ops)
+    _write_csv(folder / "plots" / "operators.csv", ("operator", "split", "tasks"), [(*key, count) for key, count in sorted(uses.items())])
+    times = sorted((task.evidence["eager_seconds"] * 1e3, len(task.ops)) for task in summary.admitted)
+    _write_csv(
+        folder / "plots" / "eager.csv", ("rank", "eager_milliseconds", "operators"), [(i, f"{time:.6f}", count) for i, (time, count) in enumerate(times, 1)]
+    )
+    atomic_write(folder / "card.md", card(params, summary, figures))
+
+
+def metrics(summary: Summary) -> dict[str, Any]:
+    """Figures for `dvc metrics show` and the report."""
+    times = [task.evidence["eager_seconds"] for task in summary.admitted]
+    splits = Counter(task.split for task in summary.admitted)
+    mix = Counter(len(task.ops) for task in summary.admitted)
+    return {
+        "version": summary.version,
+        "candidates": summary.candidates,
+        "surplus": summary.surplus,
+        "admitted": len(summary.admitted),
+        "train": splits["train"],
+        "held_out": splits["held_out"],
+        "rejected": summary.reasons,
+        "operator_mix": {str(count): round(mix[count] / max(len(summary.admitted), 1), 4) for count in sorted(mix)},
+        "operator_sequences": len({task.ops for task in summary.admitted}),
+        "eager_seconds": {"lowest": min(times), "median": statistics.median(times), "highest": max(times)} if times else {},
+    }
+
+
+def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
+    """The data card, for whoever trains on or evaluates with this data set."""
+    funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
+    reasons = "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"
+    mix = ", ".join(f"{count}: {share:.1%} (asked {params.data.operator_mix.get(int(count), 0):.1%})" for count, share in figures["operator_mix"].items())
+    times = figures["eager_seconds"]
+    against = ", ".join(params.data.against) or "none given"
+    return f"""# Kernel tasks, version {summary.version[:16]}
+
+{figures["train"]} training and {figures["held_out"]} held-out tasks, composed from torch operators with seed {params.data.seed} for device
+{params.device} at precision {params.precision}. Held-out tasks have operator sequences that occur in no training task and no demonstration.
+
+| step | candidates |
+| --- | --- |
+{funnel}
+
+| refused because | candidates |
+| --- | --- |
+{reasons}
+
+- Operators per task: {mix}.
+- Distinct operator sequences: {figures["operator_sequences"]}.
+- Eager time of one call: {times["lowest"] * 1e3:.3g} to {times["highest"] * 1e3:.3g} ms, median {times["median"] * 1e3:.3g} ms; the window was
+  {params.data.eager_seconds[0] * 1e3:g} to {params.data.eager_seconds[1] * 1e3:g} ms.
+- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
+
+`tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's
+evidence as JSON. `rejected.parquet` holds every refused candidate with its reason. Made by `python -m components.synthesis.dataset`.
+"""
+
+
+def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:
+    columns: dict[str, list[Any]] = {
+        "ops": [list(rejection.task.ops) for rejection in rejected],
+        "data_source": [rejection.task.data_source for rejection in rejected],
+        "code": [rejection.task.code for rejection in rejected],
+        "task_id": ["" if rejection.reason == "contract" else rejection.task.task_id for rejection in rejected],
+        "split": [rejection.task.split for rejection in rejected],
+        "reason": [rejection.reason for rejection in rejected],
+        "detail": [rejection.detail for rejection in rejected],
+    }
+    types = {name: pyarrow.list_(pyarrow.string()) if name == "ops" else pyarrow.string() for name in columns}
+    pyarrow.parquet.write_table(pyarrow.table({name: pyarrow.array(values, types[name]) for name, values in columns.items()}), path)
+
+
+def _write_csv(path: Path, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    atomic_write(path, text.getvalue())

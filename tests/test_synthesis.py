@@ -1,0 +1,260 @@
+"""Making the data set: composed tasks are sound and reproducible, the held-out split is clean, and the funnel adds up."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+
+from components.config import PROJECT, BadInput, Params, resolve
+from components.progress import Quiet
+from components.sandbox.judge import Admission
+from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
+from components.synthesis.contamination import Programs, graph, similarity, subtrees
+from components.synthesis.dataset import build, main, read_params, version
+from components.task import check_contract, read_tasks
+
+CI = ("data.numel=[4096, 65536]", "data.tasks=12", "data.held_out=4", "data.eager_seconds=[1e-9, 10]")
+
+
+def parameters(*sets: str) -> Params:
+    return resolve("ci", (*CI, *sets)).params
+
+
+class InProcess:
+    """Admission of our own composed sources in this process: a small real judge, for tests only. It may finish them in
+    any order."""
+
+    def __init__(self, shuffled: bool = False, refuse: str = ""):
+        self.executor = ThreadPoolExecutor(3)
+        self.delay = random.Random(time.monotonic_ns()) if shuffled else None
+        self.refuse = refuse
+        self.asked: list[str] = []
+
+    def admit(self, code: str) -> Future[Admission]:
+        self.asked.append(code)
+        return self.executor.submit(self._admit, code)
+
+    def _admit(self, code: str) -> Admission:
+        if self.delay is not None:
+            time.sleep(self.delay.random() * 0.05)
+        if self.refuse and self.refuse in code:
+            return Admission(False, "half_precision_passes", {"detail": "refused by the test"})
+        namespace: dict = {}
+        exec(code, namespace)
+        model, inputs = namespace["Model"](), namespace["get_inputs"]()
+        with torch.no_grad():
+            first, other = model(*inputs), model(*namespace["get_inputs"]())
+        if torch.equal(first, other):
+            return Admission(False, "seeds_agree", {})
+        forms = [{"shape": list(x.shape), "dtype": "float32"} for x in inputs]
+        # A figure made from the source, so that verdicts are equal between runs.
+        return Admission(True, "", {"inputs": forms, "outputs": [], "parameters": list(model.state_dict()), "eager_seconds": 1e-3 * len(code)})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_equal_seeds_compose_equal_tasks(device: str) -> None:
+    data = parameters().data
+    one, two, other = ([task.task_id for task in itertools.islice(stream(seed, data, device), 20)] for seed in (7, 7, 8))  # type: ignore[arg-type]
+    assert one == two != other
+
+
+def test_composed_tasks_keep_the_contract_and_run() -> None:
+    data = parameters().data
+    for task in itertools.islice(stream(1, data), 60):
+        check_contract(task.code, "composed")
+        namespace: dict = {}
+        exec(task.code, namespace)
+        inputs = namespace["get_inputs"]()
+        out = namespace["Model"](*namespace["get_init_inputs"]())(*inputs)
+        low, high = data.numel
+        assert low <= inputs[0].numel() <= high
+        assert out.dtype == torch.float32 and out.shape[0] == inputs[0].shape[0] and torch.isfinite(out).all()
+        assert task.data_source == f"torch#{len(task.ops)}"
+
+
+def test_operator_counts_follow_the_mix() -> None:
+    data = parameters("data.operator_mix={1: 0.1, 2: 0.5, 3: 0.4}").data
+    counts = [len(task.ops) for task in itertools.islice(stream(2, data), 400)]
+    assert abs(counts.count(1) / 400 - 0.1) < 0.06 and abs(counts.count(2) / 400 - 0.5) < 0.09 and max(counts) == 3
+
+
+def test_a_window_without_shapes_is_refused() -> None:
+    with pytest.raises(BadInput, match="numel"):
+        compose(random.Random(0), parameters("data.numel=[10, 20]").data)
+
+
+def test_held_out_sequences_depend_on_the_seed_and_are_about_a_fifth() -> None:
+    data = parameters().data
+    sequences = {task.ops for task in itertools.islice(stream(3, data), 600)}
+    assert 0.1 < sum(is_held_out(ops, 0) for ops in sequences) / len(sequences) < 0.3
+    assert {is_held_out(ops, 0) for ops in sequences if is_held_out(ops, 1)} == {True, False}
+    for task in itertools.islice(stream(4, data), 100):
+        assert (task.split == "held_out") == is_held_out(task.ops, data.seed)
+
+
+def test_chains_whose_shapes_do_not_fit_are_found_on_meta_tensors() -> None:
+    assert fits((("gelu", ()), ("sum", ())), 64, 256)
+    assert not fits((("mean", ()), ("layer_norm", ())), 64, 256)
+
+
+def test_every_operator_of_a_composed_chain_matters() -> None:
+    assert not matters((("softmax", ()), ("sum", ()))), "always one"
+    assert not matters((("square", ()), ("relu", ()))), "relu has nothing to do"
+    assert not matters((("add_constant", ("0.5",)), ("softmax", ()))), "softmax does not see a shift"
+    assert not matters((("sum", ()), ("tanh", ()), ("tanh", ()), ("tanh", ()))), "saturated"
+    assert matters((("gelu", ()), ("mul_constant", ("0.5",))))
+
+
+# --- contamination -----------------------------------------------------------------------------------------------------
+
+EVALUATION_PROGRAM = '''import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    """Simple model that performs a GELU activation and a softmax."""
+    def __init__(self):
+        super(Model, self).__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Args: x of any shape."""
+        activated = torch.nn.functional.gelu(x)
+        return torch.softmax(activated, dim=1)
+
+def get_inputs():
+    return [torch.randn(16, 16384)]
+
+def get_init_inputs():
+    return []
+'''
+
+
+def test_the_same_program_in_other_words_is_similar() -> None:
+    ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
+    assert similarity(subtrees(ours), subtrees(EVALUATION_PROGRAM)) == 1.0
+
+
+def test_other_operators_or_orders_are_not_similar() -> None:
+    program = subtrees(EVALUATION_PROGRAM)
+    for steps in ((("softmax", ()), ("gelu", ())), (("silu", ()), ("softmax", ())), (("gelu", ()),), (("gelu", ()), ("softmax", ()), ("tanh", ()))):
+        assert 0 < similarity(program, subtrees(write_source(steps, 64, 256))) <= 0.9
+
+
+def test_graphs_differ_in_constants_and_shapes_only_when_they_do() -> None:
+    code = write_source((("leaky_relu", ("0.1",)),), 64, 256)
+    assert graph(code) == graph(code.replace("x = F.leaky_relu(x, 0.1)\n        return x", "return torch.nn.functional.leaky_relu(x, 0.1)"))
+    assert graph(code) != graph(code.replace("0.1", "0.2"))
+    assert graph(code) != graph(code.replace("64", "128"))
+
+
+def test_self_substitution_stays_small() -> None:
+    lines = "\n".join("        x = x * x" for _ in range(40))
+    assert subtrees(f"class Model:\n    def forward(self, x):\n{lines}\n        return x\n").total() < 1_000_000
+
+
+def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> None:
+    (tmp_path / "level1").mkdir()
+    (tmp_path / "level1" / "88_Gelu_Softmax.py").write_text(EVALUATION_PROGRAM)
+    (tmp_path / "level1" / "notes.py").write_text("print('no model here')")
+    pyarrow.parquet.write_table(pyarrow.table({"code": [EVALUATION_PROGRAM]}), tmp_path / "suite.parquet")
+    ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
+    for against in (tmp_path / "level1", tmp_path / "suite.parquet"):
+        value, origin = Programs([str(against)]).nearest(ours)
+        assert value == 1.0 and origin.startswith((str(tmp_path), "suite.parquet"))
+    with pytest.raises(BadInput, match=r"data\.against"):
+        Programs([str(tmp_path / "nowhere")])
+
+
+# --- the build ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_funnel_adds_up_and_every_rejection_is_kept(tmp_path: Path) -> None:
+    params = parameters()
+    summary = build(params, tmp_path / "tasks", InProcess(refuse="tanh"), Quiet())
+    tasks = read_tasks(tmp_path / "tasks" / "tasks.parquet")
+    assert [task.split for task in tasks].count("train") == 12 and len(tasks) == 16
+    assert len({task.task_id for task in tasks}) == 16
+    assert all(task.evidence["eager_seconds"] > 0 and "tanh" not in task.code for task in tasks)
+    rejected = pyarrow.parquet.read_table(tmp_path / "tasks" / "rejected.parquet").to_pylist()
+    assert summary.candidates == len(tasks) + len(rejected) + summary.surplus
+    assert {row["reason"] for row in rejected} >= {"half_precision_passes"} and all("tanh" in row["code"] for row in rejected if row["detail"])
+    figures = json.loads((tmp_path / "tasks" / "metrics.json").read_text())
+    assert figures["version"] == version(tmp_path / "tasks") == summary.version
+    assert figures["rejected"] == summary.reasons and figures["admitted"] == 16
+    lines = (tmp_path / "tasks" / "plots" / "funnel.csv").read_text().splitlines()
+    steps = {row["step"]: int(row["candidates"]) for row in csv.DictReader(lines)}
+    assert steps["composed"] == summary.candidates and steps["admitted"] == 16
+    assert figures["version"][:16] in (tmp_path / "tasks" / "card.md").read_text()
+
+
+def test_no_held_out_sequence_is_trained_on(tmp_path: Path) -> None:
+    build(parameters(), tmp_path / "tasks", InProcess(), Quiet())
+    tasks = read_tasks(tmp_path / "tasks" / "tasks.parquet")
+    trained = {task.ops for task in tasks if task.split == "train"}
+    assert not trained & {task.ops for task in tasks if task.split == "held_out"}
+
+
+def test_the_data_set_does_not_depend_on_the_order_of_verdicts(tmp_path: Path) -> None:
+    params = parameters("sandbox.build_workers=6")
+    versions = {build(params, tmp_path / str(i), InProcess(shuffled=True, refuse="gelu"), Quiet()).version for i in range(3)}
+    assert len(versions) == 1
+    assert build(parameters("sandbox.build_workers=1"), tmp_path / "narrow", InProcess(refuse="gelu"), Quiet()).version in versions
+
+
+def test_nothing_is_judged_that_is_not_needed(tmp_path: Path) -> None:
+    pool = InProcess()
+    summary = build(parameters(), tmp_path / "tasks", pool, Quiet())
+    assert len(pool.asked) == len(summary.admitted) and len(set(pool.asked)) == len(pool.asked)
+
+
+def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:
+    params = parameters()
+    first = next(task for task in stream(params.data.seed, params.data) if task.split == "train")
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite" / "1.py").write_text(first.code.replace("x = x", "x  =  x  # noted"))
+    summary = build(parameters(f"data.against=[{tmp_path / 'suite'}]"), tmp_path / "tasks", InProcess(), Quiet())
+    assert first.task_id not in {task.task_id for task in summary.admitted}
+    assert "similar_to_evaluation" in summary.reasons
+
+
+def test_a_hopeless_window_ends_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"half_precision_passes.*data\.eager_seconds"):
+        build(parameters(), tmp_path / "tasks", InProcess(refuse="class Model"), Quiet())
+    assert not (tmp_path / "tasks").exists()
+
+
+def test_the_command_reads_resolved_parameters_and_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = tmp_path / "params.yaml"
+    resolved.write_text(yaml.safe_dump(parameters().model_dump(mode="json")))
+    monkeypatch.setenv("CUDA_AGENT_PROFILE", "ci")
+    assert read_params(resolved) == parameters()
+    assert read_params(PROJECT / "params.yaml") == resolve("ci").params
+    assert main(["--params", str(tmp_path / "missing.yaml"), "--out", str(tmp_path / "x")]) == 2
+
+
+def test_dvc_accepts_the_stage(tmp_path: Path) -> None:
+    (tmp_path / "dvc.yaml").write_text((PROJECT / "dvc.yaml").read_text())
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(parameters().model_dump(mode="json")))
+
+    def dvc(*arguments: str) -> str:
+        command = [sys.executable, "-m", "dvc", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "DVC_NO_ANALYTICS": "1"}).stdout
+
+    dvc("init", "--no-scm", "--quiet")
+    build(parameters(), tmp_path / "data" / "tasks", InProcess(), Quiet())
+    dvc("commit", "--force", "--quiet", "tasks")
+    assert "up to date" in dvc("status")
+    assert json.loads(dvc("metrics", "show", "--json"))[""]["data"]["data/tasks/metrics.json"]["data"]["train"] == 12
+    dvc("plots", "show", "--out", "plots")
+    assert "Funnel" in (tmp_path / "plots" / "index.html").read_text()
