@@ -146,7 +146,7 @@ class Engine(Section):
 
 
 class Evaluation(Section):
-    suite: str = Field(description="held-out, the name of the shipped suite, or a path")
+    suite: str = Field(description="held-out, or the path of a suite: task files, a KernelBench checkout, or parquet")
     attempts: Count = Field(description="trajectories per task; the first counts for pass and faster rates")
     temperature: Annotated[float, Field(ge=0)] = Field(description="sampling temperature; 0 is greedy")
     max_turns: Count = Field(description="turns of one trajectory; the paper uses 200")

@@ -60,7 +60,7 @@ class ReportData(Frozen):
     """run_id, profile, device, created (text); verdict (promoted | refused | waiting), reasons (texts); model {name,
     version}; environment, cost, commands (each a mapping of text to text or number). All optional."""
     dataset: dict[str, Any]
-    """The data set's own figures: version, candidates, admitted, rejected {reason: count}."""
+    """The data set's own figures (metrics.json): version, candidates, surplus, rejected {reason: count}, admitted, train, held_out."""
     stages: tuple[Stage, ...]
     before: Evaluation | None
     after: Evaluation
@@ -235,8 +235,8 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
     rejected = dataset.get("rejected") or {}
     rows = [("candidates", dataset.get("candidates"), "muted")]
     rows += [(f"− {str(reason).replace('_', ' ')}", count, "bad") for reason, count in sorted(rejected.items(), key=lambda item: -item[1])]
-    rows += [("admitted", dataset.get("admitted"), "good")]
-    rows += [(key.replace("_", " "), dataset.get(key), "after") for key in ("train", "tasks", "held_out")]
+    rows += [("− not needed any more", dataset.get("surplus") or None, "muted"), ("admitted", dataset.get("admitted"), "good")]
+    rows += [("for training", dataset.get("train"), "after"), ("held out", dataset.get("held_out"), "after")]
     return bar_list([(label, float(value), f"{value:,}", colour) for label, value, colour in rows if isinstance(value, int | float)])
 
 
@@ -284,7 +284,7 @@ def _stage_table(stages: Sequence[Stage]) -> list[dict[str, Any]]:
             "before": pretty(stage.result.get("reward_before")),
             "after": pretty(stage.result.get("reward_after")),
             "seconds": pretty(stage.result.get("seconds")),
-            "cached": pretty(stage.result.get("cached")),
+            "stopped": pretty(stage.result.get("stopped")),
         }
         for stage in stages
     ]
