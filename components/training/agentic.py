@@ -17,4 +17,4 @@ def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     if folder is None:
         raise BadInput(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
     verify_checkpoint(folder)
-    return run_ppo(stage, params.agentic, lambda: load_critic(folder, DTYPES[params.engine.dtype], params.device), episodes or agent_loop())
+    return run_ppo(stage, params.agentic, lambda: load_critic(folder, DTYPES[params.engine.dtype]), episodes or agent_loop())

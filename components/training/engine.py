@@ -107,7 +107,7 @@ def _deepspeed(device: config.Device) -> Any:
     # one host. It asks this table first, and keeps edits to it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for handler in logging.getLogger("DeepSpeed").handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
     return deepspeed
 

@@ -97,7 +97,7 @@ def critic_from_actor(policy: PreTrainedModel) -> Critic:
     return Critic(copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size)
 
 
-def load_critic(folder: Path, dtype: torch.dtype, device: str) -> Critic:
+def load_critic(folder: Path, dtype: torch.dtype) -> Critic:
     """A critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`."""
     if not (folder / VALUE_HEAD).is_file():
         raise BadInput(f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3.")
@@ -106,4 +106,4 @@ def load_critic(folder: Path, dtype: torch.dtype, device: str) -> Critic:
     tensors = load_file(folder / VALUE_HEAD)
     critic.value_head.load_state_dict({"weight": tensors["weight"], "bias": tensors["bias"]})
     critic.baseline.copy_(tensors["baseline"])
-    return critic.to(device)
+    return critic

@@ -19,6 +19,6 @@ def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     return run_ppo(
         stage,
         params.warmup,
-        lambda: critic_from_actor(load_model(stage.actor, dtype=DTYPES[params.engine.dtype], device=params.device)),
+        lambda: critic_from_actor(load_model(stage.actor, dtype=DTYPES[params.engine.dtype])),
         episodes or agent_loop(),
     )

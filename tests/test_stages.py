@@ -1,0 +1,212 @@
+"""The four stages on a tiny policy: they learn, they can be killed, and their outputs are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_world import episodes, params, stage
+
+from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories
+from components.config import BadInput
+from components.files import digest_file
+from components.policy.model import load_model, verify_checkpoint
+from components.sandbox.verdict import Verdict
+from components.training import agentic, critic, rejection, warmup
+from components.training.critic import split_by_task
+from components.training.networks import load_critic
+from components.training.rejection import has_loop, schedule, select
+from components.training.rollouts import choose_tasks
+from components.training.stage import StageFailed, load_result
+
+
+class Killed(BaseException):
+    """What SIGKILL is to a stage: nothing runs after it."""
+
+
+def killed_at(step: int) -> Any:
+    """Episodes that die when the given step samples."""
+
+    def run(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        if arguments["epoch"].endswith(f"/{step}"):
+            raise Killed
+        return episodes(tasks, **arguments)
+
+    return run
+
+
+def weights(checkpoint: Path) -> str:
+    return digest_file(checkpoint / "model.safetensors")
+
+
+FAST = ("warmup.steps=10", "warmup.learning_rate=0.01", "warmup.critic_learning_rate=0.01", "warmup.minibatches=4", "warmup.critic_warmup_steps=1")
+
+
+def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> None:
+    result = warmup.run(stage(tmp_path, "warmup", *FAST), episodes)
+    assert result.stopped == ""
+    assert result.reward_before is not None and result.reward_after is not None
+    assert result.reward_after > result.reward_before + 1
+    assert verify_checkpoint(tmp_path / "warmup" / result.checkpoint).parent == verify_checkpoint(tmp_path / "start").digest
+    records = [json.loads(line) for line in (tmp_path / "warmup" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(10))
+    logged = {"reward", "m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "clip_fraction", "clip_fraction_low", "clip_fraction_high"}
+    logged |= {"explained_variance", "gradient_norm", "truncated", "sampler_difference", "seconds"}
+    logged |= {f"tokens_per_second_{phase}" for phase in ("rollout", "score", "critic", "actor")}
+    assert logged <= set(records[-1])
+    assert max(record["sampler_difference"] for record in records) < 1e-4
+    assert records[0]["kl_start"] == pytest.approx(0, abs=1e-6) and records[-1]["kl_start"] > 0
+    assert "policy_loss" not in records[0], "the first step trains the critic alone"
+    assert len(load_trajectories(tmp_path / "warmup" / "trajectories" / "step-0000")) == 32
+
+
+def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_path: Path) -> None:
+    short = ("warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=2")
+    whole = warmup.run(stage(tmp_path / "whole", "warmup", *short), episodes)
+    killed = stage(tmp_path / "killed", "warmup", *short)
+    with pytest.raises(Killed):
+        warmup.run(killed, killed_at(3))
+    assert load_result(killed.out) is None
+    sampled: list[str] = []
+
+    def counting(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        sampled.append(arguments["epoch"])
+        return episodes(tasks, **arguments)
+
+    resumed = warmup.run(killed, counting)
+    assert sampled == ["warmup/3"], "steps 0 to 2 are on disk; step 2 is trained again from there, since the state is older"
+    assert weights(killed.out / "checkpoint") == weights(tmp_path / "whole" / "warmup" / "checkpoint")
+    assert resumed.digest == whole.digest and resumed.figures == whole.figures
+    lines = (killed.out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    assert warmup.run(killed, killed_at(0)) == resumed, "a finished stage is not run again"
+
+
+def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: Path) -> None:
+    def truncating(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        sampled = episodes(tasks, **arguments)
+        bad = arguments["epoch"].endswith("/2")
+        return [dataclasses.replace(trajectory, finish_reason="length" if bad else "stop") for trajectory in sampled]
+
+    collapsing = warmup.run(stage(tmp_path / "a", "warmup", "warmup.steps=4", "warmup.critic_warmup_steps=0"), truncating)
+    assert "max_truncated" in collapsing.stopped
+    one_update = warmup.run(stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episodes)
+    assert one_update.stopped == ""
+    assert weights(tmp_path / "a/warmup/checkpoint") == weights(tmp_path / "b/warmup/checkpoint")
+
+
+def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
+    small = ("warmup.steps=2", "agentic.steps=2", "critic.epochs=2", "rejection.learning_rate=0.003", "critic.min_explained_variance=-10")
+    warmup.run(stage(tmp_path, "warmup", *small), episodes)
+    tuned = rejection.run(stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes)
+    assert tuned.figures["trajectories_kept"] > 0
+    assert tuned.reward_after is not None and tuned.reward_before is not None and tuned.reward_after > tuned.reward_before
+    folders = (tmp_path / "warmup/trajectories", tmp_path / "rejection/trajectories")
+    valued = critic.run(dataclasses.replace(stage(tmp_path, "critic", *small, actor=tmp_path / "rejection/checkpoint"), trajectories=folders))
+    assert valued.figures["trajectories"] + valued.figures["held_out"] == 32 + 32 + 32 + 8
+    assert -10 < valued.figures["explained_variance_held_out"] <= 1
+    last = dataclasses.replace(stage(tmp_path, "agentic", *small, actor=tmp_path / "rejection/checkpoint"), critic=tmp_path / "critic/checkpoint")
+    result = agentic.run(last, episodes)
+    assert result.name == "agentic" and verify_checkpoint(last.out / "checkpoint").digest == result.digest
+    trajectory = load_trajectories(last.out / "trajectories/step-0001")[0]
+    assert 0 in trajectory.action_mask[trajectory.action_mask.index(1) :], "an observation lies between two turns"
+    load_model(last.out / "checkpoint")
+
+
+def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
+    small = ("warmup.steps=1", "critic.epochs=3", "critic.learning_rate=0.01", "critic.min_explained_variance=-10")
+    warmup.run(stage(tmp_path, "warmup", *small, "warmup.rollouts.samples=8"), episodes)
+    made = dataclasses.replace(stage(tmp_path, "critic", *small), trajectories=(tmp_path / "warmup/trajectories",))
+    result = critic.run(made)
+    assert result.figures["explained_variance"] > 0.05, "it explains some of what it was taught"
+    loaded = load_critic(made.out / "checkpoint", torch.float32)
+    tensors = load_file(made.out / "checkpoint/value_head.safetensors")
+    assert torch.equal(loaded.value_head.weight, tensors["weight"]) and float(loaded.baseline) == float(tensors["baseline"])
+    with pytest.raises(BadInput, match=r"value_head\.safetensors is missing"):
+        load_critic(tmp_path / "start", torch.float32)
+
+
+def test_a_critic_that_explains_too_little_fails_its_stage(tmp_path: Path) -> None:
+    warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
+    made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
+    with pytest.raises(StageFailed, match="min_explained_variance"):
+        critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
+
+
+def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path: Path) -> None:
+    def equal(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(tasks, **arguments)]
+
+    warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
+    made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
+    result = critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
+    assert "undefined" in result.stopped and "explained_variance_held_out" not in result.figures
+
+
+def call(text: str, valid: bool = True) -> ToolCall:
+    return ToolCall("Write", {"content": text}, "ok", valid)
+
+
+def example(task: str, reward: float, *calls: ToolCall, ids: tuple[int, ...] = (1, 2, 3), finish: str = "stop") -> Trajectory:
+    verdict = Verdict(status="correct" if reward > 0 else "build_failed")
+    return Trajectory(task, ids, (0, *(1 for _ in ids[1:])), (0.0,) * len(ids), (Turn("", calls),), (verdict,), reward, finish, "v")
+
+
+def test_rejection_counts_every_trajectory_under_one_reason() -> None:
+    limits = params("rejection.per_task=1").rejection
+    trajectories = [
+        example("a", -1),
+        example("a", 1, call("x"), ids=(1, 2)),
+        example("a", 3, call("y"), ids=(1, 3)),
+        example("a", 3, call("y"), ids=(1, 3)),
+        example("b", 2, call("x"), call("x"), ids=(1, 4)),
+        example("b", 2, call("x", valid=False), ids=(1, 5)),
+        example("b", 2, call("x"), ids=(1, 6), finish="length"),
+        example("c", 1, call("x"), ids=(1, 7)),
+    ]
+    kept, reasons = select(trajectories, limits)
+    assert [(t.task_id, t.ids) for t in kept] == [("a", (1, 3)), ("c", (1, 7))]
+    assert reasons == {"kept": 2, "low_reward": 1, "over_task_limit": 1, "duplicate": 1, "redundant_call": 1, "invalid_call": 1, "length_clipped": 1}
+
+
+@pytest.mark.parametrize(("calls", "loops"), [("ab", False), ("abcb", False), ("aa", True), ("abab", True), ("abcbdb", False), ("abcc", True)])
+def test_measuring_again_after_an_edit_is_no_loop(calls: str, loops: bool) -> None:
+    assert has_loop(list(calls)) is loops
+
+
+def test_every_batch_holds_its_share_of_demonstrations() -> None:
+    kept = [example("t", 1, ids=(1, i)) for i in range(2, 12)]
+    limits = params("rejection.replay_share=0.5", "rejection.batch=8", "rejection.epochs=2").rejection
+    batches = schedule(kept, limits, lambda count: [((0, 0), (0, 1))] * count, seed=0)
+    assert [len(batch) for batch in batches] == [8, 8, 4, 8, 8, 4]
+    assert all(sum(ids == (0, 0) for ids, _ in batch) * 2 == len(batch) for batch in batches)
+    with pytest.raises(BadInput, match="replay_share"):
+        schedule(kept, limits, None, seed=0)
+
+
+def test_no_task_is_on_both_sides_of_the_critics_split() -> None:
+    trajectories = [example(f"task-{i % 10}", 1) for i in range(40)]
+    taught, held_out = split_by_task(trajectories, 0.2, seed=1)
+    assert {t.task_id for t in taught}.isdisjoint({t.task_id for t in held_out})
+    assert (len(taught), len(held_out)) == (32, 8)
+
+
+def test_tasks_come_in_shuffled_passes_that_depend_on_seed_and_step_alone(tmp_path: Path) -> None:
+    tasks = stage(tmp_path, "warmup").tasks()
+    steps = [choose_tasks(tasks, 5, seed=3, step=step) for step in range(12)]
+    names = [task.task_id for step in steps for task in step]
+    for first in range(0, 60, 12):
+        assert len(set(names[first : first + 12])) == 12
+    assert names[:12] != names[12:24]
+    assert choose_tasks(tasks, 5, seed=3, step=7) == steps[7]
+
+
+def test_an_unsupported_sampling_backend_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"policy\.backend"):
+        warmup.run(stage(tmp_path, "warmup", "policy.backend=vllm"), episodes)
