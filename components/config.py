@@ -43,7 +43,7 @@ class Data(Section):
 
 
 class Sandbox(Section):
-    isolation: Literal["bubblewrap", "none"] = Field(description="how candidates are isolated; none must be written by a person and is recorded in every verdict")
+    isolation: Literal["bubblewrap", "none"] = Field(description="isolation of candidates; none must be written by a person and is recorded in every verdict")
     build_seconds: Positive = Field(description="wall-clock limit of one build, seconds")
     run_seconds: Positive = Field(description="wall-clock limit of everything one candidate does after its build, seconds")
     memory_bytes: Count = Field(description="address space of a runner on cpu; private temporary files count apart")
@@ -111,7 +111,9 @@ class Ppo(Section):
     whiten: bool = Field(description="whiten advantages over the batch")
     gradient_clip: Positive = Field(description="largest gradient norm")
     kl_coefficient: Annotated[float, Field(ge=0)] = Field(description="weight of the KL penalty to the stage's first policy; 0 is off, as in the paper")
-    replay_coefficient: Annotated[float, Field(ge=0)] = Field(description="weight of the likelihood of the batch's own best trajectories; 0 is off, as in the paper")
+    replay_coefficient: Annotated[float, Field(ge=0)] = Field(
+        description="weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
+    )
     max_entropy: Positive = Field(description="a policy whose entropy passes this many nats has collapsed: the stage stops itself")
     max_truncated: Share = Field(description="a stage whose length-clipped share passes this has collapsed")
     checkpoint_every: Count = Field(description="steps between resumable states")

@@ -80,7 +80,11 @@ COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
     """Write `tasks.parquet`: the public columns first, then identity, split and the admission evidence as JSON."""
-    rows = [task.model_dump(include={"data_source", "code", "split", "name"}) | {"ops": list(task.ops), "task_id": task.task_id, "evidence": json.dumps(task.evidence, sort_keys=True)} for task in tasks]
+    rows = [
+        task.model_dump(include={"data_source", "code", "split", "name"})
+        | {"ops": list(task.ops), "task_id": task.task_id, "evidence": json.dumps(task.evidence, sort_keys=True)}
+        for task in tasks
+    ]
     table = pyarrow.table({column: [row[column] for row in rows] for column in COLUMNS})
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink)

@@ -65,7 +65,11 @@ class Trajectory:
 
 def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
     """Write `trajectories.jsonl` (all but tokens) and `tokens.safetensors` (ids, action_mask, sampler_logprob, offsets)."""
-    lines, ids, mask, logprob, offsets = [], [], [], [], [0]
+    lines: list[str] = []
+    ids: list[int] = []
+    mask: list[int] = []
+    logprob: list[float] = []
+    offsets = [0]
     for trajectory in trajectories:
         record = asdict(trajectory)
         for key in ("ids", "action_mask", "sampler_logprob"):

@@ -14,6 +14,7 @@ from components.config import Coldstart, Device
 from components.policy import operators_cpu, operators_cuda
 from components.policy.operators_cpp import CUDA_MATH, LIBM
 from components.policy.operators_source import read_chain
+from components.policy.prompts import IN_TURNS
 from components.task import KernelTask
 
 STYLES: dict[str, tuple[str, str, str]] = {"cpu": ("passes", "fused", "simd"), "cuda": ("passes", "fused", "vector")}
@@ -107,17 +108,19 @@ def observe(kernel: str, quality: str, device: Device, rng: random.Random) -> tu
     if quality == "wrong":
         if not _balanced(kernel):
             return f"{written}\nBuild failed: kernels/forward.{SUFFIX[device]}: error: expected ';' before '}}' token", -1
-        return f"{written}\n[FAIL] wrong_output: {rng.choice(('values differ', 'mismatch'))}", -1
+        return f"{written}\n[FAIL] wrong_output: {rng.choice(('max_error:given', 'max_error:given', 'max_error:scaled', 'finite_mask:wide'))}", -1
     slow, middle, fast = STYLES[device]
     weights = {slow: (0.7, 0.25, 0.05), middle: (0.45, 0.35, 0.2), fast: (0.05, 0.15, 0.8)}[quality]
     milestone = rng.choices((1, 2, 3), weights)[0]
     against_eager = {1: rng.uniform(0.3, 1.0), 2: rng.uniform(1.1, 2.0), 3: rng.uniform(1.3, 4.0)}[milestone]
     against_compile = {1: rng.uniform(0.1, 0.9), 2: rng.uniform(0.3, 1.0), 3: rng.uniform(1.1, 2.0)}[milestone]
     own = rng.uniform(50, 900)
+    # The judge measures torch.compile only for candidates that beat eager.
+    compile_time, compile_ratio = (f"{own * against_compile:.1f} us", f", {against_compile:.2f}x compile") if milestone > 1 else ("not measured", "")
     return (
         f"{written}\n[PASS] verify success\n"
-        f"Torch Baseline: {own * against_eager:.1f} us, Torch Compile: {own * against_compile:.1f} us, CUDA Extension: {own:.1f} us\n"
-        f"Speed-up: {against_eager:.2f}x eager, {against_compile:.2f}x compile. Milestone: {milestone} of 3."
+        f"Torch Baseline: {own * against_eager:.1f} us, Torch Compile: {compile_time}, CUDA Extension: {own:.1f} us\n"
+        f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3."
     ), milestone
 
 
@@ -147,10 +150,10 @@ def demonstration(task: KernelTask, rng: random.Random, coldstart: Coldstart, de
     Single-turn episodes write one kernel. Multi-turn ones measure it, repair it or make it faster when the observation
     asks for that, and end with a turn that calls no tool.
     """
-    messages = [{"role": "user", "content": task.code}]
     kernel, quality = _attempt(task.code, coldstart.fast_share, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:
-        return [*messages, {"role": "assistant", "content": write_call(kernel, device)}]
+        return [{"role": "user", "content": task.code}, {"role": "assistant", "content": write_call(kernel, device)}]
+    messages = [{"role": "user", "content": task.code + IN_TURNS}]
     for again in (True, False):
         content, milestone = observe(kernel, quality, device, rng)
         messages.append({"role": "assistant", "content": f"{write_call(kernel, device)}\n{measure_call()}"})

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import buffers
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import buffers  # noqa: I001  (a neighbour inside the sandbox, where the project is no package)
 
 Receive = Callable[[socket.socket], tuple[dict, list[int]]]
 

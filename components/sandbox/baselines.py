@@ -73,7 +73,7 @@ class Arm:
         device = bench.params.device
         self.inputs = buffers.make(device, bench.inputs.stride * (bench.slots + 1))
         self.outputs = buffers.make(device, bench.outputs.stride * bench.slots)
-        layout = {
+        layout: dict[str, Any] = {
             "sets": bench.slots + 1,
             "scalars": bench.description.scalars,
             "names": [name for name, _, _ in bench.description.state],
@@ -83,9 +83,7 @@ class Arm:
         }
         layout["outputs"]["bytes"] = self.outputs.size
         header = header | {"layout": layout, "precision": bench.params.precision, "init_inputs": bench.description.init_inputs}
-        descriptors = (bench.parameters.fd, self.inputs.fd, self.outputs.fd)
-        if header["role"] in ("candidate", "eager", "compile", "noop"):
-            descriptors = ((library if library is not None else bench.nursery.empty), *descriptors)
+        descriptors = (library if library is not None else bench.nursery.empty, bench.parameters.fd, self.inputs.fd, self.outputs.fd)
         self.runner: Runner | None = None
         try:
             self.write(range(bench.slots + 1), bench.scratch)
@@ -145,10 +143,12 @@ class Arm:
 class Bench:
     """One task, ready to judge candidates; made once and kept warm."""
 
-    def __init__(self, params: Params, nursery: Nursery, code: str):
+    def __init__(self, params: Params, nursery: Nursery, code: str, timed_rounds: int | None = None):
         self.params = params
         self.nursery = nursery
         self.code = code
+        # Two timed phases (against eager, then against compile) of fresh sets for a candidate, and one warm-up round.
+        self.phases = timed_rounds if timed_rounds is not None else 2 * params.sandbox.rounds + 1
         self.arms: dict[str, Arm] = {}
         self.closers: list[Any] = []
         sandbox = params.sandbox
@@ -179,15 +179,13 @@ class Bench:
         self.expected = Part.of(wide, 1)
         self.parameters_part = Part.of([(shape, dtype) for _, shape, dtype in description.state], 1)
         one = self.inputs.stride + self.outputs.stride + self.expected.stride
-        # Two timed phases (against eager, then against compile) of fresh sets for a candidate, and one warm-up round.
-        phases = 2 * sandbox.rounds + 1
-        affordable = (MAX_BANK_BYTES // one - sandbox.correctness_sets) // phases
+        affordable = (MAX_BANK_BYTES // one - sandbox.correctness_sets) // self.phases
         if affordable < 1:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
         self.per_round = min(per_round, affordable)
         self.slots = max(self.per_round, sandbox.correctness_sets)
         self.families = [FAMILIES[i % len(FAMILIES)] for i in range(sandbox.correctness_sets)]
-        self.total = sandbox.correctness_sets + phases * self.per_round
+        self.total = sandbox.correctness_sets + self.phases * self.per_round
         self.scratch = [i % self.total for i in range(self.slots + 1)]
         device = self.params.device
         self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
@@ -209,7 +207,14 @@ class Bench:
         }
         for name, (part, buffer) in bank.items():
             layout[name] = part.json() | {"bytes": buffer.size}
-        header = {"role": "oracle", "code": self.code, "precision": self.params.precision, "device": self.params.device, "init_inputs": self.description.init_inputs, "layout": layout}
+        header = {
+            "role": "oracle",
+            "code": self.code,
+            "precision": self.params.precision,
+            "device": self.params.device,
+            "init_inputs": self.description.init_inputs,
+            "layout": layout,
+        }
         oracle.send(header, (self.parameters.fd, *(buffer.fd for _, buffer in bank.values())))
         oracle.receive()
 
@@ -255,7 +260,9 @@ class Bench:
         """Why the outputs in `taken` are wrong for `sets`, or None; the reason names the input family."""
         for i, index in enumerate(sets):
             family = self.families[index] if index < len(self.families) else "given"
-            for slot, single, expected in zip(self.outputs.slots, self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True):
+            for slot, single, expected in zip(
+                self.outputs.slots, self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True
+            ):
                 start = i * self.outputs.stride + slot.offset
                 got = taken[start : start + slot.bytes].view(single.dtype).view(slot.shape)
                 reason = compare(got, single, expected, self.params.sandbox)
@@ -289,4 +296,3 @@ class Bench:
         for buffer in self.closers:
             buffer.close()
         self.closers.clear()
-

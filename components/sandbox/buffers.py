@@ -119,7 +119,10 @@ class DeviceBuffer:
         if fd is None:
             _check(driver.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(self.size), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")
             exported = ctypes.c_int()
-            _check(driver.cuMemExportToShareableHandle(ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")
+            _check(
+                driver.cuMemExportToShareableHandle(ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, ctypes.c_ulonglong(0)),
+                "cuMemExportToShareableHandle",
+            )
             self.fd = exported.value
         else:
             _check(driver.cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), POSIX_FILE_DESCRIPTOR), "cuMemImportFromShareableHandle")

@@ -77,7 +77,18 @@ class Builder:
         if not symbols.exists():
             with self._folder() as folder:
                 host = compiler("cpu")
-                command = [host, "-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", *self.includes, "-c", str(TEMPLATE / "binding.cpp"), "-o", f"{folder}/out/binding.o"]
+                command = [
+                    host,
+                    "-O1",
+                    "-fPIC",
+                    "-std=c++17",
+                    "-fvisibility=hidden",
+                    *self.includes,
+                    "-c",
+                    str(TEMPLATE / "binding.cpp"),
+                    "-o",
+                    f"{folder}/out/binding.o",
+                ]
                 result = self._confined(folder, command)
                 if result.returncode != 0:
                     raise InfrastructureError(f"binding.cpp does not compile: {result.stderr[-2000:]}")
@@ -117,7 +128,15 @@ class Builder:
             environment = os.environ | {"TMPDIR": f"{folder}/out"}
         try:
             return subprocess.run(
-                command, capture_output=True, text=True, errors="replace", pass_fds=pass_fds, stdin=subprocess.DEVNULL, env=environment, timeout=self.sandbox.build_seconds, check=False
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                pass_fds=pass_fds,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                timeout=self.sandbox.build_seconds,
+                check=False,
             )
         finally:
             for descriptor in pass_fds:

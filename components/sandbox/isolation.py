@@ -60,7 +60,9 @@ def gpu_devices() -> list[str]:
     return [d for d in (f"/dev/nvidia{number}", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools") if _exists(d)]
 
 
-def bubblewrap(*, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool, cache: Path | None = None) -> list[str]:
+def bubblewrap(
+    *, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool, cache: Path | None = None
+) -> list[str]:
     """The bwrap command up to and including `--`; what follows runs inside.
 
     `keep_capabilities` is for our own zygote, which needs them to wall its children off from itself; it never runs
@@ -165,7 +167,9 @@ def seccomp_program(role: str) -> bytes:
 def check_available() -> None:
     """Raise IsolationUnavailable, with the mend, unless bubblewrap and libseccomp work here."""
     if shutil.which("bwrap") is None:
-        raise IsolationUnavailable("sandbox.isolation: bubblewrap is not installed; run apt-get install -y bubblewrap, or write --set sandbox.isolation=none to judge without walls.")
+        raise IsolationUnavailable(
+            "sandbox.isolation: bubblewrap is not installed; run apt-get install -y bubblewrap, or write --set sandbox.isolation=none to judge without walls."
+        )
     try:
         seccomp_program("candidate")
     except (ImportError, OSError, RuntimeError) as error:
@@ -175,5 +179,6 @@ def check_available() -> None:
     result = subprocess.run(probe, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         reason = " ".join(result.stderr.split())[:200]
-        raise IsolationUnavailable(f"sandbox.isolation: bubblewrap does not work here ({reason}); allow user namespaces (sysctl kernel.unprivileged_userns_clone=1) or run as root.")
-
+        raise IsolationUnavailable(
+            f"sandbox.isolation: bubblewrap does not work here ({reason}); allow user namespaces (sysctl kernel.unprivileged_userns_clone=1) or run as root."
+        )

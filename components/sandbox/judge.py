@@ -21,7 +21,7 @@ from components.files import digest_bytes, digest_json
 from components.sandbox.baselines import Arm, Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.correctness import compare
-from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
+from components.sandbox.nursery import Nursery, RunnerError
 from components.sandbox.screen import screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
@@ -31,6 +31,7 @@ VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file
 """Digest of the judge's own sources, part of every verdict's evidence."""
 
 MAX_FILE_BYTES = 1 << 20
+ADMISSION_ROUNDS = 3
 STATUS_OF: dict[str, tuple[Status, str]] = {
     "crashed": ("crashed", "process_died"),
     "timed_out": ("timed_out", "run_limit"),
@@ -79,9 +80,9 @@ class Judge:
             return say("timed_out", "build_limit", built.log)
         if built.library is None:
             return say("build_failed", "compiler", built.log)
-        reason = screen_symbols(built.symbols, self.builder.binding_symbols)
-        if reason is not None:
-            return say("forbidden", reason, f"the library imports {reason.partition(':')[2]}, which kernels may not use.")
+        imported = screen_symbols(built.symbols, self.builder.binding_symbols)
+        if imported is not None:
+            return say("forbidden", imported, f"the library imports {imported.partition(':')[2]}, which kernels may not use.")
         try:
             with self._task_lock(task.task_id):
                 bench = self._bench(task)
@@ -192,7 +193,7 @@ class Judge:
         """Whether the judge can tell a cheat from an answer on this task, and its eager time (DESIGN §5, Admission)."""
         try:
             check_contract(code, "task")
-            bench = Bench(self.params, self.nursery, code)
+            bench = Bench(self.params, self.nursery, code, timed_rounds=ADMISSION_ROUNDS)
         except (BadInput, TaskFault) as error:
             return Admission(False, "does_not_run", {"detail": str(error)[:300]})
         try:
@@ -204,11 +205,11 @@ class Judge:
             bench.close()
 
     def _admission(self, bench: Bench) -> Admission:
-        sandbox, description = self.params.sandbox, bench.description
+        description = bench.description
         sets = bench.correctness_sets()
         eager, noop = bench.arm("eager"), bench.arm("noop")
         raw: dict[str, list[float]] = {"eager": [], "noop": []}
-        for number in range(3):
+        for number in range(ADMISSION_ROUNDS):
             for name, arm in (("eager", eager), ("noop", noop)):
                 seconds, taken = arm.round("time", bench.timed_sets(number))
                 raw[name].append(seconds)
@@ -236,7 +237,9 @@ class Judge:
         orders += [(f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters]
         if description.parameters:
             orders.append(("untouched_parameters_pass", {"parameters": None}))
-        probe = bench.probe([{"op": "fill", "set": i, "seed": seed, "family": "given", "parameters": parameters} | change for i, (_, change) in enumerate(orders)])
+        probe = bench.probe(
+            [{"op": "fill", "set": i, "seed": seed, "family": "given", "parameters": parameters} | change for i, (_, change) in enumerate(orders)]
+        )
         for (reason, _), outputs in zip(orders, probe, strict=True):
             expected = bench.expected.tensors(bench.bank_expected, 0)
             single = bench.outputs.tensors(bench.bank_single, 0)
@@ -291,7 +294,9 @@ class _Speaker:
     def __init__(self, params: Params):
         self.params = params
 
-    def __call__(self, status: Status, reason: str, log: str, *, speedup: Speedup | None = None, seconds: Seconds | None = None, evidence: dict[str, Any] | None = None) -> Verdict:
+    def __call__(
+        self, status: Status, reason: str, log: str, *, speedup: Speedup | None = None, seconds: Seconds | None = None, evidence: dict[str, Any] | None = None
+    ) -> Verdict:
         speedup = speedup or Speedup()
         return Verdict(
             status=status,
@@ -334,4 +339,3 @@ def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path
         return judge.verdict(kernel_task, files, always_compile=True)
     finally:
         judge.close()
-

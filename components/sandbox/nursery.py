@@ -117,7 +117,15 @@ class Nursery:
         walled = self.sandbox.isolation == "bubblewrap"
         cache = self.folder / "inductor"
         cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-I", str(HERE / "runner.py"), str(theirs.fileno()), self.device, "walled" if walled else "open", "/cache" if walled else str(cache)]
+        command = [
+            sys.executable,
+            "-I",
+            str(HERE / "runner.py"),
+            str(theirs.fileno()),
+            self.device,
+            "walled" if walled else "open",
+            "/cache" if walled else str(cache),
+        ]
         environment = None
         if walled:
             paths = [*isolation.python_paths(), str(HERE)]

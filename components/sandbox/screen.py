@@ -53,13 +53,28 @@ def screen_python(code: str) -> str | None:
                 if name.name not in IMPORTS:
                     return f"import:{name.name}"
         elif isinstance(node, ast.ImportFrom):
-            if node.module not in IMPORTS or any(f"{node.module}.{n.name}" not in IMPORTS and node.module not in ("typing", "__future__", "math") for n in node.names):
+            if node.module not in IMPORTS or any(
+                f"{node.module}.{n.name}" not in IMPORTS and node.module not in ("typing", "__future__", "math") for n in node.names
+            ):
                 return f"import:{node.module}"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return "operator:matmul"
         elif isinstance(node, ast.Attribute) and node.attr.startswith("__") and node.attr not in ("__init__",):
             return f"attribute:{node.attr}"
-        elif isinstance(node, ast.Name) and node.id in ("eval", "exec", "open", "compile", "getattr", "setattr", "globals", "vars", "__import__", "__builtins__", "breakpoint", "input"):
+        elif isinstance(node, ast.Name) and node.id in (
+            "eval",
+            "exec",
+            "open",
+            "compile",
+            "getattr",
+            "setattr",
+            "globals",
+            "vars",
+            "__import__",
+            "__builtins__",
+            "breakpoint",
+            "input",
+        ):
             return f"name:{node.id}"
         elif isinstance(node, ast.Call):
             reason = _call_reason(node, id(node) in init_nodes)
@@ -75,8 +90,8 @@ ALLOWED_SYMBOLS = re.compile(
     | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk|__s?n?printf_chk|snprintf|vsnprintf|abort)
     | (?:malloc|free|calloc|realloc|aligned_alloc|posix_memalign|qsort|bsearch)
     | (?:GOMP|omp|__kmpc)_\w+
-    | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma|ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint
-        |fmod|remainder|fabs|fmax|fmin|fdim|fma|ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
+    | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma|ceil|floor|round|trunc|rint
+        |nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma|ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
     | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+ | __cuda\w+ | cublas\w+ | cudnn\w+
     )(?:@\w+|@@\w+)?$"""
 )
