@@ -21,15 +21,18 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from components.config import PROJECT, BadInput, Params
-from components.files import atomic_folder, atomic_write, digest_file, read_json
+from components.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.progress import Progress
-from flows.runs import Night
+from flows.runs import Night, digest_sources
 from flows.steps import Record
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
 RETRY_SECONDS = (2.0, 5.0, 15.0)
-STEP = re.compile(r"^dataset\s+(\d+)/(\d+)")
+STEP = re.compile(r"^data (\d+)/(\d+)((?: \w+=\S+)*)$")
+"""A progress line of components.synthesis.dataset: step, total, figures."""
+MAKERS = ("components/synthesis", "components/task.py")
+"""Sources that a data set is made from; the judge's part in it is in the parameters and the verdicts."""
 
 
 @task(name="dataset", persist_result=False, cache_policy=NO_CACHE)
@@ -37,16 +40,22 @@ def dataset(night: Night, progress: Progress) -> Record:
     """Reproduce the data set, keep its version beside its lock file, and push it to the remote."""
     started = time.monotonic()
     workspace = prepare_workspace(night)
-    before = _lock(workspace)
-    force = night.redo is not None and night.redo.reaches("dataset") and _marker(workspace, "redone") != str(night.redo.number)
+    before, wanted = _lock(workspace), made_by(night)
+    # DVC sees parameters and outputs; the program that makes the data set lies outside of its workspace.
+    force = before != "" and _marker(workspace, "made_by") != wanted
     dvc(workspace, ["repro", *(["--force"] if force else [])], night, progress)
-    if force and night.redo is not None:
-        atomic_write(workspace / ".dvc" / "redone", str(night.redo.number))
+    atomic_write(workspace / ".dvc" / "made_by", wanted)
     after = _lock(workspace)
     if _marker(workspace, "pushed") != after:
         dvc(workspace, ["push"], night, progress)
         atomic_write(workspace / ".dvc" / "pushed", after)
     return keep_version(night, workspace) | {"cached": after == before and not force, "seconds": round(time.monotonic() - started, 3)}
+
+
+def made_by(night: Night) -> str:
+    """What makes a data set beside its parameters: the program, and the wish to make it once more."""
+    files = {place: digest_json(digest_sources(PROJECT / place)) if (PROJECT / place).is_dir() else digest_file(PROJECT / place) for place in MAKERS}
+    return digest_json([files, night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0])
 
 
 def prepare_workspace(night: Night) -> Path:
@@ -98,9 +107,10 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         if wait is None:
             raise BadInput(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
         time.sleep(wait)
-    told = [line for line in lines if line.startswith("cuda-agent: ")]
-    if told:
-        raise BadInput(told[-1].removeprefix("cuda-agent: "))
+    if "exited with 2" in text:
+        # The data set's own program names the mend on its last line, before DVC says which stage failed.
+        told = [line for line in lines if line and not line.startswith("ERROR: ")]
+        raise BadInput(told[-1] if told else f"{workspace}: the data set cannot be made; run dvc repro there to see why.")
     if "No space left on device" in text:
         raise BadInput(f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again.")
     raise RuntimeError(f"dvc {' '.join(arguments)} failed in {workspace}:\n" + "\n".join(lines[-30:]))
@@ -126,7 +136,8 @@ def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Prog
             lines.append(line.rstrip())
             found = STEP.match(line)
             if found and progress is not None:
-                progress.update("dataset", int(found[1]), int(found[2]))
+                figures = dict(pair.split("=") for pair in found[3].split())
+                progress.update("dataset", int(found[1]), int(found[2]), **{name: float(value) for name, value in figures.items()})
     return lines, process.returncode
 
 

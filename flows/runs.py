@@ -43,12 +43,12 @@ LOCK_SECONDS = 3.0
 @functools.cache
 def code_revision() -> str:
     """Digest of the sources that a result depends on: a change of any of them makes a new revision."""
-    sources: dict[str, str] = {}
-    for room in SOURCES:
-        for name, digest in digest_tree(PROJECT / room).items():
-            if "__pycache__" not in name:
-                sources[f"{room}/{name}"] = digest
-    return digest_json(sources)
+    return digest_json({room: digest_sources(PROJECT / room) for room in SOURCES})
+
+
+def digest_sources(folder: Path) -> dict[str, str]:
+    """Digest of every source file below `folder`, compiled ones left out."""
+    return {name: digest for name, digest in digest_tree(folder).items() if "__pycache__" not in name}
 
 
 @dataclass(frozen=True)
