@@ -104,8 +104,8 @@ def _deepspeed(device: config.Device) -> Any:
     import deepspeed.ops
 
     # On cpu DeepSpeed builds a shared-memory all-reduce when it first communicates: 50 to 72 s of g++ for nothing on
-    # one host. It asks this table first, and keeps edits to it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # one host. It looks into this table before, which otherwise fills itself by trying compilers and linkers.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     for handler in logging.getLogger("DeepSpeed").handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
