@@ -78,7 +78,7 @@ class View:
         else:
             fresh = False
         row.step, row.total, row.updated = step, total, now
-        row.figures |= figures
+        row.figures = figures or row.figures
         if self.live is None and (fresh or step >= total or now - self.printed.get(stage, 0.0) >= LINE_SECONDS):
             self.printed[stage] = now
             left = f"  {duration(row.seconds_left)} left" if row.seconds_left and step < total else ""
