@@ -17,6 +17,7 @@ from kernel_bench import WORKDIR, build, call, reference
 from components.config import resolve
 from components.policy.demonstrations import DONE, MEASURE, STYLES, SUFFIX, demonstration, mutate, write_kernel
 from components.policy.operators_source import PATTERNS, read_chain
+from components.policy.prompts import IN_TURNS
 from components.synthesis.compose import matters, stream, write_source
 from components.synthesis.seeds import BY_NAME, SEEDS
 from components.task import KernelTask
@@ -134,10 +135,11 @@ def test_demonstrations_are_mixed_as_asked() -> None:
     multi = 0
     for task in tasks * 8:
         messages = demonstration(task, rng, coldstart, "cpu")
-        assert messages[0] == {"role": "user", "content": task.code}
+        several = len(messages) > 2
+        assert messages[0] == {"role": "user", "content": task.code + (IN_TURNS if several else "")}
         first = messages[1]["content"]
         kernel = first.split("<parameter=content>\n")[1].split("</parameter>")[0]
-        if len(messages) == 2:
+        if not several:
             assert MEASURE not in first
             styles = [style for style in STYLES["cpu"] if write_kernel(task.code, style, "cpu") == kernel]
             single[styles[0] if styles else "wrong"] += 1

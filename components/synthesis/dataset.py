@@ -25,6 +25,7 @@ from components.config import BadInput, Params, resolve
 from components.files import atomic_folder, digest_file
 from components.progress import Progress
 from components.sandbox.judge import Admission
+from components.sandbox.pool import LocalPool
 from components.synthesis.compose import stream
 from components.synthesis.rubric import Rubric
 from components.synthesis.summary import Rejection, Summary, write_summary
@@ -163,9 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--verdicts", type=Path, default=Path(os.environ.get("CUDA_AGENT_VERDICTS", "verdicts")), help="journal of verdicts")
     options = parser.parse_args(arguments)
-    # Here, so that reading this module's contracts does not start what a judge needs.
-    from components.sandbox.pool import LocalPool
-
     try:
         params = read_params(options.params)
         pool = LocalPool(params, options.verdicts)
