@@ -14,6 +14,7 @@ import typer
 
 from components.cli import app
 from components.config import KNOWN, PROJECT, resolve
+from components.sandbox.judge import judge_workdir
 
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 IDS = [page.relative_to(PROJECT).as_posix() for page in PAGES]
@@ -122,10 +123,11 @@ def test_pictures_are_sound_and_need_nothing_else(page: Path) -> None:
     assert "href" not in page.read_text()
 
 
-def test_examples_of_the_kernel_page_are_tasks_and_candidates() -> None:
-    from components.sandbox.screen import screen_python
-    from components.task import check_contract
-
-    task, candidate = re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / "kernel-user.md").read_text(), re.DOTALL)
-    check_contract(task, "kernel-user.md")
-    assert screen_python(candidate) is None
+def test_following_the_kernel_page_gives_a_correct_verdict(tmp_path: Path) -> None:
+    text = (PROJECT / "docs" / "kernel-user.md").read_text()
+    (tmp_path / "kernels").mkdir()
+    for name, source in zip(("model.py", "model_new.py", "kernels/forward.cpp"), re.findall(r"```(?:python|cpp)\n(.*?)```", text, re.DOTALL), strict=True):
+        (tmp_path / name).write_text(source)
+    verdict = judge_workdir(resolve("ci").params, tmp_path, None, tmp_path / "judge")
+    assert (verdict.status, verdict.reason) == ("correct", "")
+    assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
