@@ -44,7 +44,7 @@ def conversations(params: Params, tasks: list[KernelTask]) -> list[list[dict[str
 
 @pytest.fixture(scope="module")
 def tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedTokenizerBase:
-    return train_tokenizer([message["content"] for conversation in conversations for message in conversation], 1024, 512)
+    return train_tokenizer([message for conversation in conversations for message in conversation], 1024, 512)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_constant_is_one_token_the_same_in_task_and_kernel(tokenizer: PreTrain
 
 
 def test_a_line_common_to_all_kernels_is_one_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert len(tokenizer.tokenize("KERNEL(forward) {\n")) == 1
+    assert len(tokenizer.tokenize("  for (int64_t i = 0; i < t[0].numel; ++i) {\n")) == 1
 
 
 def test_conversation_is_the_chat_template_and_the_mask_what_the_assistant_says(
@@ -93,12 +93,11 @@ def test_conversation_is_the_chat_template_and_the_mask_what_the_assistant_says(
         assert own == "".join(message["content"] + "<|im_end|>" for message in conversation if message["role"] == "assistant")
 
 
-def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]]
-) -> None:
+def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]]) -> None:
     conversation = next(c for c in conversations if len(c) > 2)
     user, turn, tool = (message["content"] for message in conversation[:3])
-    pieces = [f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", f"{turn}<|im_end|>", f"\n<|im_start|>tool\n{tool}<|im_end|>\n<|im_start|>assistant\n"]
+    pieces = [f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", f"{turn}<|im_end|>"]
+    pieces.append(f"\n<|im_start|>tool\n{tool}<|im_end|>\n<|im_start|>assistant\n")
     grown = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     assert encode_messages(tokenizer, conversation)[0][: len(grown)] == grown
 

@@ -66,8 +66,8 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
     if len(conversations) < settings.demonstrations:
         raise BadInput(f"coldstart.demonstrations: {settings.demonstrations} need {count} training tasks, the sources hold fewer; lower it.")
     rng.shuffle(conversations)
-    texts = [message["content"] for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
-    tokenizer = train_tokenizer(texts, params.policy.vocabulary, params.policy.context)
+    sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
+    tokenizer = train_tokenizer(sample, params.policy.vocabulary, params.policy.context)
     encoded = [encode_messages(tokenizer, conversation) for conversation in conversations[: settings.demonstrations]]
     encoded = [pair for pair in encoded if len(pair[0]) <= params.policy.context]
     if not encoded:
