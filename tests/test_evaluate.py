@@ -85,7 +85,7 @@ LINES = {task.task_id: lines for task, lines in zip(TASKS, ATTEMPTS, strict=True
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy") / "checkpoint"
     params = small()
-    tokenizer = train_tokenizer([task.code for task in TASKS], 300, 64)
+    tokenizer = train_tokenizer([{"role": "user", "content": task.code} for task in TASKS], 300, 64)
     save_checkpoint(folder, new_model(params, len(tokenizer), tokenizer), tokenizer, stage="test", parent=None, dataset="", code="", params={}, figures={})
     return folder
 

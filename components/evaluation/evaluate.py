@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from components.agent.loop import run_episodes
 
+from components.agent.loop import run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.config import BadInput, Params
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
