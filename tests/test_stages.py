@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from safetensors.torch import load_file
 from training_world import episodes, params, stage
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories
-from components.config import BadInput
+from components.config import PROJECT, BadInput
 from components.files import digest_file
 from components.policy.model import load_model, verify_checkpoint
 from components.sandbox.verdict import Verdict
 from components.training import agentic, critic, rejection, warmup
 from components.training.critic import split_by_task
 from components.training.networks import load_critic
+from components.training.ppo import best_of_task
 from components.training.rejection import has_loop, schedule, select
 from components.training.rollouts import choose_tasks
 from components.training.stage import StageFailed, load_result
@@ -99,6 +102,66 @@ def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: P
     one_update = warmup.run(stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episodes)
     assert one_update.stopped == ""
     assert weights(tmp_path / "a/warmup/checkpoint") == weights(tmp_path / "b/warmup/checkpoint")
+
+
+def test_a_policy_that_collapses_before_its_first_state_goes_back_to_its_start(tmp_path: Path) -> None:
+    def truncating(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        finish = "stop" if arguments["epoch"].endswith("/0") else "length"
+        return [dataclasses.replace(trajectory, finish_reason=finish) for trajectory in episodes(tasks, **arguments)]
+
+    made = stage(tmp_path, "warmup", "warmup.steps=3", "warmup.critic_warmup_steps=0", "warmup.checkpoint_every=3")
+    assert "max_truncated" in warmup.run(made, truncating).stopped
+    assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
+
+
+def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None:
+    digests = set()
+    for zero_stage in (1, 3):
+        made = stage(tmp_path / str(zero_stage), "warmup", "warmup.steps=2", "warmup.critic_warmup_steps=0", f"engine.zero_stage={zero_stage}")
+        result = warmup.run(made, episodes)
+        model = load_model(made.out / "checkpoint")
+        digests.add(round(sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters()), 2))
+        assert result.reward_after is not None
+    assert len(digests) == 1
+
+
+def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Path) -> None:
+    def failing(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        broken = (Verdict(status="infrastructure", reason="no bubblewrap"),)
+        return [dataclasses.replace(trajectory, verdicts=broken) for trajectory in episodes(tasks, **arguments)]
+
+    made = stage(tmp_path, "warmup", "warmup.steps=1")
+    with pytest.raises(BadInput, match="no bubblewrap"):
+        warmup.run(made, failing)
+    assert warmup.run(made, episodes).stopped == ""
+
+
+def test_standard_output_stays_empty(tmp_path: Path) -> None:
+    """A run with --json prints one object there and nothing else; DeepSpeed logs to it by default."""
+    program = f"""
+import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(PROJECT)!r}]
+from pathlib import Path
+from components.training import warmup
+from training_world import episodes, stage
+warmup.run(stage(Path({str(tmp_path)!r}), "warmup", "warmup.steps=1"), episodes)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr[-2000:]
+
+
+def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_raises_the_best(tmp_path: Path) -> None:
+    fast = ("warmup.steps=4", "warmup.learning_rate=0.01", "warmup.critic_warmup_steps=0", "warmup.value_clip=0.5", "warmup.epochs=2")
+    free = warmup.run(stage(tmp_path / "free", "warmup", *fast), episodes)
+    held = warmup.run(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episodes)
+    replayed = warmup.run(stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episodes)
+    assert held.figures["kl_start"] < 0.5 * free.figures["kl_start"]
+    assert replayed.reward_after is not None and replayed.reward_before is not None and replayed.reward_after > replayed.reward_before
+
+
+def test_replay_takes_the_best_of_each_task_and_never_a_failure() -> None:
+    rewards = [("a", 1), ("a", 3), ("a", 3), ("b", -1), ("b", -1), ("c", 2)]
+    chosen = best_of_task([example(task, reward) for task, reward in rewards])
+    assert chosen.tolist() == [False, True, True, False, False, True]
 
 
 def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:

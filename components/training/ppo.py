@@ -64,6 +64,9 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
     engines = {"actor": actor, "critic": critic}
 
     start = load_state(stage.out, engines, settings, world)
+    if start == 0:
+        # A policy that collapses before its first state goes back to what it started from.
+        save_state(stage.out, 0, engines, settings, world)
     metrics = Metrics(stage.out, world, start=start)
     earlier_seconds = sum(record["seconds"] or 0.0 for record in metrics.records)
     stopped = ""
@@ -80,8 +83,8 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             tokenizer=tokenizer,
             episodes=episodes,
         )
-        figures = reward_figures(trajectories)
         usable = trainable(trajectories)
+        figures = reward_figures(usable)
         figures["dropped"] = len(trajectories) - len(usable)
         rollout = collate(usable)
         figures["tokens"] = rollout.tokens

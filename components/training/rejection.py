@@ -68,12 +68,13 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
         if (step + 1) % (len(batches) // rejection.epochs) == 0:
             save_state(stage.out, step + 1, {"actor": actor}, settings, world)
 
-    before = reward_figures(trajectories)
+    before = reward_figures(trainable(trajectories))
     after = before
     if batches:
         again = rejection.rollouts.model_copy(update={"samples": 1})
         sampler = sampling.publish(actor, len(batches))
-        after = reward_figures(collect(stage, world, tasks[:CHECKED], again, step=1, total=1, sampler=sampler, tokenizer=tokenizer, episodes=loop))
+        checked = collect(stage, world, tasks[:CHECKED], again, step=1, total=1, sampler=sampler, tokenizer=tokenizer, episodes=loop)
+        after = reward_figures(trainable(checked))
     with actor.whole():
         return finish(
             stage,

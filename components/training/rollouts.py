@@ -105,7 +105,10 @@ def collect(
     tokenizer: PreTrainedTokenizerBase,
     episodes: RunEpisodes,
 ) -> list[Trajectory]:
-    """The trajectories of a step: those on disk, or newly sampled ones of every task, `rollouts.samples` times each."""
+    """The trajectories of a step: those on disk, or newly sampled ones of every task, `rollouts.samples` times each.
+
+    A step on which the judge failed altogether is not stored, so that the next run samples it again.
+    """
     folder = step_folder(stage.out, step)
     if world.rank == 0 and not folder.is_dir():
         sampled = episodes(
@@ -121,6 +124,7 @@ def collect(
             temperature=rollouts.temperature,
             on_progress=lambda done, of: stage.progress.update(stage.name, step, total, episodes=done, of=of),
         )
+        trainable(sampled)
         save_trajectories(folder, sampled)
     world.barrier()
     # Read back also when just written: a fresh and a resumed step compute from the same bytes.
