@@ -17,7 +17,7 @@ from components.config import BadInput, Params
 from components.files import atomic_folder
 from components.policy.demonstrations import demonstration
 from components.policy.model import load_tokenizer
-from components.policy.tokenizer import encode_messages, train_tokenizer
+from components.policy.tokenizer import pieces, train_tokenizer
 from components.progress import Progress
 from components.task import KernelTask
 
@@ -68,16 +68,19 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
     rng.shuffle(conversations)
     sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
     tokenizer = train_tokenizer(sample, params.policy.vocabulary, params.policy.context)
-    encoded = [encode_messages(tokenizer, conversation) for conversation in conversations[: settings.demonstrations]]
-    encoded = [pair for pair in encoded if len(pair[0]) <= params.policy.context]
-    if not encoded:
+    conversations = conversations[: settings.demonstrations]
+    texts = sorted({text for conversation in conversations for text, _ in pieces(conversation)})
+    tokens = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    parts = [[(tokens[text], own) for text, own in pieces(conversation)] for conversation in conversations]
+    parts = [conversation for conversation in parts if sum(len(ids) for ids, _ in conversation) <= params.policy.context]
+    if not parts:
         raise BadInput(f"policy.context: no demonstration fits into {params.policy.context} tokens; raise it.")
     with atomic_folder(folder) as temporary:
         tokenizer.save_pretrained(temporary)
         tensors = {
-            "ids": torch.tensor([token for ids, _ in encoded for token in ids], dtype=torch.int32),
-            "action_mask": torch.tensor([own for _, mask in encoded for own in mask], dtype=torch.bool),
-            "offsets": torch.tensor([0, *(len(ids) for ids, _ in encoded)]).cumsum(0),
+            "ids": torch.tensor([token for conversation in parts for ids, _ in conversation for token in ids], dtype=torch.int32),
+            "action_mask": torch.tensor([own for conversation in parts for ids, own in conversation for _ in ids], dtype=torch.bool),
+            "offsets": torch.tensor([0, *(sum(len(ids) for ids, _ in conversation) for conversation in parts)]).cumsum(0),
         }
         save_file(tensors, temporary / "tokens.safetensors")
 

@@ -53,8 +53,8 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # As often as a line that every text holds: a common constant becomes one token before any merge of its digits does.
-    tokenizer.train_from_iterator([*texts, *common * len(texts)], trainer)
+    # Nearly as often as a line that every text holds, so that a common constant becomes a token before rarer lines do.
+    tokenizer.train_from_iterator([*texts, *common * (len(texts) // 4)], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PADDING,
@@ -77,26 +77,27 @@ def _parts(message: Message) -> list[str]:
     return [_heading(message), message["content"]] if apart else [_heading(message) + message["content"]]
 
 
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    """Ids of a conversation in ChatML, and a mask that is 1 on what the assistant says, its end-of-turn token included.
+def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    """A conversation in ChatML as the agent loop meets it: each text that is tokenised by itself, and whether the
+    assistant says it. Joined they are the chat template's text without the newline at its end."""
+    result: list[tuple[str, bool]] = []
+    before = ""
+    for message in messages:
+        before += TURN_START + _heading(message)
+        if message["role"] == "assistant":
+            result += [(before, False), (message["content"] + TURN_END, True)]
+            before = "\n"
+        else:
+            before += f"{message['content']}{TURN_END}\n"
+    return result if before == "\n" else [*result, (before.removesuffix("\n"), False)]
 
-    The text is that of the chat template; it ends with the last message's end-of-turn token, without the newline.
-    """
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    """Ids of a conversation, and a mask that is 1 on what the assistant says, its end-of-turn token included."""
     ids: list[int] = []
     mask: list[int] = []
-    heading = ""
-    for message in messages:
-        heading += TURN_START + _heading(message)
-        if message["role"] == "assistant":
-            for text, own in ((heading, 0), (message["content"] + TURN_END, 1)):
-                piece = tokenizer.encode(text, add_special_tokens=False)
-                ids += piece
-                mask += [own] * len(piece)
-            heading = "\n"
-        else:
-            heading += f"{message['content']}{TURN_END}\n"
-    if heading != "\n":
-        piece = tokenizer.encode(heading.removesuffix("\n"), add_special_tokens=False)
+    for text, own in pieces(messages):
+        piece = tokenizer.encode(text, add_special_tokens=False)
         ids += piece
-        mask += [0] * len(piece)
+        mask += [int(own)] * len(piece)
     return ids, mask

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +28,7 @@ from components.policy.tokenizer import encode_messages, train_tokenizer
 from components.synthesis.compose import stream
 
 
-def with_generate(model: PreTrainedModel, prompts: list[list[int]], limit: int, batch: int, tokenizer: PreTrainedTokenizerBase, endless: bool) -> int:
+def with_generate(model: Any, prompts: list[list[int]], limit: int, batch: int, tokenizer: PreTrainedTokenizerBase, endless: bool) -> int:
     """Sample with `model.generate` in batches, padded on the left; the number of sampled tokens."""
     padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     count = 0
