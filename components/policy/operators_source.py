@@ -26,7 +26,7 @@ PATTERNS = {
         "softsign": r"F\.softsign\(x\)",
         "abs": r"torch\.abs\(x\)",
         "square": r"torch\.square\(x\)",
-        "sqrt_abs": r"torch\.sqrt\(torch\.abs\(x\)\)",
+        "sqrt_abs": r"torch\.sqrt\(torch\.abs\(x\) \+ 1\.0\)",
         "log1p_abs": r"torch\.log1p\(torch\.abs\(x\)\)",
         "erf": r"torch\.erf\(x\)",
         "logsigmoid": r"F\.logsigmoid\(x\)",
