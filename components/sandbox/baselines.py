@@ -22,7 +22,7 @@ from components.sandbox.nursery import InfrastructureError, Nursery, Runner, Run
 
 FAMILIES = ("given", "scaled", "shifted", "flipped", "integers", "wide")
 MAX_SETS = 32
-MAX_BANK_BYTES = 4 << 30
+MAX_BANK_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}
 
 Form = tuple[list[int], str]
 
@@ -179,7 +179,7 @@ class Bench:
         self.expected = Part.of(wide, 1)
         self.parameters_part = Part.of([(shape, dtype) for _, shape, dtype in description.state], 1)
         one = self.inputs.stride + self.outputs.stride + self.expected.stride
-        affordable = (MAX_BANK_BYTES // one - sandbox.correctness_sets) // self.phases
+        affordable = (MAX_BANK_BYTES[self.params.device] // one - sandbox.correctness_sets) // self.phases
         if affordable < 1:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
         self.per_round = min(per_round, affordable)

@@ -116,7 +116,7 @@ class Builder:
         if self.sandbox.isolation == "bubblewrap":
             cuda_home = Path(self.compiler).resolve().parent.parent
             outside = [str(cuda_home)] if self.device == "cuda" and not str(cuda_home).startswith("/usr") else []
-            read_only = [*isolation.python_paths(), str(TEMPLATE), str(self.cache), *outside]
+            read_only = [*isolation.python_paths(), str(TEMPLATE), str(self.cache), pybind11.get_include(), *outside]
             walls = isolation.bubblewrap(device="cpu", read_only=read_only, writable=[f"{folder}/out"], temporary_bytes=1 << 29, keep_capabilities=False)
             filter_fd = os.memfd_create("seccomp")
             os.write(filter_fd, isolation.seccomp_program("baseline"))
@@ -166,6 +166,8 @@ class Builder:
                 result = self._confined(folder, command)
             except subprocess.TimeoutExpired:
                 return Build(None, f"the build took longer than {self.sandbox.build_seconds:g} s", timed_out=True)
+            if result.returncode in (126, 127):  # a wall or the compiler did not start: nothing that the sources did
+                raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0 or not out.is_file() or out.is_symlink():
                 log = (result.stderr + result.stdout).replace(f"{folder}/in/", "").replace(str(TEMPLATE) + "/", "")
                 atomic_write(failed, log[:8000])

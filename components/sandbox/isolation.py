@@ -8,6 +8,7 @@ then do per-user limits bind, and only then can an interpreter that root alone m
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from components.config import BadInput
 NOBODY = 65534
 HERE = Path(__file__).resolve().parent
 CLONE_THREAD = 0x00010000
+AF_UNIX = 1
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 
 
@@ -33,13 +35,16 @@ def _exists(path: str) -> bool:
 
 @functools.cache
 def python_paths() -> tuple[str, ...]:
-    """Folders that the interpreter and its packages need, outermost first."""
-    candidates = {sys.base_prefix, sys.prefix, *(p for p in sysconfig.get_paths().values() if p), *(p for p in sys.path if p)}
+    """Folders that the interpreter and torch need, outermost first; never the folder of a script, which may be anything."""
+    torch = importlib.util.find_spec("torch")
+    site = [str(Path(torch.origin).parent.parent)] if torch is not None and torch.origin else []
+    paths = sysconfig.get_paths()
+    candidates = {sys.base_prefix, sys.prefix, paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site}
     folders = sorted({str(Path(p).resolve()) for p in candidates if Path(p).is_dir()})
     kept: list[str] = []
     for folder in folders:
         inside = any(folder == k or folder.startswith(k + "/") for k in kept)
-        if not inside and not folder.startswith(("/usr/", "/proc/")) and folder not in ("/", "/usr"):
+        if not inside and not folder.startswith("/usr/") and folder not in ("/", "/usr"):
             kept.append(folder)
     return tuple(kept)
 
@@ -85,6 +90,7 @@ def bubblewrap(
     for name in ("lib", "lib32", "lib64", "bin", "sbin"):
         if _exists(f"/{name}"):
             command += ["--symlink", f"usr/{name}", f"/{name}"] if Path(f"/{name}").is_symlink() else ["--ro-bind", f"/{name}", f"/{name}"]
+    command += ["--perms", "0755", "--dir", "/etc"]  # a parent that bwrap makes by itself is closed to uid 65534
     for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"):
         if _exists(path):
             command += ["--ro-bind", path, path]
@@ -136,7 +142,7 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
 
 @functools.cache
 def seccomp_program(role: str) -> bytes:
-    """The system-call filter as BPF. `candidate`: no new process, no exec, no socket; `baseline`: torch.compile may run g++."""
+    """The system-call filter as BPF. `candidate`: no new process, no exec, no network socket; `baseline`: torch.compile may run g++."""
     import pyseccomp
 
     program = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -147,7 +153,7 @@ def seccomp_program(role: str) -> bytes:
         move_mount open_tree fsopen fsmount fsconfig fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex
         clock_adjtime sethostname setdomainname iopl ioperm personality""".split()
     if role == "candidate":
-        names += ["fork", "vfork", "execve", "execveat", "socket", "setrlimit"]
+        names += ["fork", "vfork", "execve", "execveat", "setrlimit"]
     for name in names:
         program.add_rule(refuse, name)
     # clone3 hides its flags from a filter: without it, glibc falls back to clone, whose flags are checked.
@@ -155,6 +161,8 @@ def seccomp_program(role: str) -> bytes:
     for flag in NAMESPACE_FLAGS:
         program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
     if role == "candidate":
+        # The CUDA driver needs a local socket to start (error 304 without it, seen on an H200); no other family exists here.
+        program.add_rule(refuse, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
         program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0))
         program.add_rule(refuse, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
     with os.fdopen(os.memfd_create("bpf"), "w+b") as file:

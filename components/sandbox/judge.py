@@ -103,11 +103,9 @@ class Judge:
         try:
             sets = bench.correctness_sets()
             _, taken = candidate.round("check", sets)
-            reason = bench.wrong(sets, taken)
-            if reason is None and candidate.inputs_changed(sets):
-                reason = "inputs_changed"
-            if reason is not None:
-                return say("wrong_output", reason, f"the output is wrong ({reason.replace(':', ' on inputs of the family ')}).")
+            wrong = bench.wrong(sets, taken) or ("inputs_changed" if candidate.inputs_changed(sets) else None)
+            if wrong is not None:
+                return say("wrong_output", wrong, f"the output is wrong ({wrong.replace(':', ' on inputs of the family ')}).")
             warm = bench.timed_sets(0)
             candidate.round("time", warm)
             rounds = self.params.sandbox.rounds

@@ -169,4 +169,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[2] == "cpu":
         warm_up_inductor()
+    else:  # CUDA must not be initialised before a fork; importing compile_fx would (seen with torch 2.11), these do not
+        import torch._dynamo
+        import torch._inductor.codecache
+        import triton  # noqa: F401
     zygote(socket.socket(fileno=int(sys.argv[1])), walled=sys.argv[3] == "walled")

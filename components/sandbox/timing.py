@@ -6,13 +6,18 @@ import numpy as np
 
 from components.sandbox.verdict import Ratio
 
-SMALLEST_SECONDS = 1e-7
-"""Nothing that is measured here is faster: a smaller difference to the no-op rounds is noise."""
+RESOLVED = 0.2
+"""Smallest share of the no-op's own cost that a difference to it can resolve.
+
+The no-op reads and writes as many bytes as the outputs have, and any honest candidate must at least write them; a
+smaller difference is noise, and as a divisor it would make a ratio of hundreds.
+"""
 
 
 def net(samples: list[float], noop: list[float]) -> np.ndarray:
-    """Seconds of each round less the median cost of the no-op rounds (DESIGN §5), never below the smallest."""
-    return np.maximum(np.asarray(samples) - float(np.median(noop)), SMALLEST_SECONDS)
+    """Seconds of each round less the median cost of the no-op rounds (DESIGN §5), never below what can be resolved."""
+    cost = float(np.median(noop))
+    return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)
 
 
 def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, block: int = 2, resamples: int = 1000) -> Ratio:
