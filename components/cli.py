@@ -61,6 +61,7 @@ def run(
     """
     from components.view import View, final_table
     from flows import leash, runs
+    from flows.server import prefect_server
 
     with answer(as_json) as out:
         resolved = _resolve(profile, sets, home, params_file)
@@ -75,11 +76,14 @@ def run(
             with runs.home_lock(night.home):
                 runs.prepare_environment(night.home)
                 leash.put_on()
-                from flows.nightly import run_night
-
                 console.print(f"run {night.run_id}, profile {resolved.profile}, home {night.home}", highlight=False, soft_wrap=True)
-                with View(console) as view:
-                    record = run_night(night, view)
+                with prefect_server(night.home) as server:
+                    from flows.nightly import run_night
+
+                    if server is not None:
+                        server.wait()
+                    with View(console) as view:
+                        record = run_night(night, view)
         final_table(record, runs.interface_commands(night), console)
         out(record)
     if record["gate"]["verdict"] == "refused":

@@ -223,7 +223,6 @@ def prepare_environment(home: Path) -> None:
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "prefect" / "results"),
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "1",
         "GIT_PYTHON_REFRESH": "quiet",
@@ -234,6 +233,5 @@ def prepare_environment(home: Path) -> None:
     if "PREFECT_API_URL" not in os.environ:
         # The embedded server: its database and its settings belong to this home alone.
         os.environ["PREFECT_HOME"] = str(home / "prefect")
-        defaults["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "true"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
