@@ -108,7 +108,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
     stages = Table("stage", "reward before", "reward after", "seconds", "checkpoint", box=None, padding=(0, 2, 0, 0))
     for stage in record["stages"]:
         seconds = "cached" if stage["cached"] else _number(stage["seconds"], "{:.1f}")
-        stages.add_row(stage["name"], _number(stage["reward_before"]), _number(stage["reward_after"]), seconds, stage["checkpoint"])
+        stages.add_row(stage["name"], _number(stage["reward_before"]), _number(stage["reward_after"]), seconds, "/".join(stage["checkpoint"].split("/")[-2:]))
     console.print(stages, soft_wrap=True)
 
     figures = Table(

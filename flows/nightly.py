@@ -62,7 +62,9 @@ def story(night: Night, progress: Progress) -> Record:
         "profile": night.profile,
         "device": night.params.device,
         "dataset": {"version": data["version"], **task_counts(context.dataset_folder), "cached": data["cached"], "seconds": data["seconds"]},
-        "stages": [{"name": name} | {key: stage[key] for key in STAGE_KEYS} for name, stage in stages.items()],
+        "stages": [
+            {"name": name, "checkpoint": str(night.home / stage["checkpoint"])} | {key: stage[key] for key in STAGE_KEYS} for name, stage in stages.items()
+        ],
         "cold_start": before["figures"],
         "evaluation": after["figures"],
         "model": {"name": night.params.registry.model, "version": version},
@@ -74,7 +76,7 @@ def story(night: Night, progress: Progress) -> Record:
     return record
 
 
-STAGE_KEYS = ("checkpoint", "digest", "reward_before", "reward_after", "seconds", "cached", "stopped")
+STAGE_KEYS = ("digest", "reward_before", "reward_after", "seconds", "cached", "stopped")
 
 
 def open_context(night: Night, progress: Progress, data: Record) -> Context:
@@ -109,7 +111,7 @@ def publish(context: Context, record: Record, checkpoints: dict[str, str], evalu
     write_json(night.folder / runs.MANIFEST, manifest)
 
     store, prefix = open_store(night.params.store, night.home), f"runs/{night.run_id}"
-    put_folder(store, f"{prefix}/checkpoint", night.home / record["stages"][-1]["checkpoint"])
+    put_folder(store, f"{prefix}/checkpoint", Path(record["stages"][-1]["checkpoint"]))
     for path in (night.folder / runs.MANIFEST, night.folder / "report.html", context.dataset_folder / "dvc.lock", context.dataset_folder / "metrics.json"):
         store.put(f"{prefix}/{path.name}", path)
     tracking.finish()

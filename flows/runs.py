@@ -128,8 +128,8 @@ def finished(night: Night) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = read_json(night.folder / RUN_FILE)
     for stage in record["stages"]:
-        folder = night.home / stage["checkpoint"]
-        if not folder.is_dir():
+        folder = Path(stage["checkpoint"])
+        if not folder.is_dir() or not folder.is_relative_to(night.home):
             return None
         verify_files(folder)
     return record
