@@ -1,12 +1,14 @@
 #include "binding_registry.h"
+#include "vec.h"
 
-// out = alpha * a + b, one pass. The example that the template starts from: replace it.
+// out = alpha * sigmoid(a) + b in one pass.
 KERNEL(forward) {
   const float* a = f32(t[0]);
   const float* b = f32(t[1]);
-  float* y = f32(t[2]);
+  const float alpha = f32(t[2])[0];
+  float* out = f32(t[3]);
 #pragma omp simd
-  for (int64_t i = 0; i < t[2].numel; ++i) {
-    y[i] = 2.0f * a[i] + b[i];
+  for (int64_t i = 0; i < t[3].numel; ++i) {
+    out[i] = alpha * vsigmoid(a[i]) + b[i];
   }
 }
