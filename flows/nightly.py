@@ -6,6 +6,7 @@ what changed, a killed one goes on where it was.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, tags
+from prefect.runtime import flow_run
 from rich.console import Console
 
-from components.config import Resolved, resolve
-from components.files import digest_json, read_json, write_json
+from components.config import resolve
+from components.files import digest_json, write_json
 from components.progress import Progress
 from components.registry.tracking import NightRun, connect
 from components.sandbox.pool import LocalPool
@@ -131,17 +133,21 @@ def _as_flow(night: Night, call: Callable[[], Record]) -> Record:
 
 
 @flow(name="nightly", persist_result=False)
-def nightly(profile: str = "h20-pool", sets: list[str] | None = None, redo_from: str = "", home: str = "") -> dict[str, Any]:
-    """The deployed flow (prefect.yaml): what `cuda-agent run` does, started by a worker."""
+def nightly(profile: str = "h20-pool", sets: list[str] | None = None, redo_from: str = "", home: str = "", dated: bool = True) -> dict[str, Any]:
+    """The deployed flow (prefect.yaml): what `cuda-agent run` does, started by a worker.
+
+    `dated` makes the day it was scheduled for the seed: each night is a run of its own, and a retry of a night is not.
+    """
     from components.view import View
 
-    resolved: Resolved = resolve(profile, (*(sets or ()), *((f"home={home}",) if home else ())))
-    night = runs.open_night(resolved, redo_from)
+    chosen = [*(sets or ()), *((f"home={json.dumps(home)}",) if home else ())]
+    if dated:
+        scheduled = flow_run.scheduled_start_time or datetime.now(UTC)
+        chosen = [f"seed={scheduled:%Y%m%d}", *chosen]
+    night = runs.open_night(resolve(profile, tuple(chosen)), redo_from)
     done = runs.finished(night)
     if done is not None:
         return done
     runs.check_environment(night.params)
     with runs.home_lock(night.home), tags(night.run_id), View(Console(stderr=True)) as view:
-        story(night, view)
-    record: Record = read_json(night.folder / runs.RUN_FILE)
-    return record
+        return story(night, view)
