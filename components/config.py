@@ -261,14 +261,20 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
     layers: list[tuple[str, dict[str, Any]]] = [(path.name, _flatten(base))]
     if profile:
         layers.append((f"{path.name}: profiles.{profile}", _flatten(profiles[profile] or {})))
+    chosen: list[tuple[str, dict[str, Any]]] = []
     for item in sets:
         key, equals, text = item.partition("=")
         if not equals:
             raise BadInput(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
         try:
-            layers.append((f"--set {item}", {key: yaml.safe_load(text)}))
+            chosen.append((f"--set {item}", {key: yaml.safe_load(text)}))
         except yaml.YAMLError as error:
             raise BadInput(f"--set {item}: the value is not valid YAML; quote it.") from error
+    device = [values["device"] for _, values in (*layers, *chosen) if "device" in values][-1:]
+    sizes = f"{profile}-{device[0]}" if device else ""
+    if sizes in profiles:  # what fits a core does not fit a GPU: smoke-cuda overlays smoke when the device is cuda
+        layers.append((f"{path.name}: profiles.{sizes}", _flatten(profiles[sizes] or {})))
+    layers += chosen
 
     flat: dict[str, Any] = {}
     sources: dict[str, str] = {}
