@@ -1,0 +1,167 @@
+"""Claims about the whole night, on one real run of the reduced ci profile and what is done to its home afterwards.
+
+The tests share the home and stand in order: the last ones change it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from night import REDUCED, Done, manifest, run
+
+from components.config import BadInput, resolve
+from components.registry.tracking import connect, numbers
+from components.task import read_tasks
+from flows import data, runs
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("night") / "home"
+
+
+@pytest.fixture(scope="module")
+def first(home: Path) -> Done:
+    done = run(home, REDUCED)
+    assert done.code == 0, done.people[-4000:]
+    return done
+
+
+@pytest.mark.timeout(900)
+def test_the_record_has_all_that_the_contract_names(first: Done, home: Path) -> None:
+    record = first.record
+    assert set(record) >= {"run_id", "profile", "device", "dataset", "stages", "evaluation", "model", "gate", "report", "seconds"}
+    assert record["dataset"].items() >= {"tasks": 6, "held_out": 2}.items()
+    assert [stage["name"] for stage in record["stages"]] == ["coldstart", "warmup", "rejection", "critic", "agentic"]
+    for stage in record["stages"]:
+        assert set(stage) >= {"name", "checkpoint", "reward_before", "reward_after", "seconds", "cached"}
+        assert runs.verify_files(Path(stage["checkpoint"])) == stage["digest"]
+    for found in (record["evaluation"], record["cold_start"]):
+        assert set(found) >= {"pass_rate", "faster_rate", "geomean", "tasks"} and set(found["faster_rate"]) == {"eager", "compile"}
+    assert record["model"] == {"name": "cuda-agent", "version": "1"}
+    assert record["gate"]["verdict"] == "promoted" and record["gate"]["reasons"]
+    assert json.loads((home / "runs" / record["run_id"] / "run.json").read_text()) == record
+
+
+def test_a_person_sees_stages_verdict_report_and_how_to_open_the_interfaces(first: Done) -> None:
+    for text in ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "promoted", "report.html", "mlflow ui", "prefect server start"):
+        assert text in first.people
+
+
+def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home: Path) -> None:
+    params = resolve("ci").params.registry
+    client = connect(params, home)
+    found = client.search_runs([item.experiment_id for item in client.search_experiments()])
+    nights = [item for item in found if item.data.tags["cuda_agent.kind"] == "night"]
+    assert len(nights) == 1 and nights[0].info.status == "FINISHED"
+    expected = numbers({key: value for key, value in first.record.items() if key != "gate"})
+    assert {key: nights[0].data.metrics.get(key) for key in expected} == expected
+    children = {item.data.tags["cuda_agent.stage"] for item in found if item.data.tags["cuda_agent.kind"] == "stage"}
+    assert children == {"coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"}
+    assert {item.path for item in client.list_artifacts(nights[0].info.run_id)} >= {"report.html", "evaluation.json", "cold_start.json"}
+    assert [item.dataset.digest for item in nights[0].inputs.dataset_inputs] == [first.record["dataset"]["version"][:36]]
+
+
+def test_held_out_tasks_are_kept_apart(first: Done, home: Path) -> None:
+    tasks = read_tasks(home / "datasets" / first.record["dataset"]["version"] / "tasks.parquet")
+    sequences = {split: {task.ops for task in tasks if task.split == split} for split in ("train", "held_out")}
+    assert len(sequences["held_out"]) == 2 and not sequences["train"] & sequences["held_out"]
+
+
+def test_the_report_is_complete_and_stored_with_checkpoint_and_data_lock(first: Done, home: Path) -> None:
+    text = Path(first.record["report"]).read_text()
+    assert "<svg" in text and "promoted" in text and text.rstrip().endswith("</html>")
+    stored = home / "store" / "runs" / first.record["run_id"]
+    assert (stored / "report.html").read_text() == text
+    assert (stored / "dvc.lock").is_file() and (stored / "manifest.json").is_file()
+    assert runs.verify_files(stored / "checkpoint") == first.record["stages"][-1]["digest"]
+
+
+def test_the_data_sets_version_can_be_restored_from_the_remote(first: Done, home: Path) -> None:
+    parquet = next((home / "datasets").glob("*/tasks.parquet")).read_bytes()
+    remote = [path.read_bytes() for path in (home / "remote").rglob("*") if path.is_file()]
+    assert parquet in remote
+
+
+def test_a_second_run_only_says_that_there_is_nothing_to_do(first: Done, home: Path) -> None:
+    started = time.monotonic()
+    again = run(home, REDUCED)
+    assert again.code == 0 and again.record == first.record
+    assert time.monotonic() - started < 30 and "nothing is left to do" in again.people
+
+
+@pytest.mark.timeout(600)
+def test_a_stricter_gate_trains_nothing_again_and_refuses_with_the_figure(first: Done, home: Path) -> None:
+    done = run(home, REDUCED | {"gate.geomean_eager": 100.0})
+    assert done.code == 4 and done.record["gate"]["verdict"] == "refused"
+    assert all(stage["cached"] for stage in done.record["stages"]) and done.record["dataset"]["cached"]
+    assert any("geomean.eager" in reason and "100" in reason for reason in done.record["gate"]["reasons"])
+    assert (home / "runs" / done.record["run_id"] / "refusal.json").is_file()
+    client = connect(resolve("ci").params.registry, home)
+    assert {alias: str(version) for alias, version in client.get_registered_model("cuda-agent").aliases.items()} == {"champion": "1"}
+    assert done.record["model"]["version"] == "2"
+
+
+@pytest.mark.timeout(600)
+def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_again(first: Done, home: Path) -> None:
+    stage = next(stage for stage in first.record["stages"] if stage["name"] == "critic")
+    weights = Path(stage["checkpoint"]) / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    refused = run(home, REDUCED)
+    assert refused.code == 2 and refused.record == {}
+    assert len(refused.people.splitlines()) == 1 and str(weights) in refused.people and "corrupt" in refused.people
+
+    shutil.rmtree(weights.parent.parent)
+    mended = run(home, REDUCED)
+    assert mended.code == 0, mended.people[-4000:]
+    assert {item["name"]: item["cached"] for item in mended.record["stages"]} == {
+        "coldstart": True,
+        "warmup": True,
+        "rejection": True,
+        "critic": False,
+        "agentic": True,
+    }
+    assert mended.record["model"]["version"] == "1" and manifest(home, mended.record)["checkpoint.critic"] == stage["digest"]
+
+
+@pytest.mark.timeout(600)
+def test_from_a_stage_does_it_and_all_that_follow_once_more(first: Done, home: Path) -> None:
+    done = run(home, REDUCED, "--from", "critic")
+    assert done.code == 0, done.people[-4000:]
+    assert {item["name"]: item["cached"] for item in done.record["stages"]} == {
+        "coldstart": True,
+        "warmup": True,
+        "rejection": True,
+        "critic": False,
+        "agentic": False,
+    }
+    assert done.record["run_id"] != first.record["run_id"]
+    assert run(home, REDUCED).record == done.record
+
+
+def test_prefect_keeps_no_run_that_pretends_to_go_on(first: Done, home: Path) -> None:
+    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
+        states = {state for (state,) in database.execute("select state_type from flow_run")}
+    assert "COMPLETED" in states and not states & {"RUNNING", "PENDING"}
+
+
+def test_a_busy_dvc_lock_is_one_sentence(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zc.lockfile import LockFile
+
+    monkeypatch.setattr(data, "RETRY_SECONDS", (0.1,))
+    night = runs.Night(resolve("ci", (f"home={home}",)))
+    before = (home / "dvc" / "dvc.lock").read_bytes()
+    held = LockFile(str(home / "dvc" / ".dvc" / "tmp" / "lock"))
+    try:
+        with pytest.raises(BadInput, match="another DVC command holds the lock"):
+            data.dvc(home / "dvc", ["repro"], night, None)
+    finally:
+        held.close()
+    assert (home / "dvc" / "dvc.lock").read_bytes() == before
