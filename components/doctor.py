@@ -25,7 +25,6 @@ PACKAGES = {
     "prefect": "no nightly run; the components work one by one",
     "mlflow": "no tracking and no model registry",
     "dvc": "no data set can be built or restored",
-    "matplotlib": "the report has no pictures",
     "boto3": "no artifact store in S3; a local folder works",
     "vllm": "sampling uses transformers in this process; vLLM belongs into an environment of its own",
 }
