@@ -27,6 +27,9 @@ CPU_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-t
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
 MAX_LIBRARY_BYTES = 64 << 20
 MAX_MEMORY_BYTES = 8 << 30
+MAX_LOG_BYTES = 8000
+CACHE_FORMAT = 2
+"""Part of every cached build's name; raise it when what is cached changes its form or meaning."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Builder:
         self.includes = [f"-I{TEMPLATE}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else list(CPU_FLAGS)
         template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
-        self.base = digest_json([template, self.flags, self.compiler, pybind11.__version__, SUFFIX])
+        self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX])
         self.binding = self.cache / f"binding-{self.base[:32]}.o"
         self.binding_symbols = self._make_binding()
 
@@ -92,13 +95,18 @@ class Builder:
                 result = self._confined(folder, command)
                 if result.returncode != 0:
                     raise InfrastructureError(f"binding.cpp does not compile: {result.stderr[-2000:]}")
-                names = self._confined(folder, [*self._nm(), f"{folder}/out/binding.o"]).stdout
+                names = self._imports(folder, [f"{folder}/out/binding.o"])
                 atomic_write(self.binding, Path(folder, "out", "binding.o").read_bytes())
-                atomic_write(symbols, names)
+                atomic_write(symbols, "\n".join(names))
         return frozenset(symbols.read_text().split())
 
-    def _nm(self) -> list[str]:
-        return [shutil.which("nm") or "nm", "--undefined-only", "--just-symbol-name"]
+    def _imports(self, folder: str, arguments: list[str]) -> tuple[str, ...]:
+        """Names of the symbols that an object or (with -D) a library imports; a look that fails must never read as "none"."""
+        result = self._confined(folder, [shutil.which("nm") or "nm", "--undefined-only", "--format=posix", *arguments])
+        names = tuple(line.split()[0] for line in result.stdout.splitlines() if line.strip())
+        if result.returncode != 0 or not names:  # every library imports something: our binding's Py_ functions at least
+            raise InfrastructureError(f"nm failed on a built library: {result.stderr[-500:]}")
+        return names
 
     def _folder(self) -> tempfile.TemporaryDirectory[str]:
         folder = tempfile.TemporaryDirectory(dir=self.cache, prefix="build-", ignore_cleanup_errors=True)
@@ -170,12 +178,12 @@ class Builder:
                 raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0 or not out.is_file() or out.is_symlink():
                 log = (result.stderr + result.stdout).replace(f"{folder}/in/", "").replace(str(TEMPLATE) + "/", "")
-                atomic_write(failed, log[:8000])
-                return Build(None, log[:8000])
-            names = self._confined(folder, [*self._nm(), "-D", str(out)]).stdout
+                atomic_write(failed, log[:MAX_LOG_BYTES])
+                return Build(None, log[:MAX_LOG_BYTES])
+            names = self._imports(folder, ["-D", str(out)])
             atomic_write(library, out.read_bytes())
-            atomic_write(symbols, names)  # last: its presence says that the library is complete
-        return Build(library, symbols=tuple(names.split()))
+            atomic_write(symbols, "\n".join(names))  # last: its presence says that the library is complete
+        return Build(library, symbols=names)
 
     def _is_source(self, name: str) -> bool:
         return name.startswith("kernels/") and name.count("/") == 1 and name.endswith((".cu", ".cpp") if self.device == "cuda" else (".cpp",))

@@ -93,13 +93,14 @@ ALLOWED_SYMBOLS = re.compile(
     | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma|ceil|floor|round|trunc|rint
         |nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma|ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
     | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+ | __cuda\w+ | cublas\w+ | cudnn\w+
-    )(?:@\w+|@@\w+)?$"""
+    )$"""
 )
 
 
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
     """The reason why a library is forbidden: the first imported symbol that neither the allow-list nor our own binding knows."""
     for symbol in symbols:
-        if symbol not in binding and symbol.split("@")[0] not in binding and not ALLOWED_SYMBOLS.match(symbol):
-            return f"symbol:{symbol.split('@')[0]}"
+        name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5
+        if name not in binding and not ALLOWED_SYMBOLS.match(name):
+            return f"symbol:{name}"
     return None
