@@ -73,6 +73,7 @@ class Arm:
         device = bench.params.device
         self.inputs = buffers.make(device, bench.inputs.stride * (bench.slots + 1))
         self.outputs = buffers.make(device, bench.outputs.stride * bench.slots)
+        self.parameters = buffers.make(device, bench.parameters_part.bytes)  # its own, or one candidate could write what others load
         layout: dict[str, Any] = {
             "sets": bench.slots + 1,
             "scalars": bench.description.scalars,
@@ -83,9 +84,10 @@ class Arm:
         }
         layout["outputs"]["bytes"] = self.outputs.size
         header = header | {"layout": layout, "precision": bench.params.precision, "init_inputs": bench.description.init_inputs}
-        descriptors = (library if library is not None else bench.nursery.empty, bench.parameters.fd, self.inputs.fd, self.outputs.fd)
+        descriptors = (library if library is not None else bench.nursery.empty, self.parameters.fd, self.inputs.fd, self.outputs.fd)
         self.runner: Runner | None = None
         try:
+            self.parameters.raw().copy_(bench.parameters.raw())
             self.write(range(bench.slots + 1), bench.scratch)
             self.runner = bench.nursery.spawn(header, descriptors, seconds=seconds)
             self.runner.receive()
@@ -136,8 +138,8 @@ class Arm:
     def close(self) -> None:
         if self.runner is not None:
             self.runner.close()
-        self.inputs.close()
-        self.outputs.close()
+        for buffer in (self.inputs, self.outputs, self.parameters):
+            buffer.close()
 
 
 class Bench:

@@ -8,6 +8,7 @@ This file is imported on both sides of the sandbox and imports nothing of the pr
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from dataclasses import dataclass
@@ -45,9 +46,11 @@ class HostBuffer:
     """`size` bytes of shared host memory."""
 
     def __init__(self, size: int, fd: int | None = None):
-        self.fd = os.memfd_create("buffer") if fd is None else fd
+        self.fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, size)
+            # Shortened by a runner, the file would kill the judge (SIGBUS); lengthened, it would hold what nobody counts.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.size = size
         self.map = mmap.mmap(self.fd, size)
 
