@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import signal
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +92,15 @@ class Arm:
             self.write(range(bench.slots + 1), bench.scratch)
             self.runner = bench.nursery.spawn(header, descriptors, seconds=seconds)
             self.runner.receive()
+            self._freeze()
         except BaseException:
             self.close()
             raise
+
+    def _freeze(self) -> None:
+        """Between its rounds an arm stands still, or its threads could slow the others down (cuda: a stopped host thread would not stop its kernels)."""
+        if self.runner is not None and self.bench.params.device == "cpu":
+            self.runner.signal(signal.SIGSTOP)
 
     def write(self, into: range, sets: list[int]) -> None:
         """Copy input sets of the bank into this arm's memory."""
@@ -112,6 +119,7 @@ class Arm:
         assert self.runner is not None
         cuda = self.bench.params.device == "cuda"
         start = self.runner.cpu_seconds()
+        self.runner.signal(signal.SIGCONT)
         self.write(range(len(sets)), sets)
         self.outputs.raw().fill_(0xFF)
         if cuda:
@@ -122,6 +130,7 @@ class Arm:
         self.runner.ask({"op": operation, "sets": len(sets)})
         end = time.perf_counter()
         taken = self.outputs.raw()[: self.bench.outputs.stride * len(sets)].clone()
+        self._freeze()
         if not cuda:
             end = self.runner.cpu_seconds()
         else:

@@ -6,6 +6,7 @@ import array
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -43,10 +44,11 @@ KINDS = {b"E": "error", b"M": "out_of_memory", b"W": "wrong", b"F": "forbidden"}
 
 @dataclass
 class Runner:
-    """One forked runner. `pid` is the host's, vouched for by the kernel."""
+    """One forked runner. `pid` is the host's, vouched for by the kernel; `process` is its descriptor, which no other process inherits."""
 
     connection: socket.socket
     pid: int
+    process: int
     deadline: float
 
     def send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
@@ -85,10 +87,15 @@ class Runner:
         except OSError as error:
             raise RunnerError("crashed", "the process is gone") from error
 
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP freezes every thread of the runner, SIGCONT thaws it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.process, number)
+
     def close(self) -> None:
         """End the runner and everything it started: it is the first process of its PID namespace."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pid, 9)
+        self.signal(signal.SIGKILL)
+        os.close(self.process)
         self.connection.close()
 
 
@@ -179,7 +186,12 @@ class Nursery:
             log = (self.folder / "zygote.log").read_text(errors="replace")[-500:]
             raise InfrastructureError(f"a runner could not be walled off: {data[:200]!r} {log}")
         pid = struct.unpack("3i", credentials[0])[0]
-        return Runner(ours, pid, time.monotonic() + seconds)
+        try:
+            process = os.pidfd_open(pid)
+        except OSError as error:
+            ours.close()
+            raise InfrastructureError(f"a runner ended at once: {error}") from error
+        return Runner(ours, pid, process, time.monotonic() + seconds)
 
     def close(self) -> None:
         with self.lock:
