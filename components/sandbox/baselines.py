@@ -287,18 +287,23 @@ class Bench:
             header = {"role": role, "code": self.code, "compile_mode": "default"}
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.
-                arm = Arm(self, header, None, seconds=24 * 3600)
+                self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
                 if role != "noop":
                     sets = self.correctness_sets()
-                    _, taken = arm.round("time", sets)
+                    _, taken = self.arms[role].round("time", sets)
                     reason = self.wrong(sets, taken)
                     if reason is not None:
-                        arm.close()
+                        self.drop(role)
                         raise TaskFault(f"{role}: {reason}")
-                self.arms[role] = arm
             except RunnerError as error:
+                self.drop(role)
                 raise TaskFault(f"{role}: {error.kind} {error.text[-200:]}") from error
         return self.arms[role]
+
+    def drop(self, role: str) -> None:
+        """Forget a baseline that died; the next use starts it anew."""
+        if role in self.arms:
+            self.arms.pop(role).close()
 
     def close(self) -> None:
         for arm in self.arms.values():

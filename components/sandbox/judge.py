@@ -21,7 +21,7 @@ from components.files import digest_bytes, digest_json
 from components.sandbox.baselines import Arm, Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.correctness import compare
-from components.sandbox.nursery import Nursery, RunnerError
+from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 from components.sandbox.screen import screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
@@ -142,7 +142,13 @@ class Judge:
         for number in numbers:
             sets = bench.timed_sets(number)
             for name in names:
-                seconds, taken = arms[name].round("time", sets)
+                try:
+                    seconds, taken = arms[name].round("time", sets)
+                except RunnerError as error:
+                    if name == "candidate":
+                        raise
+                    bench.drop(name)  # no candidate's fault: the next attempt starts the arm anew
+                    raise InfrastructureError(f"{name}: {error}") from error
                 raw[name].append(seconds)
                 if name != "noop" and (reason := bench.wrong(sets, taken)) is not None:
                     if name == "candidate":
