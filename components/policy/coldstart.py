@@ -7,8 +7,12 @@ State is kept on disk: a killed run continues to the same numbers.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,13 +37,11 @@ SAVE_SECONDS = 60.0
 WAIT_SECONDS = 600.0
 """How long a process waits for the other before it gives up: the longest step and save, with room."""
 WARMUP_SHARE = 0.05
-PROMPT_WEIGHT = 0.1
-"""Weight of the prompt's tokens in the loss."""
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """One process of those that share the work; `grads` [ranks, parameters + 2] lies in shared memory."""
+    """One process of those that share the work; `grads` [ranks, parameters + 2] lies in memory that they share."""
 
     rank: int
     grads: Tensor
@@ -61,46 +63,72 @@ def coldstart(params: Params, sources: Iterator[KernelTask], out: Path, *, datas
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
-    key = digest_json([settings, dataset])
+    key = digest_json([settings, dataset, code])
     if not (state / "key").is_file() or (state / "key").read_text() != key:
         shutil.rmtree(state, ignore_errors=True)
         atomic_write(state / "key", key)
-    parameters = sum(parameter.numel() for parameter in new_model(params, params.policy.vocabulary).parameters())
-    count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
-    context = get_context("spawn")
-    barrier = context.Barrier(count) if count > 1 else None
-    grads = torch.zeros(count, parameters + 2).share_memory_()
-    # The others start at once, so that their imports overlap with the making of the corpus.
-    others = [context.Process(target=_other_rank, args=(_Ranks(rank, grads, barrier), params, state), daemon=True) for rank in range(1, count)]
-    for other in others:
-        other.start()
-    try:
+    threads = torch.get_num_threads()
+    with _others(params, state) as ranks:
         if not (state / "corpus").is_dir():
             make_corpus(params, sources, state / "corpus", progress)
-        ranks = _Ranks(0, grads, barrier)
         ranks.wait()
         corpus = load_corpus(state / "corpus")
         model, figures = train(params, corpus, ranks, state, progress)
-    except BaseException:
-        if barrier is not None:
-            barrier.abort()
-        raise
-    for other in others:
-        other.join()
+    torch.set_num_threads(threads)
     manifest = save_checkpoint(out, model.cpu(), corpus.tokenizer, stage="coldstart", parent=None, dataset=dataset, code=code, params=settings, figures=figures)
     shutil.rmtree(state)
     return manifest
 
 
+@contextlib.contextmanager
+def _others(params: Params, state: Path) -> Iterator[_Ranks]:
+    """Run this process as the first rank, and on cpu another one beside it if there is a core for it.
+
+    It starts at once, so that its imports overlap with the making of the corpus. Whichever dies takes the others along.
+    """
+    count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
+    parameters = sum(parameter.numel() for parameter in new_model(params, params.policy.vocabulary).parameters())
+    grads = torch.zeros(count, parameters + 2, device=params.device)
+    if count == 1:
+        yield _Ranks(0, grads, None)
+        return
+    context = get_context("spawn")
+    barrier = context.Barrier(count)
+    other = context.Process(target=_other_rank, args=(_Ranks(1, grads.share_memory_(), barrier), params, state), daemon=True)
+    other.start()
+
+    def watch() -> None:
+        other.join()
+        if other.exitcode != 0:
+            barrier.abort()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield _Ranks(0, grads, barrier)
+    except BaseException:
+        barrier.abort()
+        raise
+    finally:
+        watcher.join()
+
+
 def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
-    """What the processes besides the first do."""
+    """What the process beside the first does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
     try:
         ranks.wait()
         train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
-    except BaseException:
-        assert ranks.barrier is not None
-        ranks.barrier.abort()
-        raise
+    except threading.BrokenBarrierError:
+        # The first process gave up, and says why.
+        sys.exit(1)
 
 
 def new_model(params: Params, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
@@ -141,21 +169,17 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def loss_sum(model: PreTrainedModel, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sum of next-token losses (nats) and the plain sum over tokens of weight 1; `ids`, `weight` [rows, length]."""
+def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor:
+    """Sum of next-token losses (nats) over the assistant's tokens; `ids`, `action_mask` [rows, length]."""
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
-    picked = weight[:, 1:] > 0
-    logits = model.lm_head(hidden[picked]).float()
-    losses = F.cross_entropy(logits, ids[:, 1:][picked], reduction="none")
-    weights = weight[:, 1:][picked]
-    return (losses * weights).sum(), losses.detach()[weights == 1].sum()
+    own = action_mask[:, 1:]
+    return F.cross_entropy(model.lm_head(hidden[own]).float(), ids[:, 1:][own], reduction="sum")
 
 
 def train(params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: Progress) -> tuple[PreTrainedModel, dict[str, float]]:
     """All optimizer steps; every rank returns the same model. Figures: loss (nats per own token over the last steps),
     tokens (own and prompt, without padding) and parameters."""
     settings = params.coldstart
-    threads = torch.get_num_threads()
     if params.device == "cpu":
         torch.set_num_threads(1)
     model = new_model(params, len(corpus.tokenizer), corpus.tokenizer)
@@ -171,32 +195,30 @@ def train(params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: 
     for step in range(first, settings.steps):
         for optimizer in optimizer_pair:
             optimizer.zero_grad()
-        own_loss = own_weight = 0.0
+        own_loss = own_tokens = 0.0
         for which in batches[step][ranks.rank :: ranks.count]:
             ids, mask = (tensor.to(params.device) for tensor in corpus.rows(which))
-            weight = mask.float() + PROMPT_WEIGHT * (~mask & (ids != corpus.tokenizer.pad_token_id)).float()
             with torch.autocast("cuda", torch.bfloat16, enabled=params.device == "cuda"):
-                total, own = loss_sum(model, ids, weight)
+                total = loss_sum(model, ids, mask)
             total.backward()
-            own_loss += own.item()
-            own_weight += float(mask.sum())
-        figures = _reduce(parameters, ranks, own_loss, own_weight)
+            own_loss += total.item()
+            own_tokens += float(mask.sum())
+        step_loss = _reduce(parameters, ranks, own_loss, own_tokens)
         for optimizer, peak in zip(optimizer_pair, (settings.matrix_learning_rate, settings.learning_rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * schedule(step, settings.steps)
             optimizer.step()
-        loss = figures if step == 0 else 0.95 * loss + 0.05 * figures
+        loss = step_loss if step == 0 else 0.95 * loss + 0.05 * step_loss
         if ranks.rank == 0:
             progress.update("coldstart", step + 1, settings.steps, loss=loss)
             if time.monotonic() - saved > SAVE_SECONDS:
                 _save_state(state / "last.pt", model, optimizer_pair, step + 1, loss)
                 saved = time.monotonic()
-    torch.set_num_threads(threads)
     tokens = sum(lengths[index] for step in batches for batch in step for index in batch)
     return model.eval(), {"loss": loss, "tokens": float(tokens), "parameters": float(sum(p.numel() for p in parameters))}
 
 
-def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_weight: float) -> float:
+def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_tokens: float) -> float:
     """Sum the gradients over the ranks, divide them by the step's own tokens, clip; returns the loss of an own token."""
     mine = ranks.grads[ranks.rank]
     offset = 0
@@ -204,7 +226,7 @@ def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float
         assert parameter.grad is not None
         mine[offset : offset + parameter.numel()].copy_(parameter.grad.reshape(-1))
         offset += parameter.numel()
-    mine[-2], mine[-1] = own_loss, own_weight
+    mine[-2], mine[-1] = own_loss, own_tokens
     ranks.wait()
     total = ranks.grads.sum(dim=0)
     # Nobody may write the next step's gradients before everybody has read these.
