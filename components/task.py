@@ -55,7 +55,7 @@ def check_contract(code: str, origin: str) -> None:
     """Raise BadInput, naming `origin`, unless the source defines `Model`, `get_inputs` and `get_init_inputs`."""
     try:
         tree = ast.parse(code)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadInput(f"{origin}: not valid Python ({error}); mend the syntax.") from error
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -22,7 +22,7 @@ from components.sandbox.baselines import Arm, Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.correctness import compare
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
-from components.sandbox.screen import screen_python, screen_symbols
+from components.sandbox.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
 from components.task import KernelTask, check_contract, load_task
@@ -66,12 +66,15 @@ class Judge:
     def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool = False) -> Verdict:
         """Judge `files` (workspace path -> text) on `task`. InfrastructureError is the judge's own fault."""
         say = _Speaker(self.params)
+        problem = screen_files(files)
+        if problem is not None:
+            return say("load_failed", clean(problem, 200), "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size.")
         code = files.get("model_new.py")
         if code is None:
             return say("load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module).")
         try:
             reason = screen_python(code)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: expressions nested too deep
             return say("load_failed", "syntax", f"model_new.py: {error}")
         if reason is not None:
             return say("forbidden", reason, "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden.")
@@ -92,7 +95,7 @@ class Judge:
             return say("infrastructure", "task", f"the task itself fails: {error}")
 
     def _measure(self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, always_compile: bool) -> Verdict:
-        python = {name: text for name, text in files.items() if name.endswith(".py")}
+        python = {"model_new.py": files["model_new.py"]}  # what nobody has screened is not there to be imported
         eager, noop = bench.arm("eager"), bench.arm("noop")
         header = {"role": "candidate", "files": python, "suffix": SUFFIX}
         try:

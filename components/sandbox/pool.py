@@ -32,7 +32,8 @@ class Candidate:
 
     @staticmethod
     def of(files: dict[str, str]) -> Candidate:
-        return Candidate(tuple(sorted(files.items())))
+        # A lone surrogate, which JSON can spell, is no text: it becomes a question mark, and the compiler says so.
+        return Candidate(tuple(sorted((name.encode(errors="replace").decode(), text.encode(errors="replace").decode()) for name, text in files.items())))
 
     @property
     def digest(self) -> str:

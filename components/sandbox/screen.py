@@ -9,6 +9,9 @@ from __future__ import annotations
 import ast
 import re
 
+NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
+MAX_MODEL_BYTES = 64 << 10
+MAX_KERNELS_BYTES = 4 << 20
 IMPORTS = frozenset({"torch", "torch.nn", "torch.nn.functional", "cuda_extension", "math", "typing", "__future__"})
 TORCH_CALLS = frozenset({"empty", "empty_like", "empty_strided", "zeros", "zeros_like", "Size", "device", "dtype", "no_grad", "inference_mode"})
 TENSOR_METHODS = frozenset(
@@ -18,6 +21,20 @@ TENSOR_METHODS = frozenset(
 BUILTINS = frozenset("int float bool len range tuple list dict min max abs sum zip enumerate isinstance super str round print sorted reversed".split())
 CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
 """In __init__ modules and initial parameters are made; what they compute there is replaced by load_state_dict."""
+
+
+def screen_files(files: dict[str, str]) -> str | None:
+    """What is wrong with the files themselves, or None: names are paths on the judge's machine, and texts become messages."""
+    for name, text in files.items():
+        if not NAME.fullmatch(name):
+            return f"file_name:{name}"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"not_unicode:{name}"
+    if len(files.get("model_new.py", "")) > MAX_MODEL_BYTES or sum(map(len, files.values())) > MAX_KERNELS_BYTES:
+        return "too_large"
+    return None
 
 
 def _dotted(node: ast.expr) -> str:
