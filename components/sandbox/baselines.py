@@ -168,6 +168,9 @@ class Bench:
         except InfrastructureError:
             self.close()
             raise
+        except RunnerError as error:
+            self.close()
+            raise TaskFault(error.text) from error
         try:
             self.description = Description.model_validate(json.loads(oracle.receive()))
             self._lay_out()

@@ -21,6 +21,8 @@ from components.config import Device, Sandbox
 from components.sandbox import isolation
 
 MESSAGE_BYTES = 1 << 20
+HEADER_BYTES = 180_000
+"""Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
 START_SECONDS = 300
 TEMPORARY_BYTES = 1 << 29
 HERE = Path(__file__).resolve().parent
@@ -165,6 +167,10 @@ class Nursery:
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
             "device": self.device,
         }
+        if len(json.dumps(header | walls)) > HEADER_BYTES:
+            ours.close()
+            theirs.close()
+            raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
         with theirs, self.lock:
             if self.process is None or self.process.poll() is not None or self.control is None:
                 self.control = self._start()
