@@ -107,7 +107,9 @@ def bubblewrap(
         command += ["--setenv", key, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a thing behind.
-        command += ["--bind", str(cache), "/cache", "--size", str(temporary_bytes), "--tmpfs", "/workspace", "--remount-ro", "/tmp", "--remount-ro", "/"]
+        command += ["--bind", str(cache), "/cache", "--size", str(temporary_bytes), "--tmpfs", "/workspace"]
+        for path in ("/tmp", "/dev", "/"):
+            command += ["--remount-ro", path]
     return [*command, "--chdir", "/", "--"]
 
 
@@ -141,8 +143,11 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
 
 
 @functools.cache
-def seccomp_program(role: str) -> bytes:
-    """The system-call filter as BPF. `candidate`: no new process, no exec, no network socket; `baseline`: torch.compile may run g++."""
+def seccomp_program(role: str, device: str = "cpu") -> bytes:
+    """The system-call filter as BPF. `candidate`: no new process, no exec, no network socket; `baseline`: torch.compile may run g++.
+
+    On cpu a candidate gets no memory that its address-space limit does not count (files in memory, System V segments).
+    """
     import pyseccomp
 
     program = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -154,6 +159,7 @@ def seccomp_program(role: str) -> bytes:
         clock_adjtime sethostname setdomainname iopl ioperm personality""".split()
     if role == "candidate":
         names += ["fork", "vfork", "execve", "execveat", "setrlimit"]
+        names += ["memfd_create", "memfd_secret", "shmget"] if device == "cpu" else []
     for name in names:
         program.add_rule(refuse, name)
     # clone3 hides its flags from a filter: without it, glibc falls back to clone, whose flags are checked.

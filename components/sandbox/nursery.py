@@ -157,13 +157,18 @@ class Nursery:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_BYTES)
         candidate = header["role"] == "candidate"
-        limits = {"RLIMIT_FSIZE": TEMPORARY_BYTES, "RLIMIT_NOFILE": 256, "RLIMIT_NPROC": 4096, "RLIMIT_CPU": int(self.sandbox.run_seconds * 4) + 10}
+        limits = {
+            "RLIMIT_FSIZE": TEMPORARY_BYTES,
+            "RLIMIT_NOFILE": 256,
+            "RLIMIT_NPROC": 2048 if candidate else 4096,
+            "RLIMIT_CPU": int(self.sandbox.run_seconds * 4) + 10,
+        }
         if self.device == "cpu":
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes
         walls = {
             "limits": limits,
             "temporary_bytes": TEMPORARY_BYTES,
-            "seccomp": isolation.seccomp_program("candidate" if candidate else "baseline").hex() if self.sandbox.isolation == "bubblewrap" else "",
+            "seccomp": isolation.seccomp_program("candidate" if candidate else "baseline", self.device).hex() if self.sandbox.isolation == "bubblewrap" else "",
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
             "device": self.device,
         }
