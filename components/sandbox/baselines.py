@@ -11,7 +11,7 @@ import secrets
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,7 +25,9 @@ FAMILIES = ("given", "scaled", "shifted", "flipped", "integers", "wide")
 MAX_SETS = 32
 MAX_BANK_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}
 
-Form = tuple[list[int], str]
+Dtype = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
+Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=16)]
+Form = tuple[Shape, Dtype]
 
 
 class Description(BaseModel):
@@ -37,9 +39,9 @@ class Description(BaseModel):
     inputs: list[Form | None] = Field(max_length=64)
     scalars: list[list[Any] | None] = Field(max_length=64)
     outputs: list[Form] = Field(min_length=1, max_length=64)
-    state: list[tuple[str, list[int], str]] = Field(max_length=4096)
+    state: list[tuple[str, Shape, Dtype]] = Field(max_length=4096)
     parameters: list[str] = Field(max_length=4096)
-    seconds: float = Field(ge=0)
+    seconds: float = Field(ge=0, lt=1e6)
 
 
 class TaskFault(Exception):

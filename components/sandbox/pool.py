@@ -102,7 +102,8 @@ class LocalPool:
                     break
                 except InfrastructureError as error:
                     admission = Admission(False, "infrastructure", {"detail": str(error)[:300]})
-            write_json(self._path(key), asdict(admission))
+            if admission.reason != "infrastructure":
+                write_json(self._path(key), asdict(admission))
             return admission
 
         return self._once(key, work, lambda record: Admission(**record))
