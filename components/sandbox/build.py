@@ -134,21 +134,24 @@ class Builder:
             command = [*walls[:-1], "--setenv", "TMPDIR", "/tmp", "--seccomp", str(filter_fd), "--", *limits]
         else:
             environment = os.environ | {"TMPDIR": f"{folder}/out"}
-        try:
-            return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                pass_fds=pass_fds,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                timeout=self.sandbox.build_seconds,
-                check=False,
-            )
-        finally:
-            for descriptor in pass_fds:
-                os.close(descriptor)
+        # Into files, which the limits of the command hold for: a compiler can be made to talk without end.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            try:
+                result = subprocess.run(
+                    command,
+                    stdout=out,
+                    stderr=errors,
+                    pass_fds=pass_fds,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    timeout=self.sandbox.build_seconds,
+                    check=False,
+                )
+            finally:
+                for descriptor in pass_fds:
+                    os.close(descriptor)
+            said = [(file.seek(0), file.read(1 << 20).decode(errors="replace"))[1] for file in (out, errors)]
+        return subprocess.CompletedProcess(command, result.returncode, said[0], said[1])
 
     def build(self, files: dict[str, str]) -> Build:
         """Compile and link `kernels/*`; the result is cached by content, failures too (a compiler is deterministic)."""
