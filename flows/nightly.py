@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from rich.console import Console
 
 from components.config import resolve
-from components.files import digest_json, write_json
+from components.files import digest_file, digest_json, write_json
 from components.progress import Progress
 from components.registry.tracking import NightRun, connect
 from components.sandbox.pool import LocalPool
@@ -105,19 +105,29 @@ def publish(context: Context, record: Record, checkpoints: dict[str, str], evalu
     for name, evaluation in evaluations.items():
         tracking.table(name, table(load(context, evaluation).tasks))
     tracking.artifact(night.folder / "report.html")
-    tracking.tags({"gate.verdict": record["gate"]["verdict"], "model.version": record["model"]["version"]})
 
     manifest = {"dataset": record["dataset"]["version"]} | {f"checkpoint.{name}": digest for name, digest in checkpoints.items()}
     manifest |= {name: digest_json(load(context, evaluation).model_dump(mode="json", exclude={"policy"})) for name, evaluation in evaluations.items()}
     manifest["decision"] = digest_json(record["gate"])
     write_json(night.folder / runs.MANIFEST, manifest)
 
-    store, prefix = open_store(night.params.store, night.home), f"runs/{night.run_id}"
-    put_folder(store, f"{prefix}/checkpoint", Path(record["stages"][-1]["checkpoint"]))
-    for path in (night.folder / runs.MANIFEST, night.folder / "report.html", context.dataset_folder / "dvc.lock", context.dataset_folder / "metrics.json"):
-        store.put(f"{prefix}/{path.name}", path)
+    record["artifacts"] = store_artifacts(night, record["stages"][-1], context.dataset_folder)
+    tracking.tags({"gate.verdict": record["gate"]["verdict"], "model.version": record["model"]["version"], "artifacts": record["artifacts"]})
     tracking.finish()
     write_json(night.folder / runs.RUN_FILE, record)
+
+
+def store_artifacts(night: Night, policy: Record, dataset_folder: Path) -> str:
+    """Put what has to outlive this machine into the store; the address of the run's own folder there.
+
+    Objects are immutable: a checkpoint goes by its digest, and a run that was mended leaves a second folder beside its first.
+    """
+    store = open_store(night.params.store, night.home)
+    put_folder(store, f"checkpoints/{policy['digest']}", Path(policy["checkpoint"]))
+    files = [night.folder / runs.MANIFEST, night.folder / "report.html", dataset_folder / "dvc.lock", dataset_folder / "metrics.json"]
+    name = digest_json([digest_file(path) for path in files])[:12]
+    addresses = [store.put(f"runs/{night.run_id}/{name}/{path.name}", path) for path in files]
+    return addresses[0].rpartition("/")[0]
 
 
 def run_night(night: Night, progress: Progress) -> Record:

@@ -76,10 +76,11 @@ def test_held_out_tasks_are_kept_apart(first: Done, home: Path) -> None:
 def test_the_report_is_complete_and_stored_with_checkpoint_and_data_lock(first: Done, home: Path) -> None:
     text = Path(first.record["report"]).read_text()
     assert "<svg" in text and "promoted" in text and text.rstrip().endswith("</html>")
-    stored = home / "store" / "runs" / first.record["run_id"]
+    stored = Path(first.record["artifacts"])
     assert (stored / "report.html").read_text() == text
     assert (stored / "dvc.lock").is_file() and (stored / "manifest.json").is_file()
-    assert runs.verify_files(stored / "checkpoint") == first.record["stages"][-1]["digest"]
+    digest = first.record["stages"][-1]["digest"]
+    assert runs.verify_files(home / "store" / "checkpoints" / digest) == digest
 
 
 def test_the_data_sets_version_can_be_restored_from_the_remote(first: Done, home: Path) -> None:
