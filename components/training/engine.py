@@ -102,7 +102,12 @@ def _deepspeed(device: config.Device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    if device == "cpu" and get_accelerator().device_name() != "cpu":
+        # Imported before us (by accelerate, say) on a machine with a GPU: it chose the GPU, whatever the environment says now.
+        set_accelerator(CPU_Accelerator())
     # On cpu DeepSpeed builds a shared-memory all-reduce when it first communicates: 50 to 72 s of g++ for nothing on
     # one host. It looks into this table before, which otherwise fills itself by trying compilers and linkers.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
