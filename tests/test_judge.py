@@ -1,0 +1,162 @@
+"""What the judge says of honest and of mistaken candidates, which tasks it admits, and what its journal keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import judge_world as world
+import pytest
+
+from components.config import Params
+from components.sandbox.judge import Judge
+from components.sandbox.pool import Candidate, Job, LocalPool
+from components.sandbox.screen import screen_files, screen_symbols
+from components.sandbox.verdict import MARGIN
+
+SIMD = world.files("honest", "simd")
+KERNEL = "kernels/forward.cpp"
+
+
+@pytest.mark.parametrize("name", world.names("honest"))
+def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
+    verdict = judge.verdict(world.TASK, world.files("honest", name), always_compile=True)
+    assert verdict.status == "correct", (verdict.reason, verdict.log)
+    assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
+    faster = (verdict.speedup.eager.estimate > MARGIN, verdict.speedup.compile.estimate > MARGIN)
+    assert verdict.milestone == (3 if all(faster) else 2 if faster[0] else 1)
+
+
+def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -> None:
+    slow = SIMD | {KERNEL: SIMD[KERNEL].replace("KERNEL(forward) {", "KERNEL(forward) {\n  for (volatile int i = 0; i < 2000000; ++i) {\n  }")}
+    verdict = judge.verdict(world.TASK, slow)
+    assert (verdict.status, verdict.milestone, verdict.speedup.compile) == ("correct", 1, None)
+    assert judge.verdict(world.TASK, slow, always_compile=True).speedup.compile is not None
+
+
+def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
+    evidence = judge.verdict(world.TASK, SIMD).evidence
+    assert evidence["isolation"] == "bubblewrap"
+    assert len(evidence["seeds"]) == 1 + judge.params.sandbox.correctness_sets
+    assert len(evidence["raw_seconds"]["candidate"]) == judge.params.sandbox.rounds
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({KERNEL: SIMD[KERNEL].replace("0.1f", "0.11f")}, "wrong_output", "max_error"),
+        ({KERNEL: SIMD[KERNEL].replace("return", "retrn").replace("vsigmoid(", "vsigmoit(")}, "build_failed", "compiler"),
+        ({KERNEL: SIMD[KERNEL].replace("KERNEL(forward)", "KERNEL(backward)")}, "crashed", "exception"),
+        ({"model_new.py": "class ModelNew(:\n"}, "load_failed", "syntax"),
+        ({"model_new.py": world.MODEL_NEW.replace("ModelNew", "ModelOld")}, "load_failed", "import"),
+        ({"model_new.py": world.MODEL_NEW.replace("1024", "1023")}, "load_failed", "import"),
+        ({"model_new.py": "x = " + "-" * 50000 + "1\n"}, "load_failed", "syntax"),
+        ({"model_new.py": "x = a" + ".a" * 20000 + "\n"}, "load_failed", "syntax"),
+        ({"model_new.py": world.MODEL_NEW + "#" * 500_000}, "load_failed", "too_large"),
+        ({"kernels/../../escape.h": ""}, "load_failed", "file_name"),
+        ({"kernels/" + "x" * 300 + ".cpp": ""}, "load_failed", "file_name"),
+        ({"cuda_extension/__init__.py": "import torch"}, "load_failed", "file_name"),
+        ({KERNEL: SIMD[KERNEL] + "// \ud800"}, "load_failed", "not_unicode"),
+    ],
+)
+def test_mistake_is_named(change: dict[str, str], status: str, reason: str, judge: Judge) -> None:
+    verdict = judge.verdict(world.TASK, SIMD | change)
+    assert (verdict.status, verdict.milestone) == (status, -1), verdict.log
+    assert verdict.reason.startswith(reason)
+
+
+def test_missing_files_are_named(judge: Judge) -> None:
+    assert judge.verdict(world.TASK, {KERNEL: SIMD[KERNEL]}).reason == "no_model_new"
+    assert judge.verdict(world.TASK, {"model_new.py": world.MODEL_NEW}).status == "build_failed"
+
+
+def test_build_failure_quotes_the_compiler(judge: Judge) -> None:
+    verdict = judge.verdict(world.TASK, SIMD | {KERNEL: SIMD[KERNEL].replace("vsigmoid(", "vsigmoit(")})
+    assert "vsigmoit" in verdict.log and f"{KERNEL}:" in verdict.log
+
+
+def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path) -> None:
+    pool = LocalPool(judge.params, tmp_path / "verdicts")
+    pool._judge = judge
+    judge.verdict(world.TASK, SIMD)
+    runner = judge.benches[world.TASK.task_id].arms["eager"].runner
+    assert runner is not None
+    runner.signal(9)  # as the kernel does when memory runs out
+    assert pool.submit(Job(world.TASK, Candidate.of(SIMD), "0")).result(120).status == "correct"
+    pool.executor.shutdown()
+
+
+def test_symbols_of_other_libraries_are_refused() -> None:
+    assert screen_symbols(("malloc@GLIBC_2.2.5", "_ZNSt6thread4joinEv", "PyList_New", "expf@GLIBC_2.27"), frozenset()) is None
+    for symbol in ("dlopen@GLIBC_2.34", "_ZN2at5emptyE", "cblas_sgemm", "cudaIpcOpenMemHandle"):
+        assert screen_symbols((symbol,), frozenset()) == f"symbol:{symbol.partition('@')[0]}"
+
+
+def test_plain_kernel_names_are_accepted() -> None:
+    assert screen_files({"model_new.py": "", "kernels/forward.cpp": "", "kernels/helper_2.cuh": ""}) is None
+
+
+def task(forward: str = "torch.sigmoid(x) * self.scale - 0.3", inputs: str = "[torch.randn(256, 1024)]", arguments: str = "x") -> str:
+    code = world.CODE.replace("F.leaky_relu(torch.sigmoid(x) * self.scale - 0.3, 0.1)", forward)
+    return code.replace("[torch.randn(256, 1024)]", inputs).replace("forward(self, x)", f"forward(self, {arguments})")
+
+
+def test_ordinary_task_is_admitted(judge: Judge) -> None:
+    admission = judge.admit(world.CODE)
+    assert admission.admitted, admission
+    assert admission.evidence["inputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
+    assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
+    assert admission.evidence["parameters"] == ["scale"]
+    assert 0.0002 <= admission.evidence["eager_seconds"] <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (task("torch.relu(x * self.scale - 100 * x.abs().max()) * torch.sigmoid(x).tanh()"), "zeros_pass"),
+        (task("torch.sigmoid(x * 1e-9) * self.scale.sum().sigmoid() + torch.tanh(x * 1e-9)"), "mean_passes|seeds_agree"),
+        (task("torch.sigmoid(x) * self.scale + (torch.tanh(y) * 0)", "[torch.randn(256, 1024), torch.randn(256, 1024)]", "x, y"), "input_1_does_not_matter"),
+        (task("torch.tanh(torch.sigmoid(x)) * (self.scale * 0 + 2)"), "parameter_scale_does_not_matter"),
+        (task("F.dropout(torch.sigmoid(x) * self.scale, 0.5, True)"), "does_not_run|not_deterministic"),
+        (task("torch.tanh(x[:8, :8]) * self.scale[:8]"), "eager_time"),
+        (task("(torch.sigmoid(x) * self.scale).exp().tanh().sum() > 0"), "no_float_output|eager_time"),
+        (task(inputs="1 / 0"), "does_not_run"),
+        (task(inputs="[torch.zeros(1 << 38)]"), "does_not_run"),
+        (task(forward="self.missing(x)"), "does_not_run"),
+        ("import torch\n", "does_not_run"),
+        ("x = " + "-" * 50000 + "1\n", "does_not_run"),
+        (world.CODE + "#" * 300_000, "does_not_run"),
+        (task(inputs="__import__('os')._exit(0)"), "does_not_run"),
+    ],
+)
+def test_task_on_which_a_cheat_would_pass_is_refused(code: str, reason: str, judge: Judge) -> None:
+    admission = judge.admit(code)
+    assert not admission.admitted
+    assert admission.reason in reason.split("|"), admission
+
+
+def test_task_that_never_returns_is_refused_in_time(with_limits: Callable[[float, float], Judge]) -> None:
+    admission = with_limits(3, 30).admit(task(inputs="[torch.randn(256, 1024) for _ in iter(int, 1)]"))
+    assert (admission.admitted, admission.reason) == (False, "does_not_run")
+    assert "timed_out" in admission.evidence["detail"] or "out_of_memory" in admission.evidence["detail"]
+
+
+def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path: Path) -> None:
+    pool = LocalPool(ci_params, tmp_path / "verdicts")
+    pool._judge = judge  # a warm one: the pool would start its own
+    job = Job(world.TASK, Candidate.of(SIMD), "3")
+    first = pool.submit(job).result(120)
+    assert pool.submit(job).result(120) == first
+    again = LocalPool(ci_params, tmp_path / "verdicts")
+    assert again.submit(job).result(1) == first  # from the journal: this pool has no judge, and starts none
+    assert again._judge is None
+    other = pool.submit(Job(world.TASK, Candidate.of(SIMD), "4")).result(120)
+    assert other.evidence["raw_seconds"] != first.evidence["raw_seconds"]
+    evaluated = pool.submit(Job(world.TASK, Candidate.of(world.files("honest", "naive")), "evaluation-1")).result(120)
+    assert evaluated.status == "correct" and evaluated.speedup.compile is not None
+    for each in (pool, again):
+        each.executor.shutdown()
+
+
+def test_candidate_with_a_lone_surrogate_has_a_digest() -> None:
+    assert Candidate.of({KERNEL: "\ud800"}).files == ((KERNEL, "?"),)
