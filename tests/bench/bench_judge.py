@@ -1,0 +1,87 @@
+"""Evaluations per hour of the judge against the naive cycle, in one run.
+
+The naive cycle is what the public workspace does for each candidate: a fresh Python that builds the kernel with
+`torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager, torch.compile and the candidate
+ten times each. Both judge the same kernel on the same task; the judge measures torch.compile for it too.
+
+    python tests/bench/bench_judge.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from components.config import PROJECT, resolve
+from components.sandbox.judge import Judge, read_workspace
+from components.task import load_task
+
+TEMPLATE = PROJECT / "agent_workdir"
+REPEATS = 8
+
+NAIVE_BINDING = """
+#include <torch/types.h>
+#include <torch/csrc/utils/pybind.h>
+#include "vec.h"
+static void forward(torch::Tensor a, torch::Tensor b, torch::Tensor alpha, torch::Tensor out) {
+  const float *x = a.data_ptr<float>(), *y = b.data_ptr<float>(); const float s = alpha.data_ptr<float>()[0]; float* o = out.data_ptr<float>();
+  #pragma omp simd
+  for (int64_t i = 0; i < a.numel(); ++i) o[i] = s * vsigmoid(x[i]) + y[i];
+}
+PYBIND11_MODULE(cuda_extension, m) { m.def("forward", &forward); }
+"""
+NAIVE = """
+import sys, time, torch
+from torch.utils.cpp_extension import load
+torch.set_num_threads(1)
+load(name="cuda_extension", sources=["binding.cpp"], extra_cflags=["-O3", "-march=native", "-fopenmp-simd", "-I" + sys.argv[1]], build_directory=".")
+sys.path.insert(0, ".")
+import model, model_new
+old, new = model.Model(*model.get_init_inputs()).eval(), model_new.ModelNew(*model.get_init_inputs()).eval()
+new.load_state_dict(old.state_dict())
+with torch.no_grad():
+    for _ in range(5):
+        inputs = model.get_inputs()
+        torch.testing.assert_close(new(*inputs), old(*inputs), atol=1e-2, rtol=1e-2)
+    for call in (new, old, torch.compile(old)):
+        for _ in range(15):
+            call(*inputs)
+"""
+
+
+def naive_seconds() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("model.py", "model_new.py"):
+            Path(folder, name).write_text((TEMPLATE / name).read_text())
+        Path(folder, "binding.cpp").write_text(NAIVE_BINDING)
+        Path(folder, "naive.py").write_text(NAIVE)
+        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "HOME": folder, "OMP_NUM_THREADS": "1", "CCACHE_DISABLE": "1"}
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "naive.py", str(TEMPLATE)], cwd=folder, env=environment, check=True, capture_output=True)
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    task, files = load_task(TEMPLATE / "model.py"), read_workspace(TEMPLATE)
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(resolve("smoke").params, Path(folder))
+        judge.verdict(task, files, always_compile=True)  # the zygote, the binding and the task's baselines: once per night and task
+        seconds = []
+        for repeat in range(REPEATS):
+            fresh = files | {"kernels/forward.cpp": files["kernels/forward.cpp"] + f"// {repeat}\n"}  # another content: built anew
+            started = time.perf_counter()
+            verdict = judge.verdict(task, fresh, always_compile=True)
+            seconds.append(time.perf_counter() - started)
+            assert verdict.status == "correct", verdict
+        judge.close()
+    own, naive = sorted(seconds)[REPEATS // 2], naive_seconds()
+    print(
+        f"judge {own:.2f} s (median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour"
+    )
+
+
+if __name__ == "__main__":
+    main()
