@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 
 import pytest
+from night import survivor as survivor
 
 from components.config import Params, resolve
 from components.sandbox.judge import Judge

@@ -1,15 +1,18 @@
-"""Running the command as a person does, for the tests of the whole night."""
+"""Running the command as a person does, and the one night that the tests of flows and of kills share."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 REDUCED = {
     "data.tasks": 6,
@@ -87,3 +90,33 @@ def manifest(home: Path, record: dict[str, Any]) -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     return dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+KILLS = 10
+LONGEST_SECONDS = 40.0
+"""About what the reduced night takes undisturbed, so that kills fall anywhere in it."""
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """The night that was killed: its home (tests may change it later), how it ended, and what it had made by then."""
+
+    home: Path
+    done: Done
+    manifest: dict[str, str]
+    verdicts: Path
+    """A copy of its journal."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return self.done.record
+
+
+@pytest.fixture(scope="session")
+def survivor(tmp_path_factory: pytest.TempPathFactory) -> Survivor:
+    folder = tmp_path_factory.mktemp("night")
+    home = folder / "home"
+    done = run_killed(home, REDUCED, kills=KILLS, longest=LONGEST_SECONDS, seed=0)
+    assert done.code == 0, done.people[-4000:]
+    shutil.copytree(home / "verdicts", folder / "verdicts")
+    return Survivor(home, done, manifest(home, done.record), folder / "verdicts")
