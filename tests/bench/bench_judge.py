@@ -78,9 +78,8 @@ def main() -> None:
             assert verdict.status == "correct", verdict
         judge.close()
     own, naive = sorted(seconds)[REPEATS // 2], naive_seconds()
-    print(
-        f"judge {own:.2f} s (median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour"
-    )
+    spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}"
+    print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour")
 
 
 if __name__ == "__main__":
