@@ -36,13 +36,14 @@ def evaluate(folder):
         eager = seconds(reference, inputs)
         candidate = importlib.import_module("model_new").ModelNew(*task.get_init_inputs())
         accepted = torch.allclose(candidate(*inputs), expected, atol=1e-2, rtol=1e-2)
-        return {"name": os.path.basename(folder), "accepted": bool(accepted), "speedup": eager / seconds(candidate, inputs)}
+        said = {"name": os.path.basename(folder), "accepted": bool(accepted), "speedup": eager / seconds(candidate, inputs)}
+        os.write(1, (json.dumps(said) + "\n").encode())  # before anything is freed that a late thread may still write to
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for path in sys.argv[1:]:
         if os.fork() == 0:  # a fresh process each, as KernelBench's evaluation script uses
-            print(json.dumps(evaluate(path)), flush=True)
+            evaluate(path)
             os._exit(0)
         os.wait()

@@ -1,0 +1,111 @@
+"""What untrusted code sees and can reach from inside a runner: it reports in the words of its own exception."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import judge_world as world
+import pytest
+
+from components.config import PROJECT
+from components.sandbox import judge as judge_module
+from components.sandbox.judge import Judge
+
+REPORT = """
+import json, os, socket
+
+def attempt(action):
+    try:
+        return repr(action())[:80]
+    except BaseException as error:
+        return type(error).__name__
+
+def write(path):
+    with open(path, "w") as file:
+        file.write("left behind")
+    return "written"
+
+def status():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+    return {name: fields[name].strip() for name in ("Uid", "Gid", "CapEff", "CapBnd", "CapPrm", "NoNewPrivs", "Seccomp")}
+
+def reach(family):
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        s.settimeout(2)
+        s.connect(("127.0.0.1", 22) if family == socket.AF_INET else "/run/dbus/system_bus_socket")
+
+"""
+PLACES = ("/workspace/mark", "/tmp/mark", "/dev/shm/mark", "/dev/mark", "/cache/mark", "/mark", "/usr/mark", "/etc/mark", "/proc/sys/kernel/hostname")
+
+
+def ask(judge: Judge, expression: str) -> Any:
+    """The value of `expression` in a candidate's runner, with the screens off: the walls alone must hold."""
+    code = REPORT + "raise RuntimeError('<<' + json.dumps(" + expression + ") + '>>')\n"
+    verdict = judge.verdict(world.TASK, world.files("honest", "simd") | {"model_new.py": code})
+    assert verdict.status == "load_failed", (verdict.status, verdict.reason, verdict.log)
+    return json.loads(verdict.log.rpartition("RuntimeError: <<")[2].rpartition(">>")[0])
+
+
+@pytest.fixture(autouse=True)
+def no_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "screen_python", lambda code: None)
+
+
+def test_candidate_is_nobody_without_any_privilege(judge: Judge) -> None:
+    seen = ask(judge, "status()")
+    assert set(seen["Uid"].split()) == set(seen["Gid"].split()) == {"65534"}
+    assert int(seen["CapEff"], 16) == int(seen["CapPrm"], 16) == int(seen["CapBnd"], 16) == 0
+    assert (seen["NoNewPrivs"], seen["Seccomp"]) == ("1", "2")
+
+
+def test_candidate_sees_its_own_processes_only(judge: Judge) -> None:
+    assert ask(judge, "[name for name in os.listdir('/proc') if name.isdigit()]") == ["1"]
+    assert ask(judge, "os.getpid()") == 1
+    assert ask(judge, "attempt(lambda: os.kill(2, 0))") == "ProcessLookupError"
+    assert (
+        ask(judge, "[attempt(os.fork), attempt(lambda: os.execv('/usr/bin/true', ['true'])), attempt(lambda: os.posix_spawn('/usr/bin/true', ['true'], {}))]")
+        == ["PermissionError"] * 3
+    )
+
+
+def test_candidate_has_no_network(judge: Judge) -> None:
+    assert ask(judge, "[attempt(lambda: reach(f)) for f in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)]") == ["PermissionError"] * 3
+    interfaces = ask(judge, "attempt(lambda: [line.split(':')[0].strip() for line in open('/proc/net/dev').read().splitlines()[2:]])")
+    assert interfaces in ("['lo']", "[]")
+
+
+def test_candidate_writes_to_its_workspace_only_and_finds_nothing_of_its_predecessor(judge: Judge) -> None:
+    for _ in range(2):
+        assert ask(judge, f"[os.path.exists(p) for p in {PLACES[:-1]!r}]") == [False] * (len(PLACES) - 1)
+        written = ask(judge, f"[attempt(lambda: write(p)) for p in {PLACES!r}]")
+        assert written[0] == "'written'"
+        assert set(written[1:]) <= {"PermissionError", "OSError"}, dict(zip(PLACES, written, strict=True))
+
+
+def test_what_a_candidate_prints_is_not_there_for_the_next(judge: Judge) -> None:
+    ask(judge, "attempt(lambda: os.write(1, b'an answer for the next') and os.write(2, b'an answer for the next'))")
+    assert ask(judge, "[attempt(lambda: open(f'/proc/self/fd/{n}', 'rb').read(64)) for n in range(3)]") == ["b''"] * 3
+
+
+def test_candidate_cannot_see_the_machine(judge: Judge) -> None:
+    hidden = ["/etc/shadow", "/etc/passwd", "/home", "/run", "/var", str(PROJECT / "README.md"), str(PROJECT / "params.yaml"), str(judge.builder.cache)]
+    assert ask(judge, f"[p for p in {hidden!r} if os.path.exists(p)]") == []
+    environment = ask(judge, "sorted(os.environ)")
+    assert not [name for name in environment if "TOKEN" in name or "KEY" in name or "SECRET" in name]
+
+
+def test_shared_buffers_cannot_be_resized(judge: Judge) -> None:
+    resize = "[attempt(lambda: os.ftruncate(int(n), s)) for n in os.listdir('/proc/self/fd') if 'memfd' in attempt(lambda: os.readlink(f'/proc/self/fd/{n}')) for s in (0, 1 << 40)]"
+    refused = ask(judge, resize)
+    assert len(refused) >= 6 and set(refused) <= {"PermissionError", "OSError"}
+
+
+def test_memory_that_no_limit_counts_is_refused(judge: Judge) -> None:
+    assert ask(judge, "attempt(lambda: os.memfd_create('m'))") == "PermissionError"
+    assert ask(judge, "attempt(lambda: bytearray(1 << 36))") == "MemoryError"
+
+
+def test_sentinel_is_correct_after_all_this(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert judge.verdict(world.TASK, world.files("honest", "simd")).status == "correct"
