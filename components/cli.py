@@ -9,21 +9,15 @@ Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailabl
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from components.config import Resolved
+from components.cli_artifacts import data_app, models_app
+from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, environment_fault, home_of, people, resolved_params
 
 FAILED, BAD_INPUT, NO_ISOLATION, REFUSED, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -35,14 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-models_app = typer.Typer(help="Model versions: what was promoted, and on which evidence.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
-
-Profile = Annotated[str, typer.Option("--profile", help="overlay of params.yaml, for instance smoke or h20-pool")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one parameter; may be repeated")]
-Home = Annotated[str, typer.Option("--home", help="folder that holds everything a run leaves behind")]
-ParamsFile = Annotated[Path | None, typer.Option("--params", help="another parameter file than the project's params.yaml")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+app.add_typer(data_app, name="data")
 
 
 @app.command()
@@ -64,9 +52,9 @@ def run(
     from flows.server import prefect_server
 
     with answer(as_json) as out:
-        resolved = _resolve(profile, sets, home, params_file)
+        resolved = resolved_params(profile, sets, home, params_file)
         night = runs.open_night(resolved, redo_from)
-        console = _console()
+        console = people()
         record = runs.finished(night)
         if record is not None:
             console.print(f"This run is finished, nothing is left to do: {night.folder}", highlight=False, soft_wrap=True)
@@ -98,12 +86,12 @@ def doctor(profile: Profile = "smoke", sets: Sets = None, home: Home = "", param
     from components import doctor as examination
 
     with answer(as_json) as out:
-        findings = examination.examine(_resolve(profile, sets, home, params_file).params)
+        findings = examination.examine(resolved_params(profile, sets, home, params_file).params)
         table = Table("", "what", "found", "what its absence costs", box=None, padding=(0, 2, 0, 0))
         for finding in findings:
             mark = "[green]ok[/green]" if finding.here else "[red]missing[/red]" if finding.needed else "[yellow]absent[/yellow]"
             table.add_row(mark, finding.name, finding.found, finding.cost)
-        _console().print(table)
+        people().print(table)
         record = examination.as_record(findings)
         out(record)
     if record["missing"]:
@@ -118,7 +106,7 @@ def params(profile: Profile = "", sets: Sets = None, home: Home = "", params_fil
     from components.config import KNOWN
 
     with answer(as_json) as out:
-        resolved = _resolve(profile, sets, home, params_file)
+        resolved = resolved_params(profile, sets, home, params_file)
         rows = {}
         for key, field in KNOWN.items():
             value: Any = resolved.params
@@ -135,7 +123,7 @@ def params(profile: Profile = "", sets: Sets = None, home: Home = "", params_fil
         for key, row in rows.items():
             table.add_row(key, json.dumps(row["value"]), row["meaning"], row["source"])
         if not as_json:
-            _console().print(table)
+            people().print(table)
         out({"profile": resolved.profile, "params": rows})
 
 
@@ -154,11 +142,11 @@ def judge(
     with answer(as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
         chosen = [*(sets or []), f"device={device}", *([f"precision={precision}"] if precision else [])]
-        resolved = _resolve(profile, chosen, "", params_file)
+        resolved = resolved_params(profile, chosen, "", params_file)
         from components.sandbox.judge import judge_workdir
 
-        verdict = judge_workdir(resolved.params, workdir, task, Path(resolved.params.home).expanduser().resolve() / "judge")
-        console = _console()
+        verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")
+        console = people()
         console.print(f"{verdict.status}{f' ({verdict.reason})' if verdict.reason else ''}, milestone {verdict.milestone}", highlight=False, markup=False)
         for baseline, ratio in (("eager", verdict.speedup.eager), ("torch.compile", verdict.speedup.compile)):
             if ratio is not None:
@@ -170,112 +158,47 @@ def judge(
         raise typer.Exit(FAILED)
 
 
-@models_app.command("list")
-def models_list(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
-    """Every version, newest first."""
-    from rich.table import Table
-
-    with answer(as_json) as out:
-        resolved = _resolve(profile, sets, home, params_file)
-        client = _registry(resolved)
-        from components.registry import models
-
-        name = resolved.params.registry.model
-        found = models.versions(client, name)
-        table = Table("version", "aliases", "decision", "pass rate", "faster than compile", "data set", box=None, padding=(0, 2, 0, 0))
-        for version in found:
-            tags = version["tags"]
-            figures = [tags.get("figure.pass_rate", ""), tags.get("figure.faster_rate.compile", ""), tags.get("dataset.version", "")[:12]]
-            table.add_row(version["version"], ", ".join(version["aliases"]), version["decision"], *figures)
-        _console().print(table if found else f"{name} has no version yet.")
-        out({"name": name, "aliases": models.aliases(client, name), "versions": found})
-
-
-@models_app.command("show")
-def models_show(
-    version: Annotated[str, typer.Argument(help="number or alias: candidate, champion, previous")],
+@app.command()
+def evaluate(
+    policy: Annotated[Path, typer.Argument(help="checkpoint or Hugging Face folder")],
+    suite: Annotated[str, typer.Option("--suite", help="a folder, task file or parquet; without it evaluation.suite")] = "",
+    dataset: Annotated[Path | None, typer.Option("--dataset", help="data set whose held-out tasks are meant; without it the newest in the home")] = None,
     profile: Profile = "smoke",
     sets: Sets = None,
     home: Home = "",
     params_file: ParamsFile = None,
     as_json: Json = False,
 ) -> None:
-    """One version: its gates, its decision and its evidence."""
-    from rich.table import Table
+    """Evaluate a policy: episodes in the agent loop, then each final answer measured anew."""
+    from components.view import View, evaluation_table
 
     with answer(as_json) as out:
-        resolved = _resolve(profile, sets, home, params_file)
-        client = _registry(resolved)
-        from components.registry import models
+        resolved = resolved_params(profile, [*(sets or []), *([f"evaluation.suite={json.dumps(suite)}"] if suite else [])], home, params_file)
+        from components.evaluation.evaluate import evaluate as evaluate_policy
+        from components.evaluation.suites import load_suite
+        from components.files import digest_json
+        from components.sandbox.pool import LocalPool
 
-        found = models.describe(client, resolved.params.registry.model, version)
-        console = _console()
-        console.print(f"{found['name']} version {found['version']} ({', '.join(found['aliases']) or 'no alias'}): {found['decision']}", highlight=False)
-        table = Table("gate", "value", "threshold", "passed", box=None, padding=(0, 2, 0, 0))
-        for gate in found["gates"]:
-            table.add_row(gate["name"], "–" if gate["value"] is None else f"{gate['value']:.3g}", f"{gate['threshold']:.3g}", "yes" if gate["passed"] else "no")
-        console.print(table)
-        for key, value in sorted(found["tags"].items()):
-            console.print(f"  {key}  {value}", highlight=False, markup=False, soft_wrap=True)
-        out(found)
-
-
-def _resolve(profile: str, sets: list[str] | None, home: str, path: Path | None) -> Resolved:
-    from components.config import PROJECT, resolve
-
-    return resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ())), path or PROJECT / "params.yaml")
-
-
-def _registry(resolved: Resolved) -> Any:
-    from components.config import BadInput
-    from components.registry.tracking import connect
-
-    home = Path(resolved.params.home).expanduser().resolve()
-    if not resolved.params.registry.tracking_uri and not (home / "mlflow" / "mlflow.db").is_file():
-        raise BadInput(f"{home}: no run was registered here yet; run cuda-agent run first, or give its folder with --home.")
-    return connect(resolved.params.registry, home)
+        place = home_of(resolved)
+        tasks = load_suite(resolved.params, dataset or _newest_dataset(place))
+        settings = resolved.params.model_dump(mode="json", exclude={"home"})
+        epoch = digest_json([str(policy.resolve()), [task.task_id for task in tasks], settings])[:12]
+        pool, console = LocalPool(resolved.params, place / "verdicts"), people()
+        try:
+            with View(console) as view:
+                found = evaluate_policy(
+                    resolved.params, policy, tasks, pool, place / "evaluations" / epoch, epoch=epoch, progress=view, seed=resolved.params.seed
+                )
+        finally:
+            pool.close()
+        evaluation_table(found.overall, console)
+        out(found.model_dump(mode="json"))
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    # Where no terminal tells its width, tables are not folded into columns of ten characters.
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 200)
-
-
-@contextlib.contextmanager
-def answer(as_json: bool) -> Iterator[Any]:
-    """Keep standard output for the one answer: whatever else writes to it, libraries and children too, goes to stderr."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    given: list[Any] = []
-    try:
-        yield given.append
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-    if as_json:
-        print(json.dumps(given[-1], ensure_ascii=False))
-
-
-def environment_fault(error: BaseException) -> str:
-    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk; empty otherwise.
-
-    Libraries wrap it: safetensors and torch keep only the system's text, SQLite has its own.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        text = str(seen)
-        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left on device" in text or "database or disk is full" in text:
-            place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
-            return f"{place}the disk is full; free some space or give another folder with --home, then run the same command again."
-        if isinstance(seen, OSError) and seen.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and seen.filename:
-            return f"{seen.filename}: cannot be written ({seen.strerror}); mend its permissions or give another folder with --home."
-        seen = seen.__cause__ or seen.__context__
-    return ""
+def _newest_dataset(home: Path) -> Path:
+    """The data set that was made last; a suite of its own needs none, so its absence is reported by the suite."""
+    versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
+    return versions[-1] if versions else home / "datasets"
 
 
 def main() -> None:

@@ -99,6 +99,22 @@ def _number(value: float | None, pattern: str = "{:.3g}") -> str:
     return "–" if value is None else pattern.format(value)
 
 
+FIGURES = ("held-out tasks", "pass rate", "faster than eager", "faster than compile", "geomean eager", "geomean compile")
+
+
+def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    rate, mean = found["faster_rate"], found["geomean"]
+    cells = [_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
+    return [name, *cells, _number(mean["eager"], "{:.2f}x"), _number(mean["compile"], "{:.2f}x")]
+
+
+def evaluation_table(overall: Any, console: Console) -> None:
+    """One evaluation's figures (components.evaluation.metrics.Summary)."""
+    table = Table("tasks", *FIGURES[1:], box=None, padding=(0, 2, 0, 0))
+    table.add_row(*_figures_row(str(overall.tasks), overall.model_dump()))
+    console.print(table)
+
+
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
     """The run at its end: stages, evaluation against the cold start, the gate's verdict with reasons, where to look."""
     data = record["dataset"]
@@ -111,14 +127,10 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         stages.add_row(stage["name"], _number(stage["reward_before"]), _number(stage["reward_after"]), seconds, "/".join(stage["checkpoint"].split("/")[-2:]))
     console.print(stages, soft_wrap=True)
 
-    figures = Table(
-        "held-out tasks", "pass rate", "faster than eager", "faster than compile", "geomean eager", "geomean compile", box=None, padding=(0, 2, 0, 0)
-    )
+    figures = Table(*FIGURES, box=None, padding=(0, 2, 0, 0))
     for name, found in (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"])):
         if found is not None:
-            rate, mean = found["faster_rate"], found["geomean"]
-            cells = [found["pass_rate"], rate["eager"], rate["compile"]]
-            figures.add_row(name, *(_number(cell, "{:.0%}") for cell in cells), _number(mean["eager"], "{:.2f}x"), _number(mean["compile"], "{:.2f}x"))
+            figures.add_row(*_figures_row(name, found))
     console.print(figures)
 
     gate, model = record["gate"], record["model"]

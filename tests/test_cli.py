@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from components.cli import environment_fault
+from components.terminal import environment_fault
 from components.view import View, duration
 from flows.runs import home_lock
 

@@ -26,6 +26,8 @@ FLOORS = {
     "flows": 6,
     "components.doctor": 7,
     "components.view": 7,
+    "components.terminal": 7,
+    "components.cli_artifacts": 7,
     "components.cli": 7,
 }
 MAY_LOOK_IN = {"flows": {"components.view"}}
