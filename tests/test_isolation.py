@@ -96,8 +96,8 @@ def test_candidate_cannot_see_the_machine(judge: Judge) -> None:
 
 
 def test_shared_buffers_cannot_be_resized(judge: Judge) -> None:
-    resize = "[attempt(lambda: os.ftruncate(int(n), s)) for n in os.listdir('/proc/self/fd') if 'memfd' in attempt(lambda: os.readlink(f'/proc/self/fd/{n}')) for s in (0, 1 << 40)]"
-    refused = ask(judge, resize)
+    shared = "[int(n) for n in os.listdir('/proc/self/fd') if 'memfd' in attempt(lambda: os.readlink(f'/proc/self/fd/{n}'))]"
+    refused = ask(judge, f"[attempt(lambda: os.ftruncate(fd, size)) for fd in {shared} for size in (0, 1 << 40)]")
     assert len(refused) >= 6 and set(refused) <= {"PermissionError", "OSError"}
 
 
