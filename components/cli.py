@@ -4,7 +4,7 @@ Flows, Prefect, MLflow and torch are imported only inside the commands that need
 parameters work on a bare GPU node and help is instant. With `--json` standard output holds exactly one JSON object;
 everything for people goes to standard error.
 
-Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused.
+Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 from components.cli_artifacts import data_app, models_app
 from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, environment_fault, home_of, people, resolved_params
 
-FAILED, BAD_INPUT, NO_ISOLATION, REFUSED, INTERRUPTED = 1, 2, 3, 4, 130
+FAILED, BAD_INPUT, NO_ISOLATION, REFUSED = 1, 2, 3, 4
 
 app = typer.Typer(
     name="cuda-agent",
@@ -66,12 +66,17 @@ def run(
                 leash.put_on()
                 console.print(f"run {night.run_id}, profile {resolved.profile}, home {night.home}", highlight=False, soft_wrap=True)
                 with prefect_server(night.home) as server:
+                    from components.training.stage import StageFailed
                     from flows.nightly import run_night
 
                     if server is not None:
                         server.wait()
-                    with View(console) as view:
-                        record = run_night(night, view)
+                    try:
+                        with View(console) as view:
+                            record = run_night(night, view)
+                    except StageFailed as error:
+                        console.print(f"cuda-agent: {error}", highlight=False, soft_wrap=True, markup=False)
+                        raise typer.Exit(FAILED) from error
         final_table(record, runs.interface_commands(night), console)
         out(record)
     if record["gate"]["verdict"] == "refused":
@@ -211,9 +216,6 @@ def main() -> None:
         print(f"cuda-agent: {' '.join(str(error).split())}", file=sys.stderr)
         # IsolationUnavailable is a BadInput of components.sandbox.isolation; by name, so that help needs no import of it.
         sys.exit(NO_ISOLATION if type(error).__name__ == "IsolationUnavailable" else BAD_INPUT)
-    except KeyboardInterrupt:
-        print("cuda-agent: interrupted; the same command continues where it stopped.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
     except Exception as error:
         sentence = environment_fault(error)
         if not sentence:

@@ -51,6 +51,9 @@ def answer(as_json: bool) -> Iterator[Any]:
     given: list[Any] = []
     try:
         yield given.append
+    except KeyboardInterrupt:
+        print("cuda-agent: interrupted; the same command continues where it stopped.", file=sys.stderr)
+        raise
     finally:
         sys.stdout.flush()
         os.dup2(kept, 1)
