@@ -106,6 +106,8 @@ def _others(params: Params, state: Path) -> Iterator[_Ranks]:
     watcher.start()
     try:
         yield _Ranks(0, grads, barrier)
+    except threading.BrokenBarrierError as error:
+        raise RuntimeError(f"the second process of the cold start died (exit code {other.exitcode}); run again to continue") from error
     except BaseException:
         barrier.abort()
         raise
