@@ -1,7 +1,7 @@
 """What the judge holds for one task: its parameters, secret inputs, expected outputs, and its baselines kept warm.
 
 Inputs and expected outputs come from an oracle, a sandboxed runner of the task's own source that is dead before any
-candidate starts. They are shared by the candidates of one task, each of which is a fresh process that has seen none.
+candidate could see them. They are shared by the candidates of one task, each of which is a fresh process that has seen none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from components.config import Params
 from components.sandbox import buffers
-from components.sandbox.correctness import compare
+from components.sandbox.correctness import Expected
 from components.sandbox.nursery import InfrastructureError, Nursery, Runner, RunnerError
 
 FAMILIES = ("given", "scaled", "shifted", "flipped", "integers", "wide")
@@ -163,6 +163,7 @@ class Bench:
         # Two timed phases (against eager, then against compile) of fresh sets for a candidate, and one warm-up round.
         self.phases = timed_rounds if timed_rounds is not None else 2 * params.sandbox.rounds + 1
         self.arms: dict[str, Arm] = {}
+        self.prepared: dict[int, list[Expected]] = {}
         self.closers: list[Any] = []
         sandbox = params.sandbox
         try:
@@ -236,14 +237,30 @@ class Bench:
 
     def _fill(self, oracle: Runner) -> None:
         """Secret seeds; correctness sets of every family first, then timed sets as the task gives them."""
-        bank = {"inputs": (self.inputs, self.bank_inputs), "outputs": (self.outputs, self.bank_single), "expected": (self.expected, self.bank_expected)}
-        self._connect(oracle, bank, self.total)
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
+        # The sets of the second phase, against compile, are made when a candidate first gets there: few tasks see one.
+        first = self.params.sandbox.correctness_sets + min(self.phases, self.params.sandbox.rounds + 1) * self.per_round
+        self._fill_sets(oracle, range(first))
+
+    def _fill_sets(self, oracle: Runner, sets: range) -> None:
+        bank = {"inputs": (self.inputs, self.bank_inputs), "outputs": (self.outputs, self.bank_single), "expected": (self.expected, self.bank_expected)}
+        self._connect(oracle, bank, self.total)
         oracle.ask({"op": "parameters", "seed": self.parameter_seed})
-        for index, seed in enumerate(self.seeds):
+        for index in sets:
             family = self.families[index] if index < len(self.families) else "given"
-            oracle.ask({"op": "fill", "set": index, "seed": seed, "family": family, "parameters": self.parameter_seed})
+            oracle.ask({"op": "fill", "set": index, "seed": self.seeds[index], "family": family, "parameters": self.parameter_seed})
+        self.filled = sets.stop
+
+    def _fill_rest(self) -> None:
+        oracle = self.nursery.spawn({"role": "describe", "code": self.code, "precision": self.params.precision}, seconds=self.params.sandbox.run_seconds)
+        try:
+            oracle.receive()
+            self._fill_sets(oracle, range(self.filled, self.total))
+        except RunnerError as error:
+            raise TaskFault(f"{error.kind}: {error.text[-200:]}") from error
+        finally:
+            oracle.close()
 
     def probe(self, orders: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
         """Float32 outputs of the reference for each order, made by an oracle of its own; for admission."""
@@ -270,21 +287,28 @@ class Bench:
     def timed_sets(self, number: int) -> list[int]:
         """The sets of timed round `number`; round 0 is the warm-up."""
         first = self.params.sandbox.correctness_sets + number * self.per_round
+        if first + self.per_round > self.filled:
+            self._fill_rest()
         return list(range(first, first + self.per_round))
 
     def wrong(self, sets: list[int], taken: torch.Tensor) -> str | None:
         """Why the outputs in `taken` are wrong for `sets`, or None; the reason names the input family."""
         for i, index in enumerate(sets):
             family = self.families[index] if index < len(self.families) else "given"
-            for slot, single, expected in zip(
-                self.outputs.slots, self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True
-            ):
+            for slot, expected in zip(self.outputs.slots, self.expected_outputs(index), strict=True):
                 start = i * self.outputs.stride + slot.offset
-                got = taken[start : start + slot.bytes].view(single.dtype).view(slot.shape)
-                reason = compare(got, single, expected, self.params.sandbox)
+                got = taken[start : start + slot.bytes].view(expected.single.dtype).view(slot.shape)
+                reason = expected.fault(got)
                 if reason is not None:
                     return f"{reason}:{family}"
         return None
+
+    def expected_outputs(self, index: int) -> list[Expected]:
+        """The outputs that are right for one set, prepared at their first use."""
+        if index not in self.prepared:
+            pairs = zip(self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True)
+            self.prepared[index] = [Expected(single, wide, self.params.sandbox) for single, wide in pairs]
+        return self.prepared[index]
 
     def arm(self, role: str) -> Arm:
         """A warm baseline: eager, compile or noop."""
@@ -314,6 +338,7 @@ class Bench:
         for arm in self.arms.values():
             arm.close()
         self.arms.clear()
+        self.prepared.clear()
         for buffer in self.closers:
             buffer.close()
         self.closers.clear()
