@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -128,9 +129,19 @@ def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Prog
     }
     command = [sys.executable, "-m", "dvc", *arguments]
     lines: list[str] = []
-    with subprocess.Popen(
-        command, cwd=workspace, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
+    # A session of its own: DVC, what it runs, and the judge below that are stopped together.
+    process = subprocess.Popen(
+        command,
+        cwd=workspace,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.rstrip())
@@ -138,6 +149,11 @@ def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Prog
             if found and progress is not None:
                 figures = dict(pair.split("=") for pair in found[3].split())
                 progress.update("dataset", int(found[1]), int(found[2]), **{name: float(value) for name, value in figures.items()})
+        process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     return lines, process.returncode
 
 

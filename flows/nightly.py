@@ -36,6 +36,7 @@ from flows.training import cold_start, stage_four, stage_one, stage_three, stage
 def story(night: Night, progress: Progress) -> Record:
     """The whole night inside a running flow; returns the record that run.json holds."""
     started = time.monotonic()
+    progress = runs.Watched(progress, night.home)
     bury_the_dead(night.run_id)
     data = dataset(night, progress)
     context = open_context(night, progress, data)

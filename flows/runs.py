@@ -29,6 +29,7 @@ from typing import Any
 
 from components.config import PROJECT, BadInput, Params, Resolved
 from components.files import digest_json, digest_tree, read_json, write_json
+from components.progress import Progress
 
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
 """In order; `--from` takes one of these."""
@@ -36,6 +37,7 @@ SOURCES = ("components", "flows", "agent_workdir")
 RUN_FILE = "run.json"
 MANIFEST = "manifest.json"
 LEAST_FREE_BYTES = 256 * 2**20
+FULL_BYTES = 16 * 2**20
 LOCK_SECONDS = 3.0
 """A killed run's children die a moment after it and may hold the lock until then."""
 
@@ -161,10 +163,31 @@ def prepare_home(home: Path) -> None:
             probe.write(b"\0" * 4096)
     except OSError as error:
         raise BadInput(f"{home}: the home folder cannot be written ({error.strerror}); give another one with --home.") from error
-    status = os.statvfs(home)
-    free = status.f_bavail * status.f_frsize
-    if free < LEAST_FREE_BYTES:
-        raise BadInput(f"{home}: the disk has {free / 2**20:.0f} MiB left and a run needs {LEAST_FREE_BYTES / 2**20:.0f}; free some or give another --home.")
+    if free_bytes(home) < LEAST_FREE_BYTES:
+        needed = f"a run needs {LEAST_FREE_BYTES / 2**20:.0f} MiB"
+        raise BadInput(f"{home}: the disk has {free_bytes(home) / 2**20:.0f} MiB left and {needed}; free some space or give another folder with --home.")
+
+
+def free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+class Watched:
+    """Progress that ends the run with one sentence when the disk is full.
+
+    A part that cannot write may take that for the candidate's fault, or try again for long: the judge's builds fail,
+    candidate after candidate. What was finished before is untouched, and the same command continues.
+    """
+
+    def __init__(self, progress: Progress, home: Path):
+        self.progress = progress
+        self.home = home
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        self.progress.update(stage, step, total, **figures)
+        if free_bytes(self.home) < FULL_BYTES:
+            raise BadInput(f"{self.home}: the disk is full; free some space or give another folder with --home, then run the same command again.")
 
 
 @contextlib.contextmanager
