@@ -162,6 +162,8 @@ def prepare_home(home: Path) -> None:
         with tempfile.TemporaryFile(dir=home) as probe:
             probe.write(b"\0" * 4096)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BadInput(f"{home}: the disk is full; free some space or give another folder with --home, then run the same command again.") from error
         raise BadInput(f"{home}: the home folder cannot be written ({error.strerror}); give another one with --home.") from error
     if free_bytes(home) < LEAST_FREE_BYTES:
         needed = f"a run needs {LEAST_FREE_BYTES / 2**20:.0f} MiB"
