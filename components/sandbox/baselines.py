@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -146,6 +147,11 @@ class Arm:
             for i, s in enumerate(sets)
         )
 
+    def grant(self, seconds: float) -> None:
+        """More time, for what it waited through no doing of its own."""
+        if self.runner is not None:
+            self.runner.deadline += seconds
+
     def close(self) -> None:
         if self.runner is not None:
             self.runner.close()
@@ -162,6 +168,8 @@ class Bench:
         self.code = code
         # Two timed phases (against eager, then against compile) of fresh sets for a candidate, and one warm-up round.
         self.phases = timed_rounds if timed_rounds is not None else 2 * params.sandbox.rounds + 1
+        self.users = 0
+        self.lock = threading.RLock()
         self.arms: dict[str, Arm] = {}
         self.prepared: dict[int, list[Expected]] = {}
         self.closers: list[Any] = []
@@ -287,8 +295,9 @@ class Bench:
     def timed_sets(self, number: int) -> list[int]:
         """The sets of timed round `number`; round 0 is the warm-up."""
         first = self.params.sandbox.correctness_sets + number * self.per_round
-        if first + self.per_round > self.filled:
-            self._fill_rest()
+        with self.lock:
+            if first + self.per_round > self.filled:
+                self._fill_rest()
         return list(range(first, first + self.per_round))
 
     def wrong(self, sets: list[int], taken: torch.Tensor) -> str | None:
@@ -312,6 +321,10 @@ class Bench:
 
     def arm(self, role: str) -> Arm:
         """A warm baseline: eager, compile or noop."""
+        with self.lock:
+            return self._arm(role)
+
+    def _arm(self, role: str) -> Arm:
         if role not in self.arms:
             header = {"role": role, "code": self.code, "compile_mode": "default"}
             try:

@@ -6,9 +6,12 @@ sandboxed process that shares nothing with it but fixed-layout memory and a sock
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,9 @@ class Judge:
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
         self.nursery = Nursery(params.sandbox, params.device, folder / "runners")
         self.measuring = threading.Lock()
+        # On cpu runners start, are checked and are compiled beside a measurement, which reads their own CPU clocks. On cuda
+        # the clock is the wall's, so whoever has a runner on the device has the device alone.
+        self.device: contextlib.AbstractContextManager[Any] = threading.Lock() if params.device == "cuda" else contextlib.nullcontext()
         self.benches: OrderedDict[str, Bench] = OrderedDict()
         self.bench_locks: dict[str, threading.Lock] = {}
         self.lock = threading.Lock()
@@ -87,9 +93,7 @@ class Judge:
         if imported is not None:
             return say("forbidden", imported, f"the library imports {imported.partition(':')[2]}, which kernels may not use.")
         try:
-            with self._task_lock(task.task_id):
-                bench = self._bench(task)
-            with self.measuring, built.library.open("rb") as library:
+            with self.device, self._bench(task) as bench, built.library.open("rb") as library:
                 return self._measure(say, bench, files, library.fileno(), always_compile)
         except TaskFault as error:
             return say("infrastructure", "task", f"the task itself fails: {error}")
@@ -112,15 +116,21 @@ class Judge:
             warm = bench.timed_sets(0)
             candidate.round("time", warm)
             rounds = self.params.sandbox.rounds
-            raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop}, range(1, rounds + 1))
+            with self._alone(candidate):
+                raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop}, range(1, rounds + 1))
             if failure is not None:
                 return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
             speedup = Speedup(eager=_ratio(raw, "eager"))
             seconds = Seconds(candidate=_median(raw, "candidate"), eager=_median(raw, "eager"))
             assert speedup.eager is not None
             if speedup.eager.estimate > MARGIN or always_compile:
+                waited = time.monotonic()
                 compiled = bench.arm("compile")
-                second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "noop": noop}, range(rounds + 1, 2 * rounds + 1))
+                bench.timed_sets(2 * rounds)  # made now, while nobody is measured
+                candidate.grant(time.monotonic() - waited)
+                with self._alone(candidate):
+                    arms = {"candidate": candidate, "compile": compiled, "noop": noop}
+                    second, failure = self._phase(bench, arms, range(rounds + 1, 2 * rounds + 1))
                 if failure is not None:
                     return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
                 speedup = Speedup(eager=speedup.eager, compile=_ratio(second, "compile"))
@@ -141,6 +151,14 @@ class Judge:
             candidate.close()
         evidence = self._evidence(bench, files) | {"raw_seconds": raw}
         return say("correct", "", "", speedup=speedup, seconds=seconds, evidence=evidence)
+
+    @contextlib.contextmanager
+    def _alone(self, candidate: Arm) -> Iterator[None]:
+        """Timed rounds take turns; waiting for one's turn is not charged to the candidate's limit."""
+        waited = time.monotonic()
+        with self.measuring:
+            candidate.grant(time.monotonic() - waited)
+            yield
 
     def _phase(self, bench: Bench, arms: dict[str, Arm], numbers: range) -> tuple[dict[str, list[float]], str | None]:
         """Alternating rounds of all arms, in rotating order, each on the round's own sets; every output is checked."""
@@ -187,37 +205,42 @@ class Judge:
         with self.lock:
             return self.bench_locks.setdefault(task_id, threading.Lock())
 
-    def _bench(self, task: KernelTask) -> Bench:
-        """The task's bench, warm; the least recently used one beyond the limit is closed while nobody measures."""
-        with self.lock:
-            bench = self.benches.get(task.task_id)
-            if bench is not None:
-                self.benches.move_to_end(task.task_id)
-        if bench is None:
-            bench = Bench(self.params, self.nursery, task.code)  # a failure is never kept: it may have been the machine's
+    @contextlib.contextmanager
+    def _bench(self, task: KernelTask) -> Iterator[Bench]:
+        """The task's bench, warm; beyond the limit the least recently used ones that nobody uses are closed."""
+        with self._task_lock(task.task_id):
+            with self.lock:
+                bench = self.benches.get(task.task_id)
+            if bench is None:
+                bench = Bench(self.params, self.nursery, task.code)  # a failure is never kept: it may have been the machine's
             with self.lock:
                 self.benches[task.task_id] = bench
-                surplus = len(self.benches) - self.params.sandbox.warm_tasks
-                retired = [self.benches.pop(next(iter(self.benches))) for _ in range(max(0, surplus))]
-            with self.measuring:
-                for old in retired:
-                    old.close()
-        return bench
+                self.benches.move_to_end(task.task_id)
+                bench.users += 1
+                idle = [name for name, other in self.benches.items() if other.users == 0]
+                retired = [self.benches.pop(name) for name in idle[: max(0, len(self.benches) - self.params.sandbox.warm_tasks)]]
+        for old in retired:
+            old.close()
+        try:
+            yield bench
+        finally:
+            with self.lock:
+                bench.users -= 1
 
     def admit(self, code: str) -> Admission:
         """Whether the judge can tell a cheat from an answer on this task, and its eager time (DESIGN §5, Admission)."""
-        try:
-            check_contract(code, "task")
-            bench = Bench(self.params, self.nursery, code, timed_rounds=ADMISSION_ROUNDS)
-        except (BadInput, TaskFault) as error:
-            return Admission(False, "does_not_run", {"detail": str(error)[:300]})
-        try:
-            with self.measuring:
+        with self.device:
+            try:
+                check_contract(code, "task")
+                bench = Bench(self.params, self.nursery, code, timed_rounds=ADMISSION_ROUNDS)
+            except (BadInput, TaskFault) as error:
+                return Admission(False, "does_not_run", {"detail": str(error)[:300]})
+            try:
                 return self._admission(bench)
-        except TaskFault as error:
-            return Admission(False, "does_not_run", {"detail": str(error)[:300]})
-        finally:
-            bench.close()
+            except TaskFault as error:
+                return Admission(False, "does_not_run", {"detail": str(error)[:300]})
+            finally:
+                bench.close()
 
     def _admission(self, bench: Bench) -> Admission:
         description = bench.description
