@@ -11,7 +11,6 @@ from night import survivor as survivor
 from components.config import Params, resolve
 from components.sandbox.judge import Judge
 
-
 SHARED = {"test_flows": "night", "test_kill": "night", "test_judge": "judge", "test_exploits": "judge", "test_isolation": "judge"}
 """Files that share something costly run in one worker; every other file is a group of its own."""
 

@@ -57,9 +57,7 @@ def save_checkpoint(
         for name, tensors in extra.items():
             save_file(tensors, temporary / name)
         files = digest_tree(temporary)
-        manifest = Manifest(
-            stage=stage, files=files, digest=digest_json(files), parent=parent, dataset=dataset, code=code, params=params, figures=figures
-        )
+        manifest = Manifest(stage=stage, files=files, digest=digest_json(files), parent=parent, dataset=dataset, code=code, params=params, figures=figures)
         write_json(temporary / MANIFEST, manifest.model_dump())
     return manifest
 
