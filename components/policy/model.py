@@ -84,4 +84,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
     """The causal language model of a folder, in evaluation mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    torch.nn.Module.to(model, device)
+    return model.eval()
