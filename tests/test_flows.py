@@ -10,7 +10,9 @@ import shutil
 import time
 from pathlib import Path
 
+import boto3
 import pytest
+from moto.server import ThreadedMotoServer
 from night import REDUCED, Done, Survivor, manifest, run
 
 from components.config import BadInput, resolve
@@ -157,3 +159,20 @@ def test_a_busy_dvc_lock_is_one_sentence(first: Done, home: Path, monkeypatch: p
     finally:
         held.close()
     assert (home / "dvc" / "dvc.lock").read_bytes() == before
+
+
+def test_the_data_set_goes_to_s3_where_the_store_is_there(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="nights")
+        night = runs.Night(resolve("ci", (f"home={home}", "store.url=s3://nights/team", f"store.endpoint={endpoint}")))
+        data.dvc(data.prepare_workspace(night), ["push"], night, None)
+        stored = [client.get_object(Bucket="nights", Key=item["Key"])["Body"].read() for item in client.list_objects_v2(Bucket="nights")["Contents"]]
+        assert next((home / "datasets").glob("*/tasks.parquet")).read_bytes() in stored
+    finally:
+        server.stop()
