@@ -11,16 +11,6 @@ from night import survivor as survivor
 from components.config import Params, resolve
 from components.sandbox.judge import Judge
 
-SHARED = {"test_flows": "night", "test_kill": "night", "test_judge": "judge", "test_exploits": "judge", "test_isolation": "judge"}
-"""Files that share something costly run in one worker; every other file is a group of its own."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(SHARED.get(item.path.stem, item.path.stem)))
-
-
 @pytest.fixture(scope="session")
 def ci_params() -> Params:
     return resolve("ci").params
