@@ -11,6 +11,7 @@ from night import survivor as survivor
 from components.config import Params, resolve
 from components.sandbox.judge import Judge
 
+
 @pytest.fixture(scope="session")
 def ci_params() -> Params:
     return resolve("ci").params
