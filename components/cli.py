@@ -140,6 +140,7 @@ def judge(
     precision: Annotated[str, typer.Option("--precision", help="strict-fp32 or tf32")] = "",
     profile: Profile = "",
     sets: Sets = None,
+    home: Home = "",
     params_file: ParamsFile = None,
     as_json: Json = False,
 ) -> None:
@@ -147,7 +148,7 @@ def judge(
     with answer(as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
         chosen = [*(sets or []), f"device={device}", *([f"precision={precision}"] if precision else [])]
-        resolved = resolved_params(profile, chosen, "", params_file)
+        resolved = resolved_params(profile, chosen, home, params_file)
         from components.sandbox.judge import judge_workdir
 
         verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")
