@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailabl
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -211,6 +212,9 @@ def main() -> None:
     """Entry point: faults that a person can mend are one sentence on standard error."""
     from components.config import BadInput
 
+    # Nothing is ever downloaded, and bars of loading weights are no news to anyone.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except BadInput as error:

@@ -252,8 +252,6 @@ def prepare_environment(home: Path) -> None:
         "DO_NOT_TRACK": "1",
         "GIT_PYTHON_REFRESH": "quiet",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
     if "PREFECT_API_URL" not in os.environ:
         # The embedded server: its database and its settings belong to this home alone.
