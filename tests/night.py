@@ -117,6 +117,6 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Survivor:
     folder = tmp_path_factory.mktemp("night")
     home = folder / "home"
     done = run_killed(home, REDUCED, kills=KILLS, longest=LONGEST_SECONDS, seed=0)
-    assert done.code == 0, done.people[-4000:]
+    assert done.code == 0, f"{done.code}: {done.people[-4000:]}"
     shutil.copytree(home / "verdicts", folder / "verdicts")
     return Survivor(home, done, manifest(home, done.record), folder / "verdicts")
