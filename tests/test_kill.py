@@ -33,7 +33,9 @@ def test_mlflow_shows_one_run_and_one_version_after_ten_kills(survivor: Survivor
     names = sorted(item.data.tags.get("cuda_agent.stage", "night") for item in own)
     assert names == sorted(["night", "coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"])
     versions = client.search_model_versions("name = 'cuda-agent'")
-    assert [item.version for item in versions if item.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])] == [survivor.record["model"]["version"]]
+    assert [str(item.version) for item in versions if item.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])] == [
+        survivor.record["model"]["version"]
+    ]
 
 
 @pytest.mark.timeout(1800)
