@@ -5,6 +5,7 @@
 // with t[0..count-1] the tensors in the order of the call and, on cuda, `stream` the current stream.
 // Long form, for files that include pybind11 themselves: REGISTER_BINDING(name, register_function).
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <vector>
 

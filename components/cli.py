@@ -17,7 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
-from components.cli_artifacts import data_app, models_app
+from components import cli_production
+from components.cli_agent import optimize, trajectory_app
+from components.cli_data import data_app
+from components.cli_evaluation import evaluate, runs_app
+from components.cli_models import models_app
+from components.cli_train import train
 from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, environment_fault, home_of, people, resolved_params
 
 FAILED, BAD_INPUT, NO_ISOLATION, REFUSED = 1, 2, 3, 4
@@ -32,6 +37,12 @@ app = typer.Typer(
 )
 app.add_typer(models_app, name="models")
 app.add_typer(data_app, name="data")
+app.command()(train)
+app.add_typer(runs_app, name="runs")
+app.command()(evaluate)
+app.add_typer(trajectory_app, name="trajectory")
+app.command()(optimize)
+cli_production.register(app)
 
 
 @app.command()
@@ -42,12 +53,14 @@ def run(
     params_file: ParamsFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run; this is what happens anyway")] = False,
     redo_from: Annotated[str, typer.Option("--from", metavar="STAGE", help="do this stage and all that follow once more")] = "",
+    metrics: Annotated[int, typer.Option("--metrics", metavar="PORT", help="serve Prometheus metrics on this port of 127.0.0.1 while it runs")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run the night: data, cold start, four stages, evaluation, registration, gate.
 
     A finished run with the same parameters and code is only reported. An interrupted one continues where it stopped.
     """
+    from components import telemetry
     from components.view import View, final_table
     from flows import leash, runs
     from flows.server import prefect_server
@@ -65,6 +78,8 @@ def run(
             with runs.home_lock(night.home):
                 runs.prepare_environment(night.home)
                 leash.put_on()
+                if metrics:
+                    telemetry.serve(metrics)
                 console.print(f"run {night.run_id}, profile {resolved.profile}, home {night.home}", highlight=False, soft_wrap=True)
                 with prefect_server(night.home) as server:
                     from components.training.stage import StageFailed
@@ -163,49 +178,6 @@ def judge(
         out(verdict.model_dump(mode="json"))
     if verdict.status == "infrastructure":
         raise typer.Exit(FAILED)
-
-
-@app.command()
-def evaluate(
-    policy: Annotated[Path, typer.Argument(help="checkpoint or Hugging Face folder")],
-    suite: Annotated[str, typer.Option("--suite", help="a folder, task file or parquet; without it evaluation.suite")] = "",
-    dataset: Annotated[Path | None, typer.Option("--dataset", help="data set whose held-out tasks are meant; without it the newest in the home")] = None,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
-) -> None:
-    """Evaluate a policy: episodes in the agent loop, then each final answer measured anew."""
-    from components.view import View, evaluation_table
-
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, [*(sets or []), *([f"evaluation.suite={json.dumps(suite)}"] if suite else [])], home, params_file)
-        from components.evaluation.evaluate import evaluate as evaluate_policy
-        from components.evaluation.suites import load_suite
-        from components.files import digest_json
-        from components.sandbox.pool import LocalPool
-
-        place = home_of(resolved)
-        tasks = load_suite(resolved.params, dataset or _newest_dataset(place))
-        settings = resolved.params.model_dump(mode="json", exclude={"home"})
-        epoch = digest_json([str(policy.resolve()), [task.task_id for task in tasks], settings])[:12]
-        pool, console = LocalPool(resolved.params, place / "verdicts"), people()
-        try:
-            with View(console) as view:
-                found = evaluate_policy(
-                    resolved.params, policy, tasks, pool, place / "evaluations" / epoch, epoch=epoch, progress=view, seed=resolved.params.seed
-                )
-        finally:
-            pool.close()
-        evaluation_table(found.overall, console)
-        out(found.model_dump(mode="json"))
-
-
-def _newest_dataset(home: Path) -> Path:
-    """The data set that was made last; a suite of its own needs none, so its absence is reported by the suite."""
-    versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
-    return versions[-1] if versions else home / "datasets"
 
 
 def main() -> None:

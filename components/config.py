@@ -35,9 +35,15 @@ class Data(Section):
     tasks: Count = Field(description="admitted training tasks to make")
     held_out: Count = Field(description="admitted held-out tasks to make; never seen in any stage")
     seed: Natural = Field(description="seed of the composer")
+    operators: Literal["core", "torch", "all"] = Field(
+        description="what tasks are made of: core (a small table that a policy from scratch knows), torch (mined from it), all (and transformers)"
+    )
+    transformers_share: Share = Field(description="share of tasks that are a module of transformers; counts where data.operators is all")
     operator_mix: dict[int, Share] = Field(description="share of tasks by number of operators, 1 to 5 (paper, Table 3)")
     eager_seconds: tuple[Positive, Positive] = Field(description="window for the eager time of one call, seconds; the paper uses 0.001 to 0.1")
     numel: tuple[Count, Count] = Field(description="window for the elements of the input tensor; sizes are searched inside it")
+    headroom: bool = Field(description="measure torch.compile of every admitted task: its time over the physical floor is the task's headroom")
+    weigh_by_headroom: bool = Field(description="train more often on tasks with headroom; needs data.headroom")
     max_similarity: Share = Field(description="highest structural similarity to any evaluation program (paper, appendix 6)")
     against: list[str] = Field(description="folders or parquet files of evaluation programs to stay clear of")
 
@@ -56,6 +62,9 @@ class Sandbox(Section):
     build_workers: Count = Field(description="builds that run in parallel")
     warm_tasks: Count = Field(description="tasks whose baselines are kept warm")
     attempts: Count = Field(description="tries of a judgement that failed by the judge's own fault")
+    pool: Literal["local", "ray"] = Field(description="judges of this machine, or actors of the Ray cluster that RAY_ADDRESS names")
+    judges: Count = Field(description="judges of a Ray pool; each has a device of its own")
+    resource: str = Field(description="Ray resource of which each judge takes one, for instance H20; empty is none")
 
 
 class Policy(Section):
@@ -71,6 +80,12 @@ class Policy(Section):
     prompt: Literal["compact", "full"] = Field(description="compact: the task's source only; full: SKILL.md before it")
     backend: Literal["transformers", "vllm", "vllm-server"] = Field(description="sampling backend")
     batch: Count = Field(description="sequences sampled together by the transformers backend")
+    server: str = Field(description="root of the vLLM server for the backend vllm-server, such as http://127.0.0.1:8000")
+    weight_transfer: Literal["ipc", "disk"] = Field(
+        description="how new weights reach vLLM: ipc, CUDA memory of the same GPU; disk, a folder that the server can read"
+    )
+    gpu_memory_share: Share = Field(description="share of the GPU's memory for the backend vllm; the trainer needs the rest")
+    sleep: bool = Field(description="vLLM gives its memory back while the policy is trained; a server needs --enable-sleep-mode")
 
 
 class Coldstart(Section):
@@ -115,7 +130,12 @@ class Ppo(Section):
         description="weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
     )
     max_entropy: Positive = Field(description="a policy whose entropy passes this many nats has collapsed: the stage stops itself")
+    min_entropy: Annotated[float, Field(ge=0)] = Field(description="a policy whose entropy falls below this many nats has collapsed; 0 is off")
     max_truncated: Share = Field(description="a stage whose length-clipped share passes this has collapsed")
+    min_effective_share: Share = Field(
+        description="lowest effective sample size of the importance weights between sampler and trainer, as a share of the tokens"
+    )
+    min_explained_variance: float | None = Field(description="the stage stops when the critic explains less on three steps in a row; null is off")
     checkpoint_every: Count = Field(description="steps between resumable states")
     rollouts: Rollouts = Field(description="how trajectories are sampled")
 
@@ -145,10 +165,13 @@ class Engine(Section):
     tokens_per_microbatch: Count = Field(description="padded tokens of one forward pass; micro-batches are packed to it")
     activation_checkpointing: bool = Field(description="recompute activations in the backward pass")
     cpu_offload: bool = Field(description="keep the optimizer state in host memory")
+    collective_seconds: Positive = Field(description="longest wait of a rank for the others; rank 0 samples while they wait")
 
 
 class Evaluation(Section):
-    suite: str = Field(description="held-out, or the path of a suite: task files, a KernelBench checkout, or parquet")
+    suite: str = Field(description="held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet")
+    levels: list[Count] = Field(description="levels of the suite that are evaluated; empty is all of them")
+    numel: Count = Field(description="elements of the largest input of a task of the shipped suite")
     attempts: Count = Field(description="trajectories per task; the first counts for pass and faster rates")
     temperature: Annotated[float, Field(ge=0)] = Field(description="sampling temperature; 0 is greedy")
     max_turns: Count = Field(description="turns of one trajectory; the paper uses 200")
@@ -159,15 +182,23 @@ class Registry(Section):
     tracking_uri: str = Field(description="MLflow tracking URI; empty is SQLite in the home folder")
     experiment: str = Field(description="MLflow experiment")
     model: str = Field(description="MLflow registered model")
+    audit: str = Field(description="folder of the audit chain and its lock; empty is in the home folder. Machines that promote in one registry share it")
 
 
 class Gate(Section):
-    pass_rate: Share = Field(description="lowest share of held-out tasks that are solved")
-    faster_rate_eager: Share = Field(description="lowest share of tasks faster than eager")
-    faster_rate_compile: Share = Field(description="lowest share of tasks faster than torch.compile")
-    geomean_eager: Annotated[float, Field(ge=0)] = Field(description="lowest geometric mean of the speed-up against eager over correct solutions")
-    regression: Share = Field(description="largest drop of the faster rate below the champion on the same tasks")
+    pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
+    faster_rate_eager: Share = Field(description="least lower end of the share of tasks faster than eager")
+    faster_rate_compile: Share = Field(description="least lower end of the share of tasks faster than torch.compile")
+    faster_rate_compile_by_level: dict[int, Share] = Field(description="the same for single levels of the suite, by level")
+    geomean_eager: Annotated[float, Field(ge=0)] = Field(
+        description="least lower end of the geometric mean of the speed-up against eager over correct solutions"
+    )
+    geomean_compile: Annotated[float, Field(ge=0)] = Field(description="the same against torch.compile")
+    regression: Share = Field(description="largest drop of a rate below the champion on the same tasks; a drop that is within the noise does not count")
+    measured: Share = Field(description="least share of tasks that the judge could measure")
+    exploits: Share = Field(description="least share of the sample of exploits that the measuring device's judge refuses; the honest answers have to pass")
     approval: Literal["automatic", "person"] = Field(description="who decides when the gates pass")
+    approval_seconds: Positive = Field(description="a version that waits longer than this for a person's decision expires")
 
 
 class Store(Section):
@@ -332,6 +363,8 @@ def _check(params: Params, sources: dict[str, str]) -> None:
     mix = params.data.operator_mix
     if set(mix) - set(range(1, 6)) or abs(sum(mix.values()) - 1) > 1e-6:
         refuse("data.operator_mix", f"must give shares for 1 to 5 operators that add up to 1, not {sum(mix.values()):g}")
+    if params.data.weigh_by_headroom and not params.data.headroom:
+        refuse("data.weigh_by_headroom", "needs the measurement; set data.headroom to true as well")
     for key in ("eager_seconds", "numel"):
         low, high = getattr(params.data, key)
         if low >= high:

@@ -16,6 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from components.config import BadInput
+
+MANIFEST = "manifest.json"
+"""A checkpoint's: the digest of every file in its folder, and of them all."""
+
 
 def digest_bytes(data: bytes) -> str:
     """SHA-256 of `data` as 64 hexadecimal digits."""
@@ -96,3 +101,22 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
+    """The digest of a checkpoint whose files match its manifest; BadInput names the first file that does not.
+
+    The same rule as components.policy.model.verify_checkpoint, without its imports. `mend` says what a person does then.
+    """
+    try:
+        manifest = read_json(checkpoint / MANIFEST)
+        expected, digest = dict(manifest["files"]), str(manifest["digest"])
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {mend}.") from error
+    if digest_json(expected) != digest:
+        raise BadInput(f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint is corrupt; {mend}.")
+    found = digest_tree(checkpoint, exclude=(MANIFEST,))
+    for name in sorted(set(expected) | set(found)):
+        if expected.get(name) != found.get(name):
+            raise BadInput(f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; {mend}.")
+    return digest

@@ -142,3 +142,34 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
     console.print(f"\nreport   {record['report']}", highlight=False, soft_wrap=True)
     for name, command in commands.items():
         console.print(f"{name:<8} {command}", highlight=False, soft_wrap=True, markup=False)
+
+
+def comparison_tables(found: Any, console: Console) -> None:
+    """How one run differs from another (components.evaluation.compare.Comparison)."""
+    console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
+    if found.dataset is not None:
+        console.print(f"  data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}", highlight=False)
+    for name in found.code:
+        console.print(f"  code {name}", highlight=False)
+    for name, (before, after) in found.params.items():
+        console.print(f"  {name} {before} -> {after}", highlight=False, soft_wrap=True, markup=False)
+    if found.unknown:
+        console.print(f"  not written down on both sides, so not compared: {', '.join(found.unknown)}", highlight=False)
+    if found.dataset is None and not found.code and not found.params and not found.unknown:
+        console.print("  the same data, code and parameters", highlight=False)
+
+    table = Table("figure", "change", "95 % interval", box=None, padding=(0, 2, 0, 0))
+    for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile"):
+        change, pattern = found.changes[name], "x{:.3f}" if name.startswith("geomean") else "{:+.1%}"
+        table.add_row(name, _number(change.value, pattern), f"{_number(change.low, pattern)} to {_number(change.high, pattern)}")
+    console.print(table)
+    table = Table("paired test", "tasks", "better", "worse", "p", "", box=None, padding=(0, 2, 0, 0))
+    for test in found.tests:
+        table.add_row(
+            test.name, str(test.tasks), str(test.better), str(test.worse), f"{test.p_value:.3g}", "significant" if test.significant else "may be chance"
+        )
+    console.print(table)
+    table = Table("task", "", "before", "after", "what", box=None, padding=(0, 2, 0, 0))
+    for change in sorted(found.changed, key=lambda change: change.kind):
+        table.add_row(change.task_id, change.kind, change.before, change.after, change.name)
+    console.print(table if found.changed else "no task changed hands.")

@@ -24,14 +24,16 @@ from prefect.cache_policies import NO_CACHE
 from components.config import PROJECT, BadInput, Params
 from components.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.progress import Progress
-from flows.runs import Night, digest_sources
+from components.synthesis.mining import versions
+from flows.runs import Busy, Night, digest_sources
 from flows.steps import Record
+from flows.versions import keep_pointer, remote_settings
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
 RETRY_SECONDS = (2.0, 5.0, 15.0)
-STEP = re.compile(r"^data (\d+)/(\d+)((?: \w+=\S+)*)$")
-"""A progress line of components.synthesis.dataset: step, total, figures."""
+STEP = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
+"""A progress line of components.synthesis.stages: step, total, figures."""
 MAKERS = ("components/synthesis", "components/task.py")
 """Sources that a data set is made from; the judge's part in it is in the parameters and the verdicts."""
 
@@ -50,13 +52,15 @@ def dataset(night: Night, progress: Progress) -> Record:
     if _marker(workspace, "pushed") != after:
         dvc(workspace, ["push"], night, progress)
         atomic_write(workspace / ".dvc" / "pushed", after)
-    return keep_version(night, workspace) | {"cached": after == before and not force, "seconds": round(time.monotonic() - started, 3)}
+    kept = keep_version(night, workspace)
+    keep_pointer(night.params, night.home, kept["version"], workspace / "dvc.lock", OUTPUT.as_posix())
+    return kept | {"cached": after == before and not force, "seconds": round(time.monotonic() - started, 3)}
 
 
 def made_by(night: Night) -> str:
     """What makes a data set beside its parameters: the program, and the wish to make it once more."""
     files = {place: digest_json(digest_sources(PROJECT / place)) if (PROJECT / place).is_dir() else digest_file(PROJECT / place) for place in MAKERS}
-    return digest_json([files, night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0])
+    return digest_json([files, versions(), night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0])
 
 
 def prepare_workspace(night: Night) -> Path:
@@ -66,10 +70,7 @@ def prepare_workspace(night: Night) -> Path:
     if not (workspace / ".dvc" / "config").is_file():
         shutil.rmtree(workspace / ".dvc", ignore_errors=True)
         dvc(workspace, ["init", "--no-scm"], night, None)
-    remote = f"{night.params.store.url.rstrip('/')}/dvc" if night.params.store.url else str(night.home / "remote")
-    settings = ["[core]", "    no_scm = True", "    analytics = false", "    remote = store", "['remote \"store\"']", f"    url = {remote}"]
-    settings += [f"    endpointurl = {night.params.store.endpoint}"] if night.params.store.endpoint else []
-    _write(workspace / ".dvc" / "config", "\n".join(settings) + "\n")
+    _write(workspace / ".dvc" / "config", remote_settings(night.params, night.home))
     _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
     _write(workspace / "params.yaml", yaml.safe_dump(_absolute(night.params), sort_keys=False))
     return workspace
@@ -106,7 +107,7 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         if not any(sign in text for sign in BUSY):
             break
         if wait is None:
-            raise BadInput(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
+            raise Busy(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
         time.sleep(wait)
     if "exited with 2" in text:
         # The data set's own program names the mend on its last line, before DVC says which stage failed.

@@ -13,6 +13,7 @@ from components.evaluation.metrics import Summary, TaskResult
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.files import digest_file, digest_json
+from components.sandbox.pool import LocalPool
 from flows.steps import SAMPLING, Context, Record
 
 
@@ -39,6 +40,7 @@ def evaluate_checkpoint(context: Context, name: str, policy: Record) -> Record:
             epoch=folder.name,
             progress=Named(context, name),
             seed=night.params.seed,
+            admit=context.pool.admit if isinstance(context.pool, LocalPool) else None,
         )
         results = folder / RESULTS
         return {"results": results.relative_to(night.home).as_posix(), "digest": digest_file(results), "figures": figures(evaluation.overall)}
@@ -86,6 +88,8 @@ def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
             "speedup_eager": row.ratio("eager"),
             "speedup_compile": row.ratio("compile"),
             "reason": row.reason,
+            "degenerate": row.degenerate,
+            "level": row.level,
         }
         for row in results
     ]

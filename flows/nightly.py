@@ -6,27 +6,25 @@ what changed, a killed one goes on where it was.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from prefect import flow, tags
-from prefect.runtime import flow_run
-from rich.console import Console
 
-from components.config import resolve
-from components.files import digest_file, digest_json, write_json
+from components.config import PROJECT
+from components.evaluation.compare import SETTINGS
+from components.evaluation.evaluate import for_admission
+from components.files import MANIFEST, digest_file, digest_json, write_json
 from components.progress import Progress
 from components.registry.tracking import NightRun, connect
-from components.sandbox.pool import LocalPool
+from components.sandbox.pools import open_pool
 from components.storage import open_store, put_folder
 from components.task import read_tasks
 from flows import runs
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
+from flows.measured import Measured
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.runs import Night
 from flows.steps import Context, Record, bury_the_dead
@@ -36,7 +34,7 @@ from flows.training import cold_start, stage_four, stage_one, stage_three, stage
 def story(night: Night, progress: Progress) -> Record:
     """The whole night inside a running flow; returns the record that run.json holds."""
     started = time.monotonic()
-    progress = runs.Watched(progress, night.home)
+    progress = Measured(runs.Watched(progress, night.home), night.home)
     bury_the_dead(night.run_id)
     data = dataset(night, progress)
     context = open_context(night, progress, data)
@@ -53,7 +51,7 @@ def story(night: Night, progress: Progress) -> Record:
         stages = {"coldstart": start, "warmup": first, "rejection": second, "critic": values, "agentic": policy}
         champion = evaluate_champion(context, version)
         decision = decide(context, version, policy, after, champion, {name: night.home / stage["folder"] for name, stage in stages.items()}, before)
-        promote(context, version, decision)
+        promote(context, version, decision, champion)
     except BaseException:
         context.tracking.fail()
         raise
@@ -69,7 +67,7 @@ def story(night: Night, progress: Progress) -> Record:
             {"name": name, "checkpoint": str(night.home / stage["checkpoint"])} | {key: stage[key] for key in STAGE_KEYS} for name, stage in stages.items()
         ],
         "cold_start": before["figures"],
-        "evaluation": after["figures"],
+        "evaluation": after["figures"] | {"results": after["results"]},
         "model": {"name": night.params.registry.model, "version": version},
         "gate": {"verdict": decision.verdict, "reasons": list(decision.reasons), "gates": [gate.model_dump() for gate in decision.gates]},
         "report": str(night.folder / "report.html"),
@@ -86,12 +84,15 @@ def open_context(night: Night, progress: Progress, data: Record) -> Context:
     """The judges and the tracked run that all stages share."""
     if not (night.folder / "started.json").is_file():
         write_json(night.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")})
+    # What `cuda-agent runs compare` reads: the full parameters, and every source by its digest.
+    sources = {f"{room}/{name}": digest for room in runs.SOURCES for name, digest in runs.digest_sources(PROJECT / room).items()}
+    write_json(night.folder / SETTINGS, {"params": night.params.model_dump(mode="json", exclude={"home"}), "sources": sources})
     registry = night.params.registry
     tracking = NightRun(connect(registry, night.home), registry, night.home, night.key, f"{night.profile or 'base'}-{night.run_id}")
     identity = {"run_id": night.run_id, "profile": night.profile, "code.revision": night.code, "home": str(night.home)}
     tracking.describe(night.params.model_dump(mode="json"), identity)
     tracking.dataset(data["version"], night.home / data["folder"], data["figures"])
-    return Context(night, progress, LocalPool(night.params, verdicts=night.home / "verdicts"), tracking, data)
+    return Context(night, progress, open_pool(for_admission(night.params), night.home / "verdicts"), tracking, data)
 
 
 def task_counts(folder: Path) -> dict[str, int]:
@@ -105,12 +106,13 @@ def publish(context: Context, record: Record, checkpoints: dict[str, str], evalu
     tracking.figures({key: value for key, value in record.items() if key != "gate"})
     for name, evaluation in evaluations.items():
         tracking.table(name, table(load(context, evaluation).tasks))
-    tracking.artifact(night.folder / "report.html")
+    for name in ("report.html", "report.json"):
+        tracking.artifact(night.folder / name)
 
     manifest = {"dataset": record["dataset"]["version"]} | {f"checkpoint.{name}": digest for name, digest in checkpoints.items()}
     manifest |= {name: digest_json(load(context, evaluation).model_dump(mode="json", exclude={"policy"})) for name, evaluation in evaluations.items()}
     manifest["decision"] = digest_json(record["gate"])
-    write_json(night.folder / runs.MANIFEST, manifest)
+    write_json(night.folder / MANIFEST, manifest)
 
     record["artifacts"] = store_artifacts(night, record["stages"][-1], context.dataset_folder)
     tracking.tags({"gate.verdict": record["gate"]["verdict"], "model.version": record["model"]["version"], "artifacts": record["artifacts"]})
@@ -125,7 +127,13 @@ def store_artifacts(night: Night, policy: Record, dataset_folder: Path) -> str:
     """
     store = open_store(night.params.store, night.home)
     put_folder(store, f"checkpoints/{policy['digest']}", Path(policy["checkpoint"]))
-    files = [night.folder / runs.MANIFEST, night.folder / "report.html", dataset_folder / "dvc.lock", dataset_folder / "metrics.json"]
+    files = [
+        night.folder / MANIFEST,
+        night.folder / "report.html",
+        night.folder / "report.json",
+        dataset_folder / "dvc.lock",
+        dataset_folder / "metrics.json",
+    ]
     name = digest_json([digest_file(path) for path in files])[:12]
     addresses = [store.put(f"runs/{night.run_id}/{name}/{path.name}", path) for path in files]
     return addresses[0].rpartition("/")[0]
@@ -133,32 +141,7 @@ def store_artifacts(night: Night, policy: Record, dataset_folder: Path) -> str:
 
 def run_night(night: Night, progress: Progress) -> Record:
     """Run the story as a Prefect flow in this process. The home is locked and the environment prepared by the caller."""
-    return _as_flow(night, lambda: story(night, progress))
-
-
-def _as_flow(night: Night, call: Callable[[], Record]) -> Record:
-    named = flow(name="nightly", flow_run_name=f"{night.profile or 'base'}-{night.run_id}", persist_result=False)(call)
+    named = flow(name="nightly", flow_run_name=f"{night.profile or 'base'}-{night.run_id}", persist_result=False)(lambda: story(night, progress))
     with tags(night.run_id):
         record: Record = named()
     return record
-
-
-@flow(name="nightly", persist_result=False)
-def nightly(profile: str = "h20-pool", sets: list[str] | None = None, redo_from: str = "", home: str = "", dated: bool = True) -> dict[str, Any]:
-    """The deployed flow (prefect.yaml): what `cuda-agent run` does, started by a worker.
-
-    `dated` makes the day it was scheduled for the seed: each night is a run of its own, and a retry of a night is not.
-    """
-    from components.view import View
-
-    chosen = [*(sets or ()), *((f"home={json.dumps(home)}",) if home else ())]
-    if dated:
-        scheduled = flow_run.scheduled_start_time or datetime.now(UTC)
-        chosen = [f"seed={scheduled:%Y%m%d}", *chosen]
-    night = runs.open_night(resolve(profile, tuple(chosen)), redo_from)
-    done = runs.finished(night)
-    if done is not None:
-        return done
-    runs.check_environment(night.params)
-    with runs.home_lock(night.home), tags(night.run_id), View(Console(stderr=True)) as view:
-        return story(night, view)

@@ -7,19 +7,22 @@ same content, and a champion that is the version already stays as it is.
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from components.config import BadInput
+from components.evaluation.exploits import try_exploits
 from components.evaluation.report import collect, write_report
-from components.files import atomic_folder, digest_json, read_json, write_json
-from components.registry import gates, models
+from components.files import MANIFEST, atomic_folder, digest_file, digest_json, read_json, verify_files, write_json
+from components.registry import gates, gating, models
 from components.registry.gates import Decision
+from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
 from flows.evaluation import evaluate_checkpoint, load
-from flows.runs import MANIFEST, verify_files
 from flows.steps import Context, Record
 
 
@@ -38,6 +41,7 @@ def register(context: Context, policy: Record, evaluation: Record) -> str:
             "dataset.version": context.dataset["version"],
             "code.revision": night.code,
             "checkpoint.digest": policy["digest"],
+            "manifest.digest": digest_file(night.home / policy["checkpoint"] / MANIFEST),
             "evaluation": evaluation["results"],
             "evaluation.digest": evaluation["digest"],
             "report": str(night.folder / "report.html"),
@@ -50,43 +54,55 @@ def register(context: Context, policy: Record, evaluation: Record) -> str:
     return version
 
 
+@dataclass(frozen=True)
+class Reigning:
+    """The champion that a night's version is compared with: its version and its evaluation on the night's tasks."""
+
+    version: str
+    record: Record
+
+
 @task(name="gate", persist_result=False, cache_policy=NO_CACHE)
-def decide(context: Context, version: str, policy: Record, evaluation: Record, champion: Record | None, stages: dict[str, Path], before: Record) -> Decision:
-    """Hold the evaluation against the thresholds and the champion, and leave the decision where it can be audited."""
+def decide(context: Context, version: str, policy: Record, evaluation: Record, champion: Reigning | None, stages: dict[str, Path], before: Record) -> Decision:
+    """Hold the evaluation against the thresholds and the champion, and the judge against a sample of exploits."""
     night, client, model = context.night, context.tracking.client, context.night.params.registry.model
     after = load(context, evaluation)
-    report = night.folder / "report.html"
-    found = gates.floors(after.overall, night.params.gate)
-    if champion is not None:
-        found += gates.regression(after.tasks, load(context, champion).tasks, night.params.gate)
     write_night_report(context, stages, before, evaluation, None, version)
-    found += gates.integrity(
-        after.overall,
+    sample = try_exploits(night.params.device, context.pool, epoch=night.run_id, progress=context.progress)
+    if champion is not None:
+        for name, value in {"version": champion.version, "evaluation": champion.record["results"], "digest": champion.record["digest"]}.items():
+            client.set_model_version_tag(model, version, f"{gating.COMPARED}.{name}", value)
+    found = gating.collect(
+        night.params.gate,
+        after,
+        load(context, champion.record) if champion is not None else None,
+        sample,
         digests_match=verify_files(night.home / policy["checkpoint"]) == policy["digest"] == after.policy_digest,
-        isolated=all(row.evidence.get("isolation", "bubblewrap") != "none" for row in after.tasks),
-        report_complete=report.is_file() and "</html>" in report.read_text()[-200:],
+        report_complete=gating.complete(night.folder / "report.html"),
     )
     decision = gates.decide(found, night.params.gate.approval)
-    models.record_decision(client, model, version, decision)
     write_night_report(context, stages, before, evaluation, decision, version)
     return decision
 
 
 @task(name="promote", persist_result=False, cache_policy=NO_CACHE)
-def promote(context: Context, version: str, decision: Decision) -> None:
-    """Move the aliases as the decision says; a version that waits for a person stays `candidate`."""
-    night, client, model = context.night, context.tracking.client, context.night.params.registry.model
-    match decision.verdict:
-        case "promoted":
-            models.promote(client, model, version, night.home / "mlflow" / "promotion.lock")
-        case "refused":
-            models.retire_candidate(client, model, version)
-            write_json(night.folder / "refusal.json", decision.model_dump(mode="json"))
-        case "waiting":
-            pass
+def promote(context: Context, version: str, decision: Decision, champion: Reigning | None) -> None:
+    """Settle the version as the decision says, with its entry in the audit chain; one that waits stays `candidate`."""
+    night = context.night
+    office = Promotion(context.tracking.client, night.params.registry, night.home)
+    office.expire()
+    office.settle(
+        version,
+        decision,
+        champion=champion.version if champion is not None else None,
+        approval_seconds=night.params.gate.approval_seconds,
+        key=digest_json([night.key, decision.model_dump(mode="json")]),
+    )
+    if decision.verdict == "refused":
+        write_json(night.folder / "refusal.json", decision.model_dump(mode="json"))
 
 
-def evaluate_champion(context: Context, version: str) -> Record | None:
+def evaluate_champion(context: Context, version: str) -> Reigning | None:
     """The reigning champion, measured on this night's tasks with this night's parameters; None when there is none.
 
     A figure from another night was taken on another data set or machine; only the same tasks make it comparable. The
@@ -102,14 +118,14 @@ def evaluate_champion(context: Context, version: str) -> Record | None:
     tags: dict[str, Any] = models.describe(client, model, reigning)["tags"]
     digest = tags["checkpoint.digest"]
     folder = context.night.home / "champions" / digest[:12]
-    if not (folder / MANIFEST).is_file():
+    if not (folder / "checkpoint" / MANIFEST).is_file():
         with atomic_folder(folder) as temporary:
-            downloaded = models.download(client, model, reigning, temporary / "download")
-            for path in sorted(downloaded.iterdir()):
-                path.rename(temporary / path.name)
+            shutil.copytree(models.checkpoint(client, model, reigning, temporary / "download"), temporary / "checkpoint")
             shutil.rmtree(temporary / "download", ignore_errors=True)
-    verify_files(folder)
-    return evaluate_checkpoint(context, "champion", {"checkpoint": folder.relative_to(context.night.home).as_posix(), "digest": digest})
+    if verify_files(folder / "checkpoint") != digest:
+        raise BadInput(f"{folder}: holds another checkpoint than version {reigning} registered; delete the folder and restore the artifact store.")
+    checkpoint = (folder / "checkpoint").relative_to(context.night.home).as_posix()
+    return Reigning(reigning, evaluate_checkpoint(context, "champion", {"checkpoint": checkpoint, "digest": digest}))
 
 
 def write_night_report(context: Context, stages: dict[str, Path], before: Record, after: Record, decision: Decision | None, version: str) -> None:

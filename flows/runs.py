@@ -4,11 +4,13 @@ Nothing here imports Prefect, MLflow or torch, so that a finished run is answere
 
     home/lock                       one run at a time
     home/dvc, home/remote           the data set's workspace and its DVC remote
-    home/datasets/<version>/        tasks.parquet, metrics.json, card.md, dvc.lock
+    home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
     home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, state, stage.json
     home/verdicts                   every judgement, so that a resumed stage sees the same ones
     home/prefect, home/mlflow       their databases
-    home/runs/<run_id>/             run.json (written last), manifest.json, report.html
+    home/runs/<run_id>/             run.json (written last), manifest.json, report.html, report.json, settings.json
+    home/champions, home/evaluations/<epoch>/    champions' checkpoints, evaluations by hand
+    home/audit/<model>/             the audit chain of promotions, one file an entry
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from components.config import PROJECT, BadInput, Params, Resolved
-from components.files import digest_json, digest_tree, read_json, write_json
+from components.files import digest_json, digest_tree, read_json, verify_files, write_json
 from components.progress import Progress
 
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
 """In order; `--from` takes one of these."""
 SOURCES = ("components", "flows", "agent_workdir")
 RUN_FILE = "run.json"
+HOME_SLOT = "cuda-agent-home"
+"""Prefect's global concurrency limit of one: the deployed flow that holds it works in the home."""
 MANIFEST = "manifest.json"
+"""Of a run: the digest of everything that it made."""
 LEAST_FREE_BYTES = 256 * 2**20
 FULL_BYTES = 16 * 2**20
 LOCK_SECONDS = 3.0
@@ -62,6 +67,10 @@ class Redo:
 
     def reaches(self, stage: str) -> bool:
         return STAGES.index(stage) >= STAGES.index(self.stage)
+
+
+class Busy(BadInput):
+    """Somebody else holds what is needed; waiting mends it."""
 
 
 class Night:
@@ -137,24 +146,6 @@ def finished(night: Night) -> dict[str, Any] | None:
     return record
 
 
-def verify_files(checkpoint: Path) -> str:
-    """The digest of a checkpoint whose files match its manifest; BadInput names the first file that does not.
-
-    The same rule as components.policy.model.verify_checkpoint, without its imports.
-    """
-    mend = "delete the folder and run again"
-    try:
-        manifest = read_json(checkpoint / MANIFEST)
-        expected, digest = dict(manifest["files"]), str(manifest["digest"])
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"{checkpoint}: {MANIFEST} is missing or damaged, this is not a checkpoint; {mend}.") from error
-    found = digest_tree(checkpoint, exclude=(MANIFEST,))
-    for name in sorted(set(expected) | set(found)):
-        if expected.get(name) != found.get(name):
-            raise BadInput(f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; {mend}.")
-    return digest
-
-
 def prepare_home(home: Path) -> None:
     """Make the home folder and see that it can be written; BadInput otherwise."""
     try:
@@ -208,7 +199,7 @@ def home_lock(home: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     file.seek(0)
                     holder = file.read().strip() or "unknown"
-                    raise BadInput(f"{home}: another run (process {holder}) works here; wait for it, stop it, or give another folder with --home.") from error
+                    raise Busy(f"{home}: another run (process {holder}) works here; wait for it, stop it, or give another folder with --home.") from error
                 time.sleep(0.1)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")

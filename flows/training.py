@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect import task
 
-from components.config import Params
 from components.files import atomic_folder, digest_json, digest_tree, write_json
 from components.policy.coldstart import coldstart
-from components.policy.demonstrations import demonstration
-from components.policy.model import MANIFEST, Manifest, load_tokenizer, verify_checkpoint
-from components.policy.tokenizer import encode_messages
-from components.synthesis.compose import is_held_out, stream
-from components.task import KernelTask
-from components.training import agentic, critic, rejection, warmup
-from components.training.rejection import Row
+from components.policy.model import MANIFEST, Manifest, verify_checkpoint
+from components.training.entry import run_stage, training_sources
 from components.training.stage import Stage, StageResult
 from flows.steps import SAMPLING, Context, Record
 
@@ -33,11 +25,6 @@ def make_checkpoint(folder: Path, call: Callable[[Path], Record]) -> Record:
     return call(folder)
 
 
-def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
-    """Composed tasks without end, none of whose operator sequences is held out."""
-    return (found for found in stream(seed, params.data, params.device) if not is_held_out(found.ops, params.data.seed))
-
-
 def cold_start(context: Context) -> Record:
     """The policy that training starts from: made from scratch, or the Hugging Face folder that policy.source names."""
     params = context.night.params
@@ -46,6 +33,7 @@ def cold_start(context: Context) -> Record:
 
     def call(folder: Path) -> Record:
         started = time.monotonic()
+        context.pool.prepare()  # training leaves it a core
         out = folder / CHECKPOINT
         if (out / MANIFEST).is_file():
             digest = verify_checkpoint(out).digest
@@ -76,34 +64,28 @@ def adopt(context: Context, source: Path) -> Record:
 
 def stage_one(context: Context, policy: Record) -> Record:
     """Single-turn PPO."""
-    return train(context, "warmup", ("warmup",), warmup.run, policy)
+    return train(context, "warmup", ("warmup",), policy)
 
 
 def stage_two(context: Context, policy: Record) -> Record:
     """Rejection fine-tuning; a policy from scratch is shown some of its demonstrations again."""
-    params = context.night.params
-
-    def run(stage: Stage) -> StageResult:
-        return rejection.run(stage, replay=demonstrations(params, stage.actor) if params.policy.source == "scratch" else None)
-
-    return train(context, "rejection", ("rejection", "coldstart", "data"), run, policy)
+    return train(context, "rejection", ("rejection", "coldstart", "data"), policy)
 
 
 def stage_three(context: Context, policy: Record, sampled: list[Record]) -> Record:
     """Value pretraining on everything that the stages before it sampled."""
-    return train(context, "critic", ("critic",), critic.run, policy, sampled=sampled)
+    return train(context, "critic", ("critic",), policy, sampled=sampled)
 
 
 def stage_four(context: Context, policy: Record, values: Record) -> Record:
     """Multi-turn PPO from the actor of stage 2 and the critic of stage 3."""
-    return train(context, "agentic", ("agentic",), agentic.run, policy, values=values)
+    return train(context, "agentic", ("agentic",), policy, values=values)
 
 
 def train(
     context: Context,
     name: str,
     sections: tuple[str, ...],
-    run: Callable[[Stage], StageResult],
     policy: Record,
     *,
     values: Record | None = None,
@@ -115,7 +97,7 @@ def train(
     upstream |= {f"trajectories.{place}": earlier["key"] for place, earlier in enumerate(inputs)}
 
     def call(folder: Path) -> Record:
-        result = run(
+        result = run_stage(
             Stage(
                 name=name,
                 params=context.night.params,
@@ -145,15 +127,3 @@ def record(context: Context, folder: Path, digest: str, *, seconds: float, resul
         "figures": result.figures if result else {},
         "stopped": result.stopped if result else "",
     }
-
-
-def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]]:
-    """Cold-start demonstrations as rows of ids and mask, the same ones whenever it is asked."""
-
-    def rows(count: int) -> list[Row]:
-        tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
-        # Other tasks than the cold start's own: a shifted seed, held-out sequences left out all the same.
-        sources = islice(training_sources(params, params.coldstart.seed + 1), count)
-        return [encode_messages(tokenizer, demonstration(source, rng, params.coldstart, params.device)) for source in sources]
-
-    return rows

@@ -1,7 +1,8 @@
 """A small task for tests of the judge, and the candidates of tests/honest and tests/exploits as the judge takes them.
 
 A candidate's folder holds what differs from the plain answer: without model_new.py it has the starter below, without
-kernels/ the fast honest kernel of tests/honest/simd. `#include "raw.h"` gives exploits system calls without libc.
+kernels/ the fast honest kernel of tests/honest/simd, without model.py it answers the task below. `#include "raw.h"`
+gives exploits system calls without libc, `#include "answer.cuh"` the honest answer on a GPU (groups honest_cuda, exploits_cuda).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def get_init_inputs():
     return []
 """
 TASK = KernelTask(code=CODE)
+CUDA_TASK = KernelTask(code=CODE.replace("torch.randn(256, 1024)", "torch.randn(2048, 1024)"))
 MODEL_NEW = """
 import torch
 import torch.nn as nn
@@ -57,15 +59,24 @@ def names(group: str) -> list[str]:
 def files(group: str, name: str) -> dict[str, str]:
     """Workspace path -> text."""
     folder = HERE / group / name
-    found = {"model_new.py": MODEL_NEW}
-    kernels = folder / "kernels" if (folder / "kernels").is_dir() else HERE / "honest" / "simd" / "kernels"
-    for path in [folder / "model_new.py", *sorted(kernels.iterdir())]:
-        if path.is_file():
-            found[path.relative_to(folder if folder in path.parents else HERE / "honest" / "simd").as_posix()] = path.read_text()
-    if any('#include "raw.h"' in text for text in found.values()):
-        found["kernels/raw.h"] = (HERE / "exploits" / "raw.h").read_text()
+    plain = HERE / ("honest_cuda/plain" if group.endswith("cuda") else "honest/simd")
+    kernels = folder / "kernels" if (folder / "kernels").is_dir() else plain / "kernels"
+    found = {"model_new.py": MODEL_NEW} | {f"kernels/{path.name}": path.read_text() for path in sorted(kernels.iterdir())}
+    if (folder / "model_new.py").exists():
+        found["model_new.py"] = (folder / "model_new.py").read_text()
+    for header in (HERE / "exploits" / "raw.h", HERE / "exploits_cuda" / "answer.cuh"):
+        if any(f'#include "{header.name}"' in text for text in found.values()):
+            found[f"kernels/{header.name}"] = header.read_text()
     return found
 
 
-def expected(name: str) -> dict[str, Any]:
-    return json.loads((HERE / "exploits" / name / "expected.json").read_text())
+def task(group: str, name: str) -> KernelTask:
+    """The task that a candidate answers: its folder's model.py, or the one above."""
+    own = HERE / group / name / "model.py"
+    if own.exists():
+        return KernelTask(code=own.read_text())
+    return CUDA_TASK if group.endswith("cuda") else TASK
+
+
+def expected(name: str, group: str = "exploits") -> dict[str, Any]:
+    return json.loads((HERE / group / name / "expected.json").read_text())

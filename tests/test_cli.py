@@ -44,7 +44,7 @@ def test_an_unknown_parameter_names_the_nearest_known_one(tmp_path: Path) -> Non
 
 def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None:
     sentence = one_sentence(command("run", "--home", str(tmp_path), "--set", "gate.pass_rate=2"))
-    assert "gate.pass_rate = 2" in sentence and "lowest share" in sentence
+    assert "gate.pass_rate = 2" in sentence and "least lower end" in sentence
 
 
 def test_an_unknown_profile_names_the_nearest(tmp_path: Path) -> None:
@@ -120,6 +120,19 @@ def test_the_doctor_says_what_an_absence_costs(tmp_path: Path) -> None:
 
 def test_no_model_yet_is_one_sentence(tmp_path: Path) -> None:
     assert "no run was registered here" in one_sentence(command("models", "list", "--home", str(tmp_path)))
+
+
+def test_an_evaluation_of_nothing_is_one_sentence(tmp_path: Path) -> None:
+    home = ("--home", str(tmp_path / "home"), "--suite", "shipped")
+    assert "there is no champion; give a checkpoint with --policy" in one_sentence(command("evaluate", *home))
+    assert "config.json is missing" in one_sentence(command("evaluate", *home, "--policy", str(tmp_path)))
+    assert "--levels one: numbers with commas" in one_sentence(command("evaluate", *home, "--levels", "one"))
+    assert "its levels are: 1, 2, 3" in one_sentence(command("evaluate", *home, "--levels", "4"))
+    assert not (tmp_path / "home").exists()
+
+
+def test_comparing_with_a_run_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    assert "no such finished run or evaluation" in one_sentence(command("runs", "compare", "a", "b", "--home", str(tmp_path)))
 
 
 def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:

@@ -31,7 +31,14 @@ STAGES = (0, 1, 2, 3)
 
 def settings(zero_stage: int, tokens: int = 40, dtype: str = "float32", checkpointing: bool = False) -> config.Engine:
     return config.Engine.model_validate(
-        {"zero_stage": zero_stage, "dtype": dtype, "tokens_per_microbatch": tokens, "activation_checkpointing": checkpointing, "cpu_offload": False}
+        {
+            "zero_stage": zero_stage,
+            "dtype": dtype,
+            "tokens_per_microbatch": tokens,
+            "activation_checkpointing": checkpointing,
+            "cpu_offload": False,
+            "collective_seconds": 600.0,
+        }
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,14 @@ import pytest
 from components.agent.trajectory import Trajectory, Turn
 from components.config import BadInput, Params, resolve
 from components.evaluation.evaluate import evaluate
+from components.evaluation.report import write_evaluation_report
 from components.evaluation.results import Evaluation, load_evaluation
 from components.files import digest_tree
 from components.policy.coldstart import new_model
 from components.policy.model import save_checkpoint
 from components.policy.tokenizer import train_tokenizer
 from components.progress import Quiet
+from components.sandbox.judge import Admission
 from components.sandbox.pool import Candidate, Job
 from components.sandbox.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone_of
 from components.task import KernelTask
@@ -133,6 +138,43 @@ def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(pol
     assert not known & {task_id for task_id, _ in pool.measured}, "no final answer is measured twice"
 
 
+class SlowPool(LinePool):
+    """Takes a moment for each judgement, and writes down which task it was and whether its result was there already."""
+
+    def __init__(self, out: Path):
+        super().__init__()
+        self.out = out
+
+    def submit(self, job: Job) -> Future[Verdict]:
+        known = (self.out / "tasks" / f"{job.task.task_id}.json").exists()
+        with (self.out.parent / "judged").open("a") as log:
+            log.write(f"{job.task.task_id} {known}\n")
+        time.sleep(0.05)
+        return super().submit(job)
+
+
+def evaluate_slowly(policy: Path, out: Path) -> None:
+    run(policy, out, SlowPool(out), Script(LINES))
+
+
+def test_ten_sigkills_at_random_moments_give_the_report_of_an_undisturbed_evaluation(policy: Path, tmp_path: Path) -> None:
+    whole = run(policy, tmp_path / "whole", LinePool(), Script(LINES))
+    out, chance = tmp_path / "killed", random.Random(0)
+    fork = get_context("fork")
+    for _ in range(10):
+        process = fork.Process(target=evaluate_slowly, args=(policy, out))
+        process.start()
+        process.join(chance.uniform(0.02, 0.6))
+        process.kill()
+        process.join()
+    assert run(policy, out, SlowPool(out), Script(LINES)) == whole
+    for folder in ("whole", "killed"):
+        write_evaluation_report(tmp_path / folder, load_evaluation(tmp_path / folder))
+    reports = [json.loads((tmp_path / folder / "report.json").read_text()) | {"device_seconds": None} for folder in ("whole", "killed")]
+    assert reports[0] == reports[1]
+    assert not any(line.endswith("True") for line in (tmp_path / "judged").read_text().splitlines()), "what is known is not judged again"
+
+
 def test_a_finished_evaluation_is_only_read(policy: Path, tmp_path: Path) -> None:
     run(policy, tmp_path, LinePool(), Script(LINES))
     before = digest_tree(tmp_path)
@@ -169,3 +211,19 @@ def test_a_folder_that_is_no_sound_policy_is_refused(policy: Path, tmp_path: Pat
         (broken / "config.json").write_text("{}")
     with pytest.raises(BadInput, match=r"config\.json"):
         run(broken, tmp_path / "out", LinePool(), Script(LINES))
+
+
+@pytest.mark.parametrize(("reason", "degenerate"), [("zeros_pass", "zeros_pass"), ("eager_time", ""), ("", "")])
+def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(policy: Path, tmp_path: Path, reason: str, degenerate: str) -> None:
+    asked: list[str] = []
+
+    def admit(code: str) -> Future[Admission]:
+        asked.append(code)
+        future: Future[Admission] = Future()
+        future.set_result(Admission(not reason, reason, {}))
+        return future
+
+    ours = TASKS[1].model_copy(update={"evidence": {"eager_seconds": 1e-3}})
+    found = evaluate(small(), policy, [TASKS[0], ours], LinePool(), tmp_path, epoch="night", progress=Quiet(), seed=0, episodes=Script(LINES), admit=admit)
+    assert [row.degenerate for row in found.tasks] == [degenerate, ""] and found.overall.tasks == 2
+    assert asked == [TASKS[0].code], "a task of our own data set was admitted when it was made"

@@ -186,6 +186,14 @@ def test_the_hugging_face_layout_loads_like_the_checkout(tmp_path: Path) -> None
     assert [(task.level, task.name) for task in load_suite(suite_params(str(tmp_path / "suite.parquet")), tmp_path)] == [(1, "7_A"), (2, "1_B")]
 
 
+def test_a_hugging_face_snapshot_has_a_file_for_each_level(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for level in (2, 1, 4):
+        rows = {"code": [TASK.format(factor=level)], "level": [level], "name": [f"{level}_A"], "problem_id": [level]}
+        pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "data" / f"level_{level}-00000-of-00001.parquet")
+    assert [(task.level, task.name) for task in load_suite(suite_params(str(tmp_path)), tmp_path)] == [(1, "1_A"), (2, "2_A"), (4, "4_A")]
+
+
 def test_public_columns_and_plain_folders_load(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"ops": [["relu"]], "data_source": ["x"], "code": [TASK.format(factor=3)]}), tmp_path / "ops.parquet")
     assert load_suite(suite_params(str(tmp_path / "ops.parquet")), tmp_path)[0].ops == ("relu",)
@@ -197,7 +205,7 @@ def test_public_columns_and_plain_folders_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "suite", "says"),
     [
-        ({}, "nowhere", "neither held-out, nor a folder"),
+        ({}, "nowhere", "nor a folder"),
         ({}, ".", "holds no task"),
         ({"a.py": "x = 1"}, ".", "add Model, get_inputs(), get_init_inputs()"),
         ({"a.py": "def"}, ".", "not valid Python"),
@@ -216,3 +224,33 @@ def test_a_data_set_without_held_out_tasks_is_refused(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks.parquet", [KernelTask(code=TASK.format(factor=1))])
     with pytest.raises(BadInput, match="no held-out tasks"):
         load_suite(suite_params("held-out"), tmp_path)
+
+
+def shipped(numel: int, levels: list[int]) -> list[KernelTask]:
+    params = suite_params("shipped")
+    return load_suite(params.model_copy(update={"evaluation": params.evaluation.model_copy(update={"numel": numel, "levels": levels})}), Path("nowhere"))
+
+
+def test_the_shipped_suite_has_three_levels_at_the_profiles_size() -> None:
+    small, large = shipped(262144, []), shipped(16777216, [])
+    assert 12 <= len(small) <= 20 and {task.level for task in small} == {1, 2, 3}
+    assert len({task.task_id for task in small}) == len(small)
+    for task, name in ((small[0], "262144"), (large[0], "16777216")):
+        assert f"NUMEL = {name}\n" in task.code
+    assert {task.level for task in shipped(262144, [1, 3])} == {1, 3}
+
+
+@pytest.mark.parametrize("numel", [262144, 524288])
+def test_the_shipped_programs_run_and_their_largest_input_has_the_asked_size(numel: int) -> None:
+    for task in shipped(numel, []):
+        namespace: dict[str, object] = {}
+        exec(task.code, namespace)
+        inputs = namespace["get_inputs"]()  # type: ignore[operator]
+        model = namespace["Model"](*namespace["get_init_inputs"]())  # type: ignore[operator]
+        assert bool(model(*inputs).isfinite().all()), task.name
+        assert 0.9 * numel <= max(value.numel() for value in inputs) <= numel, task.name
+
+
+def test_a_level_that_the_suite_lacks_is_refused() -> None:
+    with pytest.raises(BadInput, match="its levels are: 1, 2, 3"):
+        shipped(262144, [4])

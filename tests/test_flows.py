@@ -16,6 +16,7 @@ from moto.server import ThreadedMotoServer
 from night import REDUCED, Done, Survivor, manifest, run
 
 from components.config import BadInput, resolve
+from components.registry.promotion import Promotion
 from components.registry.tracking import connect, numbers
 from components.task import read_tasks
 from flows import data, runs
@@ -64,6 +65,16 @@ def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home
     assert children == {"coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"}
     assert {item.path for item in client.list_artifacts(nights[0].info.run_id)} >= {"report.html", "evaluation.json", "cold_start.json"}
     assert [item.dataset.digest for item in nights[0].inputs.dataset_inputs] == [first.record["dataset"]["version"][:36]]
+
+
+def test_the_promotion_stands_in_the_audit_chain_once_with_its_evidence(first: Done, home: Path) -> None:
+    params = resolve("ci").params.registry
+    office = Promotion(connect(params, home), params, home)
+    entries = office.chain.entries()
+    assert [(entry.action, entry.version, entry.aliases) for entry in entries] == [("promoted", "1", {"champion": "1"})]
+    assert entries[0].evidence["checkpoint.digest"] == first.record["stages"][-1]["digest"]
+    assert {gate["name"] for gate in entries[0].evidence["gates"]} >= {"pass_rate", "integrity.exploits", "integrity.digests"}
+    assert office.verify() == []
 
 
 def test_held_out_tasks_are_kept_apart(first: Done, home: Path) -> None:

@@ -13,7 +13,7 @@ from components.sandbox import judge as judge_module
 from components.sandbox.judge import Judge
 
 REPORT = """
-import json, os, socket
+import fcntl, json, os, socket
 
 def attempt(action):
     try:
@@ -80,7 +80,10 @@ def test_candidate_writes_to_its_workspace_only_and_finds_nothing_of_its_predece
         assert ask(judge, f"[os.path.exists(p) for p in {PLACES[:-1]!r}]") == [False] * (len(PLACES) - 1)
         written = ask(judge, f"[attempt(lambda: write(p)) for p in {PLACES!r}]")
         assert written[0] == "'written'"
-        assert set(written[1:]) <= {"PermissionError", "OSError"}, dict(zip(PLACES, written, strict=True))
+        refused = dict(zip(PLACES, written, strict=True))
+        assert refused.pop("/cache/mark") == "FileNotFoundError"  # it is the compile baselines' alone
+        del refused[PLACES[0]]
+        assert set(refused.values()) <= {"PermissionError", "OSError"}, refused
 
 
 def test_what_a_candidate_prints_is_not_there_for_the_next(judge: Judge) -> None:
@@ -104,6 +107,15 @@ def test_shared_buffers_cannot_be_resized(judge: Judge) -> None:
 def test_memory_that_no_limit_counts_is_refused(judge: Judge) -> None:
     assert ask(judge, "attempt(lambda: os.memfd_create('m'))") == "PermissionError"
     assert ask(judge, "attempt(lambda: bytearray(1 << 36))") == "MemoryError"
+
+
+def test_no_lock_on_a_common_file_carries_a_message(judge: Judge) -> None:
+    lock = "[attempt(lambda: f(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_SH)) for f in (fcntl.flock, fcntl.lockf)]"
+    assert ask(judge, lock) == ["PermissionError"] * 2
+
+
+def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:
+    assert ask(judge, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
 
 
 def test_sentinel_is_correct_after_all_this(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import judge_world as world
 import pytest
+import torch
 
 from components.config import Params
+from components.sandbox import baselines
+from components.sandbox.correctness import Expected, Near
 from components.sandbox.judge import Judge
+from components.sandbox.nursery import InfrastructureError, Nursery
 from components.sandbox.pool import Candidate, Job, LocalPool
 from components.sandbox.screen import screen_files, screen_symbols
 from components.sandbox.verdict import MARGIN
+from components.task import KernelTask
 
 SIMD = world.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
@@ -20,7 +28,7 @@ KERNEL = "kernels/forward.cpp"
 
 @pytest.mark.parametrize("name", world.names("honest"))
 def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
-    verdict = judge.verdict(world.TASK, world.files("honest", name), always_compile=True)
+    verdict = judge.verdict(world.task("honest", name), world.files("honest", name), always_compile=True)
     assert verdict.status == "correct", (verdict.reason, verdict.log)
     assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
     faster = (verdict.speedup.eager.estimate > MARGIN, verdict.speedup.compile.estimate > MARGIN)
@@ -84,6 +92,25 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
     runner.signal(9)  # as the kernel does when memory runs out
     assert pool.submit(Job(world.TASK, Candidate.of(SIMD), "0")).result(120).status == "correct"
     pool.executor.shutdown()
+
+
+@pytest.mark.parametrize("kind", [Expected, Near])
+def test_infinity_is_neither_its_opposite_nor_nan(kind: type, ci_params: Params) -> None:
+    expected = torch.tensor([1.0, 2.0, -torch.inf])
+    exact = Expected(expected, expected.double(), ci_params.sandbox)
+    judged = exact if kind is Expected else Near(expected, exact.slack)
+    assert judged.fault(expected.clone()) is None
+    for special in (torch.inf, torch.nan, 0.0):
+        assert judged.fault(torch.tensor([1.0, 2.0, special])) == "finite_mask"
+
+
+def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:
+    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path)
+    with ThreadPoolExecutor(1) as executor:
+        process = executor.submit(nursery._zygote, "plain").result().process
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    nursery.close()
 
 
 def test_symbols_of_other_libraries_are_refused() -> None:
@@ -160,3 +187,24 @@ def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path:
 
 def test_candidate_with_a_lone_surrogate_has_a_digest() -> None:
     assert Candidate.of({KERNEL: "\ud800"}).files == ((KERNEL, "?"),)
+
+
+def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first calls are quick: only the baseline that is measured meets the endless one."""
+    monkeypatch.setattr(baselines, "BASELINE_LIMITS", 2)
+    count = """    calls = 0
+
+    def count(self, y):
+        Model.calls += 1
+        if Model.calls < 4:
+            time.sleep(0.05)  # so that the task is described after two calls
+        while Model.calls > 12:
+            pass
+        return y
+
+    def forward"""
+    code = task("self.count(torch.sigmoid(x) * self.scale - 0.3)").replace("    def forward", count).replace("import torch\n", "import time\nimport torch\n", 1)
+    started = time.monotonic()
+    with pytest.raises(InfrastructureError, match="timed_out"):
+        with_limits(3, 30).verdict(KernelTask(code=code), SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")})
+    assert time.monotonic() - started < 60

@@ -33,7 +33,7 @@ def params() -> Params:
 
 @pytest.fixture(scope="module")
 def tasks(params: Params) -> list[KernelTask]:
-    return list(itertools.islice((task for task in stream(3, params.data) if task.split == "train"), 30))
+    return list(itertools.islice((task for task in stream(3, params.data) if task.split == "train"), 60))
 
 
 @pytest.fixture(scope="module")

@@ -111,9 +111,35 @@ def test_the_report_shows_the_verdict_and_figures_before_and_after(tmp_path: Pat
     text = report(tmp_path, [None, 0.5, None, None], [4.0, 2.0, 0.5, None])
     assert "refused" in text and "pass_rate fell short" in text
     assert "75.0%" in text and "was 25.0%" in text and "+50.0 points" in text
-    assert "25.0% short" in text, "the gate says by how much it fell short"
+    assert "50.0% short" in text, "the gate says by how much its lower end fell short"
     assert "reported, not measured here" in text and "98.8%" in text
     assert "KERNEL(forward) {}" in text
+
+
+def test_the_papers_rows_stand_beside_this_run_and_are_marked(tmp_path: Path) -> None:
+    text = report(tmp_path, [1.0, 1.0], [4.0, 2.0, 0.5, None])
+    figures = json.loads((tmp_path / "report.json").read_text())
+    rows = figures["table_1"]
+    assert [row["set"] for row in rows] == ["overall"] * 8 + ["1"] * 8 + ["2"] * 8
+    assert {row["note"] for row in rows if not row["model"].startswith("this run")} == {"reported, not measured here"}
+    assert text.count("reported, not measured here") == 18 and "Claude Opus 4.5" in text
+    mine = next(row for row in rows if row["model"] == "this run")
+    assert mine["figures"]["pass_rate"] == figures["overall"]["pass_rate"] == 0.75
+
+
+def test_best_and_worst_are_shown_and_degenerate_tasks_apart(tmp_path: Path) -> None:
+    found = evaluation([float(i) for i in range(1, 25)] + [None])
+    rows = [row.model_copy(update={"degenerate": "zeros_pass"}) if row.task_id == f"{23:016x}" else row for row in found.tasks]
+    write_json(tmp_path / "results.json", found.model_copy(update={"tasks": tuple(rows)}).model_dump(mode="json"))
+    write_json(tmp_path / "cost.json", {"episodes": 12.5})
+    write_report(tmp_path / "report.html", collect(tmp_path, {}, None, tmp_path, [], {}))
+    figures = json.loads((tmp_path / "report.json").read_text())
+    assert [int(task, 16) for task in figures["best"]] == list(range(22, 12, -1)), "the fastest of all is degenerate"
+    assert [int(task, 16) for task in figures["worst"]] == [24, *range(9)]
+    assert figures["degenerate"] == {f"{23:016x}": "zeros_pass"} and figures["without_degenerate"]["tasks"] == 24
+    assert figures["device_seconds"] == {"evaluation after, episodes": 12.5}
+    text = (tmp_path / "report.html").read_text()
+    assert "<h2>Degenerate tasks</h2>" in text and "degenerate: zeros_pass" in text and "12.5" in text
 
 
 def test_every_picture_is_there(tmp_path: Path) -> None:
@@ -144,7 +170,7 @@ def test_what_a_policy_wrote_stays_text(tmp_path: Path) -> None:
     tags = Tags(text)
     assert sum(tag == "script" for tag, _ in tags.seen) == 1
     assert not any(tag in {"img", "a"} for tag, _ in tags.seen)
-    assert "49" not in text[text.index("<h2>Tasks") :].replace("{{ 7 * 7 }}", ""), "sources are no templates"
+    assert "49" not in text[text.index("<h2>Best") :].replace("{{ 7 * 7 }}", ""), "sources are no templates"
     assert not any(name.startswith("on") for _, attributes in tags.seen for name in attributes)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
 
 from components.config import BadInput
 from components.config import Store as StoreParams
-from components.storage import FolderStore, S3Store, Store, open_store, put_folder
+from components.files import digest_bytes
+from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_folder
+from flows.faults import SERVICE, kind_of
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,15 @@ def test_equal_bytes_may_be_put_again_and_others_never(store: Store, tmp_path: P
     assert (tmp_path / "back").read_bytes() == b"one"
 
 
+def test_objects_are_listed_by_prefix_and_removed(store: Store, tmp_path: Path) -> None:
+    for key in ("runs/1/a", "runs/2/b", "checkpoints/c"):
+        store.put(key, file(tmp_path, key.encode()))
+    assert [(entry.key, entry.bytes) for entry in store.entries("runs/")] == [("runs/1/a", 8), ("runs/2/b", 8)]
+    store.remove("runs/1/a")
+    store.remove("runs/1/a")
+    assert [entry.key for entry in store.entries()] == ["checkpoints/c", "runs/2/b"]
+
+
 def test_a_key_cannot_leave_the_store(store: Store, tmp_path: Path) -> None:
     for key in ("../x", "/x", "a/../../x", "a//b", ""):
         with pytest.raises(BadInput, match="not a key"):
@@ -75,6 +89,131 @@ def test_a_folder_is_stored_file_by_file(store: Store, tmp_path: Path) -> None:
     file(tmp_path / "tree" / "inner", b"2", "b.json")
     assert set(put_folder(store, "run", tmp_path / "tree")) == {"a.json", "inner/b.json"}
     assert store.exists("run/inner/b.json")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A bucket of this test and a maker of stores on it with parts of 5 MiB, the smallest that S3 takes."""
+    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", endpoint_url=endpoint)
+    name = f"b{abs(hash(tmp_path))}"
+    client.create_bucket(Bucket=name)
+
+    def open_it(journal: str = "uploads") -> S3Store:
+        return S3Store(f"s3://{name}/team", endpoint, uploads=tmp_path / journal, part_bytes=5 << 20)
+
+    open_it.client, open_it.name = client, name  # type: ignore[attr-defined]
+    return open_it
+
+
+LARGE = bytes(range(256)) * (12 << 12)
+"""12 MiB: three parts."""
+
+
+def test_a_large_object_goes_up_in_parts_and_comes_back(bucket: Any, tmp_path: Path) -> None:
+    store = bucket()
+    store.put("checkpoints/a/weights", file(tmp_path, LARGE))
+    store.get("checkpoints/a/weights", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == LARGE
+    assert store.digests("checkpoints/a/weights") == (digest_bytes(LARGE), digest_bytes(LARGE))
+    assert not list((tmp_path / "uploads").glob("*")), "a finished upload is forgotten"
+
+
+def test_an_interrupted_upload_sends_only_the_parts_that_are_missing(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, source, sent = bucket(), file(tmp_path, LARGE), []
+    send = store.client.upload_part
+
+    def broken(**request: Any) -> Any:
+        if len(sent) == 2:
+            raise EndpointConnectionError(endpoint_url="http://gone")
+        sent.append(request["PartNumber"])
+        return send(**request)
+
+    monkeypatch.setattr(store.client, "upload_part", broken)
+    with pytest.raises(StoreUnavailable, match="what was done is kept"):
+        store.put("weights", source)
+    assert not store.exists("weights") and sent == [1, 2]
+
+    later, again = bucket(), []
+    resume = later.client.upload_part
+    monkeypatch.setattr(later.client, "upload_part", lambda **request: (again.append(request["PartNumber"]), resume(**request))[1])
+    later.put("weights", source)
+    assert again == [3]
+    later.get("weights", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == LARGE and not later.abandoned(timedelta(0))
+
+
+def test_an_interrupted_upload_of_other_bytes_is_not_continued(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = bucket()
+    monkeypatch.setattr(store.client, "complete_multipart_upload", lambda **_: (_ for _ in ()).throw(EndpointConnectionError(endpoint_url="http://gone")))
+    with pytest.raises(StoreUnavailable):
+        store.put("weights", file(tmp_path, LARGE))
+    other = LARGE[::-1]
+    later = bucket()
+    later.put("weights", file(tmp_path, other))
+    assert later.digests("weights") == (digest_bytes(other), digest_bytes(other))
+    assert not later.abandoned(timedelta(0)), "what was begun for other bytes is given up"
+
+
+@pytest.mark.parametrize("size", [1000, len(LARGE)])
+def test_of_two_writers_that_both_saw_nothing_one_is_refused(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    first, second = bucket("first"), bucket("second")
+    mine, theirs = file(tmp_path, LARGE[:size], "mine"), file(tmp_path, LARGE[::-1][:size], "theirs")
+    looked = second._recorded
+
+    def late(name: str) -> str | None:
+        """The look-up's answer was true a moment ago: the other writer comes in between."""
+        monkeypatch.setattr(second, "_recorded", looked)
+        first.put("weights", mine)
+        return None
+
+    monkeypatch.setattr(second, "_recorded", late)
+    with pytest.raises(BadInput, match="never overwritten"):
+        second.put("weights", theirs)
+    assert first.digests("weights")[0] == digest_bytes(LARGE[:size])
+
+
+def test_an_interrupted_download_goes_on_where_it_was(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = bucket()
+    store.put("weights", file(tmp_path, LARGE))
+    fetch, asked = store.client.get_object, []
+
+    class Broken:
+        def __init__(self, body: Any):
+            self.body = body
+
+        def iter_chunks(self, size: int) -> Iterator[bytes]:
+            yield self.body.read(5_000_000)
+            raise ResponseStreamingError(error="reset by peer")
+
+    def breaking(**request: Any) -> Any:
+        answer = fetch(**request)
+        return answer | {"Body": Broken(answer["Body"])}
+
+    monkeypatch.setattr(store.client, "get_object", breaking)
+    with pytest.raises(StoreUnavailable):
+        store.get("weights", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    monkeypatch.setattr(store.client, "get_object", lambda **request: (asked.append(request.get("Range")), fetch(**request))[1])
+    store.get("weights", tmp_path / "back")
+    assert asked == ["bytes=5000000-"] and (tmp_path / "back").read_bytes() == LARGE
+    assert [path.name for path in tmp_path.glob(".back*")] == []
+
+
+def test_a_store_that_is_away_is_a_fault_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreUnavailable) as raised:
+        S3Store("s3://bucket", "http://127.0.0.1:9").put("weights", file(tmp_path, b"x"))
+    assert kind_of(raised.value) is SERVICE and kind_of(BadInput("a mistake")) is None
+
+
+def test_the_endpoint_may_come_from_the_standard_variable(endpoint: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    store = S3Store(f"s3://{bucket.name}", "")
+    store.put("weights", file(tmp_path, b"x"))
+    assert [entry.key for entry in store.entries("wei")] == ["weights"]
 
 
 def test_damage_in_s3_is_noticed(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

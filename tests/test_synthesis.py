@@ -8,59 +8,21 @@ import json
 import random
 import subprocess
 import sys
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from synthesis_world import InProcess, parameters
 
-from components.config import PROJECT, BadInput, Params, resolve
+from components.config import PROJECT, BadInput, resolve
 from components.progress import Quiet
-from components.sandbox.judge import Admission
 from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
 from components.synthesis.contamination import Programs, graph, similarity, subtrees
-from components.synthesis.dataset import build, main, read_params, version
+from components.synthesis.dataset import build, version
+from components.synthesis.stages import main, read_params
 from components.task import check_contract, read_tasks
-
-CI = ("data.numel=[4096, 65536]", "data.tasks=12", "data.held_out=4", "data.eager_seconds=[1e-9, 10]")
-
-
-def parameters(*sets: str) -> Params:
-    return resolve("ci", (*CI, *sets)).params
-
-
-class InProcess:
-    """Admission of our own composed sources in this process: a small real judge, for tests only. It may finish them in
-    any order."""
-
-    def __init__(self, shuffled: bool = False, refuse: str = ""):
-        self.executor = ThreadPoolExecutor(3)
-        self.delay = random.Random(time.monotonic_ns()) if shuffled else None
-        self.refuse = refuse
-        self.asked: list[str] = []
-
-    def admit(self, code: str) -> Future[Admission]:
-        self.asked.append(code)
-        return self.executor.submit(self._admit, code)
-
-    def _admit(self, code: str) -> Admission:
-        if self.delay is not None:
-            time.sleep(self.delay.random() * 0.05)
-        if self.refuse and self.refuse in code:
-            return Admission(False, "half_precision_passes", {"detail": "refused by the test"})
-        namespace: dict = {}
-        exec(code, namespace)
-        model, inputs = namespace["Model"](), namespace["get_inputs"]()
-        with torch.no_grad():
-            first, other = model(*inputs), model(*namespace["get_inputs"]())
-        if torch.equal(first, other):
-            return Admission(False, "seeds_agree", {})
-        forms = [{"shape": list(x.shape), "dtype": "float32"} for x in inputs]
-        # A figure made from the source, so that verdicts are equal between runs.
-        return Admission(True, "", {"inputs": forms, "outputs": [], "parameters": list(model.state_dict()), "eager_seconds": 1e-3 * len(code)})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -188,14 +150,16 @@ def test_the_funnel_adds_up_and_every_rejection_is_kept(tmp_path: Path) -> None:
     assert all(task.evidence["eager_seconds"] > 0 and "tanh" not in task.code for task in tasks)
     rejected = pyarrow.parquet.read_table(tmp_path / "tasks" / "rejected.parquet").to_pylist()
     assert summary.candidates == len(tasks) + len(rejected) + summary.surplus
-    assert {row["reason"] for row in rejected} >= {"half_precision_passes"} and all("tanh" in row["code"] for row in rejected if row["detail"])
+    assert {row["reason"] for row in rejected} >= {"half_precision_passes"} and all(
+        "tanh" in row["code"] for row in rejected if row["reason"] == "half_precision_passes"
+    )
     figures = json.loads((tmp_path / "tasks" / "metrics.json").read_text())
     assert figures["version"] == version(tmp_path / "tasks") == summary.version
     assert figures["rejected"] == summary.reasons and figures["admitted"] == 16
     lines = (tmp_path / "tasks" / "plots" / "funnel.csv").read_text().splitlines()
     steps = {row["step"]: int(row["candidates"]) for row in csv.DictReader(lines)}
     assert steps["composed"] == summary.candidates and steps["admitted"] == 16
-    assert figures["version"][:16] in (tmp_path / "tasks" / "card.md").read_text()
+    assert figures["version"][:16] in (tmp_path / "tasks" / "README.md").read_text()
 
 
 def test_no_held_out_sequence_is_trained_on(tmp_path: Path) -> None:
@@ -240,10 +204,10 @@ def test_the_command_reads_resolved_parameters_and_profiles(tmp_path: Path, monk
     monkeypatch.setenv("CUDA_AGENT_PROFILE", "ci")
     assert read_params(resolved) == parameters()
     assert read_params(PROJECT / "params.yaml") == resolve("ci").params
-    assert main(["--params", str(tmp_path / "missing.yaml"), "--out", str(tmp_path / "x")]) == 2
+    assert main(["tasks", "--params", str(tmp_path / "missing.yaml"), "--out", str(tmp_path / "x")]) == 2
 
 
-def test_dvc_accepts_the_stage(tmp_path: Path) -> None:
+def test_dvc_accepts_the_stages(tmp_path: Path) -> None:
     (tmp_path / "dvc.yaml").write_text((PROJECT / "dvc.yaml").read_text())
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(parameters().model_dump(mode="json")))
 
@@ -252,8 +216,9 @@ def test_dvc_accepts_the_stage(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "DVC_NO_ANALYTICS": "1"}).stdout
 
     dvc("init", "--no-scm", "--quiet")
+    assert main(["seeds", "--params", str(tmp_path / "params.yaml"), "--out", str(tmp_path / "data" / "seeds")]) == 0
     build(parameters(), tmp_path / "data" / "tasks", InProcess(), Quiet())
-    dvc("commit", "--force", "--quiet", "tasks")
+    dvc("commit", "--force", "--quiet", "seeds", "tasks")
     assert "up to date" in dvc("status")
     assert json.loads(dvc("metrics", "show", "--json"))[""]["data"]["data/tasks/metrics.json"]["data"]["train"] == 12
     dvc("plots", "show", "--out", "plots")

@@ -1,6 +1,6 @@
 """Build kernels/ exactly as the judge builds them; the compiler's words when it fails."""
 
-from components.agent.commands import compile
+from utils.ask import ask
 
 if __name__ == "__main__":
-    compile()
+    ask("compile")

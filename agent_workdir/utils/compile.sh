@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
 # Build kernels/ exactly as the judge builds them.
-exec "${PYTHON:-python3}" -m utils.compile
+cd "$(dirname "$0")/.." && exec "${PYTHON:-python3}" -m utils.compile

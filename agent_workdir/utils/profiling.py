@@ -1,6 +1,6 @@
 """Time eager, torch.compile and model_new.py side by side, with the judge's clock."""
 
-from components.agent.commands import profiling
+from utils.ask import ask
 
 if __name__ == "__main__":
-    profiling()
+    ask("profiling")

@@ -1,6 +1,6 @@
 """Check model_new.py against model.py on secret inputs, in the judge's sandbox."""
 
-from components.agent.commands import verification
+from utils.ask import ask
 
 if __name__ == "__main__":
-    verification()
+    ask("verification")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from components.agent.workspace import observe_build, observe_profiling, observe_verification
 from components.config import BadInput, Params, resolve
+from components.files import atomic_write
 from components.sandbox.build import Builder
 from components.sandbox.judge import judge_workdir, read_workspace
 from components.sandbox.verdict import Verdict
@@ -36,13 +37,18 @@ def _verdict() -> Verdict:
 
 
 def compile() -> None:
-    """`bash utils/compile.sh`: exit 0 when kernels/ builds, 1 with the compiler's words when it does not."""
+    """`bash utils/compile.sh`: exit 0 when kernels/ builds, 1 with the compiler's words when it does not.
+
+    The library is left as cuda_extension.so, so that model_new.py can be imported here.
+    """
     try:
         params, folder = _params()
         built = Builder(params.sandbox, params.device, folder / "builds").build(read_workspace(Path.cwd()))
     except BadInput as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    if built.library is not None:
+        atomic_write(Path("cuda_extension.so"), built.library.read_bytes())
     print("Build succeeded." if built.library is not None else f"Build failed: {built.log}")
     sys.exit(built.library is None)
 

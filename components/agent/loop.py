@@ -1,4 +1,4 @@
-"""The agent's loop: many episodes side by side over one sampler and one judge pool.
+"""The agent's loop over a sampler of tokens: many episodes side by side over one sampler and one judge pool.
 
 All live episodes sample a turn together, then their calls run at the same time, then the next turn. Ids are appended and
 never made again from text; the suffix that carries observations is what the chat template puts after a turn.
@@ -8,101 +8,94 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from components.agent.reward import milestone
-from components.agent.tools import Tools, parse_calls
-from components.agent.trajectory import ToolCall, Trajectory, Turn
-from components.agent.workspace import Workspace
-from components.config import Params
+from components.agent.arguments import descriptions
+from components.agent.calls import parse_calls
+from components.agent.episode import SHORTENED, Episode, Limits
+from components.agent.trajectory import ToolCall, Trajectory
+from components.config import BadInput, Params
 from components.policy.generate import Completion, Sampler
 from components.policy.prompts import user_message
-from components.sandbox.pool import Candidate, Job, JudgePool
-from components.sandbox.verdict import Verdict
+from components.sandbox.pool import JudgePool
 from components.task import KernelTask
 
 MAX_PARALLEL_CALLS = 64
 SMALLEST_TURN = 16
 """An episode ends when fewer tokens than this are left in the context window."""
+MARK = "\u2402assistant\u2403"
+"""Stands for a sampled turn when the template is asked what follows one; no template and no prompt holds it."""
 
 
 def _nothing(done: int, total: int) -> None:
     return
 
 
-def suffix_ids(tokenizer: PreTrainedTokenizerBase, observation: str) -> list[int]:
-    """What stands between a sampled turn and the next one: the tool message and the generation prompt.
+def suffix_ids(tokenizer: PreTrainedTokenizerBase, observations: Sequence[str], tools: list[Any] | None = None) -> list[int]:
+    """What stands between a sampled turn, its end-of-turn token included, and the next one: a tool message for each
+    observation and the generation prompt, as the chat template writes them after an assistant's turn."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *({"role": "tool", "content": text} for text in observations)]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools))
+    _, mark, after = text.partition(MARK)
+    if not mark:
+        raise BadInput(
+            f"the chat template of the policy ({tokenizer.name_or_path}) leaves out the assistant's own words; give the folder another chat_template.jinja."
+        )
+    return list(tokenizer.encode(after.lstrip().removeprefix(str(tokenizer.eos_token)), add_special_tokens=False))
 
-    Found as the difference of two renderings, so that any chat template serves that renders earlier messages alike.
-    """
-    opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    before = str(tokenizer.apply_chat_template(opening, tokenize=False))
-    after = str(tokenizer.apply_chat_template([*opening, {"role": "tool", "content": observation}], tokenize=False, add_generation_prompt=True))
-    end = before.rindex(str(tokenizer.eos_token)) + len(str(tokenizer.eos_token))
-    if not after.startswith(before[:end]):
-        raise ValueError("the chat template changes earlier messages when a tool message follows: token in, token out is impossible with it")
-    return list(tokenizer.encode(after[end:], add_special_tokens=False))
 
+class TokenEpisode(Episode):
+    """An episode whose policy takes and gives token ids; it keeps every one of them."""
 
-class Episode:
-    """One trajectory in the making."""
-
-    def __init__(self, task: KernelTask, params: Params, tokenizer: PreTrainedTokenizerBase, pool: JudgePool, epoch: str, in_turns: bool):
-        self.task = task
+    def __init__(self, task: KernelTask, params: Params, tokenizer: PreTrainedTokenizerBase, pool: JudgePool, epoch: str, *, in_turns: bool):
+        super().__init__(task, params, pool, epoch, in_turns=in_turns)
         self.tokenizer = tokenizer
-        self.pool = pool
-        self.epoch = epoch
-        self.workspace = Workspace(task, params.device)
-        self.tools = Tools(self.workspace, params.sandbox, self.judge)
-        message = {"role": "user", "content": user_message(params.policy, task.code, in_turns=in_turns)}
-        text = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+        # A policy with the compact prompt knows its tools; others are told by their template, where it can.
+        told = params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
+        self.descriptions = descriptions() if told else None
+        message = {"role": "user", "content": user_message(params.policy, task.code, in_turns=in_turns, device=params.device)}
+        text = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True, tools=self.descriptions))
         self.ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
-        self.turns: list[Turn] = []
-        self.finish_reason = ""
+        self.observed: list[tuple[int, int, list[int]]] = []
+        """Where each turn's observations stand in `ids`, and what stands there once they are shortened."""
+        self.shortened = 0
 
-    def judge(self) -> Verdict:
-        """The verdict on the files as they are; equal files in one epoch are measured once."""
-        return self.pool.submit(Job(self.task, Candidate.of(self.workspace.candidate()), self.epoch)).result()
+    def prompt(self, *, shorten: bool) -> list[int]:
+        """The history to sample from. With `shorten`, the oldest observations give way until a turn fits into the window."""
+        ids, self.shortened = self.ids, 0
+        room = self.params.policy.context - min(self.params.policy.context // 8, 4096)
+        while shorten and len(ids) > room and self.shortened < len(self.observed) - 1:
+            self.shortened += 1
+            pieces, end = [], 0
+            for start, stop, short in self.observed[: self.shortened]:
+                pieces += [*self.ids[end:start], *short]
+                end = stop
+            ids = [*pieces, *self.ids[end:]]
+        return ids
 
-    def take(self, completion: Completion) -> None:
+    def act(self, completion: Completion, last: bool) -> None:
+        """Take a sampled turn, run its calls and append their observations, or end the episode."""
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
-
-    def act(self, completion: Completion, last: bool) -> None:
-        """Run the calls of a sampled turn and append their observations, or end the episode."""
         text = str(self.tokenizer.decode(list(completion.ids), skip_special_tokens=True))
-        calls: tuple[ToolCall, ...] = tuple(self.tools.run(request) for request in parse_calls(text))
-        self.turns.append(Turn(text, calls))
-        if completion.finish_reason == "length":
-            self.finish_reason = "length"
-        elif not calls:
-            self.finish_reason = "stop"
-        elif last:
-            self.finish_reason = "turns"
-        else:
-            suffix = suffix_ids(self.tokenizer, "\n".join(call.observation for call in calls))
+        calls = self.perform(text, parse_calls(text), cut=completion.finish_reason == "length", last=last, shortened=self.shortened)
+        if not self.finish_reason:
+            suffix = suffix_ids(self.tokenizer, self._messages(calls), self.descriptions)
+            short = suffix_ids(self.tokenizer, [SHORTENED], self.descriptions)
+            self.observed.append((len(self.ids), len(self.ids) + len(suffix), short if len(short) < len(suffix) else suffix))
             self.ids += suffix
             self.mask += [0] * len(suffix)
             self.logprobs += [0.0] * len(suffix)
 
-    def finish(self, version: str) -> Trajectory:
-        final = self.judge()
-        return Trajectory(
-            task_id=self.task.task_id,
-            ids=tuple(self.ids),
-            action_mask=tuple(self.mask),
-            sampler_logprob=tuple(self.logprobs),
-            turns=tuple(self.turns),
-            verdicts=(*self.tools.verdicts, final),
-            reward=float(milestone(final)),
-            finish_reason=self.finish_reason,
-            policy_version=version,
-            files=self.workspace.candidate(),
-        )
+    def _messages(self, calls: Sequence[ToolCall]) -> list[str]:
+        """A message for each call where the template knows tools; the compact form has one for all."""
+        observations = [call.observation for call in calls]
+        return observations if self.descriptions is not None else ["\n".join(observations)]
 
 
 def run_episodes(
@@ -117,32 +110,43 @@ def run_episodes(
     max_turns: int,
     max_new_tokens: int,
     temperature: float,
+    deadline: float | None = None,
+    shorten: bool = False,
     on_progress: Callable[[int, int], None] = _nothing,
 ) -> list[Trajectory]:
     """One trajectory per given task, in order; repeat a task to sample it several times.
 
     With `max_turns` 1 the first answer is final. `epoch` names the policy update: within it, equal candidates on a task
-    share one measurement. The final answer is the state of the workspace when the episode ends. Raises nothing for what
-    a policy does; an `infrastructure` verdict in `final` means that the trajectory says nothing about the policy.
+    share one measurement. The final answer is the state of the workspace when the episode ends. `deadline` is a moment
+    of time.monotonic after which no turn begins. `shorten` makes room in a full window by shortening old observations:
+    not for training, whose trajectories are one sequence each. Raises nothing for what a policy does; an
+    `infrastructure` verdict in `final` means that the trajectory says nothing about the policy.
     """
-    episodes = [Episode(task, params, tokenizer, pool, epoch, max_turns > 1) for task in tasks]
-    live = list(range(len(episodes)))
+    limits = Limits(max_turns, max_new_tokens, deadline)
+    episodes = [TokenEpisode(task, params, tokenizer, pool, epoch, in_turns=max_turns > 1) for task in tasks]
+    live = list(episodes)
     with ThreadPoolExecutor(max_workers=MAX_PARALLEL_CALLS, thread_name_prefix="episode") as threads:
-        for turn in range(max_turns):
-            room = [min(max_new_tokens, params.policy.context - len(episodes[i].ids)) for i in live]
-            for i in [i for i, tokens in zip(live, room, strict=True) if tokens < SMALLEST_TURN]:
-                episodes[i].finish_reason = "length"
-            live = [i for i in live if not episodes[i].finish_reason]
-            if not live:
-                break
-            budget = min(max_new_tokens, *(params.policy.context - len(episodes[i].ids) for i in live))
-            completions = sampler.generate([episodes[i].ids for i in live], max_new_tokens=budget, temperature=temperature, seed=seed * 1_000_003 + turn)
-            for i, completion in zip(live, completions, strict=True):
-                episodes[i].take(completion)
-            last = turn + 1 == max_turns
-            pending = [threads.submit(episodes[i].act, completion, last) for i, completion in zip(live, completions, strict=True)]
-            for future in pending:
-                future.result()
-            live = [i for i in live if not episodes[i].finish_reason]
-            on_progress(len(episodes) - len(live), len(episodes))
-        return list(threads.map(lambda episode: episode.finish(sampler.version), episodes))
+        try:
+            for turn in range(max_turns):
+                prompts = {id(episode): episode.prompt(shorten=shorten) for episode in live}
+                for episode in live:
+                    if params.policy.context - len(prompts[id(episode)]) < SMALLEST_TURN:
+                        episode.finish_reason = "length"
+                    elif limits.passed():
+                        episode.finish_reason = "time"
+                live = [episode for episode in live if not episode.finish_reason]
+                if not live:
+                    break
+                histories = [prompts[id(episode)] for episode in live]
+                budget = min(max_new_tokens, *(params.policy.context - len(history) for history in histories))
+                completions = sampler.generate(histories, max_new_tokens=budget, temperature=temperature, seed=seed * 1_000_003 + turn)
+                last = turn + 1 == max_turns
+                pending = [threads.submit(episode.act, completion, last) for episode, completion in zip(live, completions, strict=True)]
+                for future in pending:
+                    future.result()
+                live = [episode for episode in live if not episode.finish_reason]
+                on_progress(len(episodes) - len(live), len(episodes))
+            return list(threads.map(lambda episode: episode.finish(sampler.version, episode.ids, episode.mask, episode.logprobs), episodes))
+        finally:
+            for episode in episodes:
+                episode.tools.close()

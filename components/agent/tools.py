@@ -1,126 +1,234 @@
-"""The tools of the agent: Write, Edit, Read and Bash, with the argument names that the field uses.
+"""The tools of the agent, by the names and with the argument names that the field uses.
 
-Tool calls are read from text in the Qwen3-Coder form or as Hermes JSON. What does not parse, or names no tool, becomes
-an observation and is marked invalid, for the filter of stage 2.
+Files live in memory. A shell starts with the first command that needs one, gets the files as they are, and after
+that whatever it changes in model_new.py and kernels/ comes back. The measured utilities alone need no shell.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import fnmatch
 import re
-import subprocess
-import tempfile
+import shlex
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from components.agent import arguments, folder
+from components.agent.arguments import Arguments, validated
+from components.agent.asking import Asking
+from components.agent.calls import Request
+from components.agent.shell import Ended, Shell
 from components.agent.trajectory import ToolCall
-from components.agent.workspace import Workspace, observe_build, observe_profiling, observe_verification
-from components.config import PROJECT, Sandbox
-from components.sandbox import isolation
-from components.sandbox.verdict import Verdict, clean
+from components.agent.workspace import Workspace, observe_build, observe_profiling, observe_verification, plain_path
+from components.config import Sandbox
+from components.sandbox.verdict import Verdict
 
-BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\n]+)>\n?(.*?)</function>\Z", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n?</parameter>", re.DOTALL)
 UTILITIES = ("bash utils/compile.sh", "python3 -m utils.verification", "python3 -m utils.profiling")
-MAX_CALLS = 16
-SHELL_SECONDS = 30
+SHELL_SECONDS = 120.0
+MAX_SHELL_SECONDS = 600.0
+SEARCH_SECONDS = 20.0
+FEWEST_CHARACTERS, MOST_CHARACTERS = 2000, 30_000
+LINES, LINE_CHARACTERS = 2000, 2000
 FAILURE = "invalid tool call"
+ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
-@dataclass(frozen=True)
-class Request:
-    """A tool call as the policy asked for it; `error` when it could not be read."""
-
-    name: str
-    arguments: dict[str, Any]
-    error: str = ""
-
-
-def parse_calls(text: str) -> list[Request]:
-    """Every tool call of an assistant message, in order; at most 16."""
-    requests = []
-    for block in BLOCK.findall(text)[:MAX_CALLS]:
-        function = FUNCTION.search(block)
-        if function is not None:
-            arguments: dict[str, Any] = dict(PARAMETER.findall(function.group(2)))
-            requests.append(Request(function.group(1).strip(), arguments))
-            continue
-        try:
-            value = json.loads(block)
-            requests.append(Request(str(value["name"]), dict(value.get("arguments") or {})))
-        except (ValueError, KeyError, TypeError):
-            requests.append(Request("", {}, "a call is <function=NAME>, its <parameter=…> and </function>, or one JSON object with name and arguments"))
-    return requests
+def readable(text: str, limit: int) -> str:
+    """Text without terminal escapes and control characters, head and tail kept when it is longer than `limit` characters."""
+    text = ESCAPE.sub("", text) if "\x1b" in text else text
+    if not text.isprintable():
+        text = "".join(c for c in text if c in "\n\t" or c.isprintable())
+    if len(text) <= limit:
+        return text
+    half = (limit - 40) // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
 
 
 class Tools:
-    """Runs the calls of one episode on its workspace. `judge` gives the verdict on the files as they are."""
+    """Runs the calls of one trajectory on its workspace. `judge` gives the verdict on the files as they are.
 
-    def __init__(self, workspace: Workspace, sandbox: Sandbox, judge: Callable[[], Verdict]):
+    `context` is the policy's window in tokens: an observation takes about a sixteenth of it at most. With `read_first`
+    a file that the policy has neither read nor written cannot be overwritten.
+    """
+
+    def __init__(self, workspace: Workspace, sandbox: Sandbox, judge: Callable[[], Verdict], *, context: int = 1 << 17, read_first: bool = True):
         self.workspace = workspace
         self.sandbox = sandbox
         self.judge = judge
+        self.limit = max(FEWEST_CHARACTERS, min(MOST_CHARACTERS, context // 4))
+        self.read_first = read_first
         self.verdicts: list[Verdict] = []
+        self.known: dict[str, str] = {}
+        self.lock = threading.RLock()
+        self._shell: Shell | None = None
+        self._asking: Asking | None = None
+        self._in_folder: dict[str, str] = {}
 
     def run(self, request: Request) -> ToolCall:
         """Execute one call; whatever is wrong with it is told to the policy."""
-        tools: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-            "Write": (("file_path", "content"), self.write),
-            "Edit": (("file_path", "old_string", "new_string"), self.edit),
-            "Read": (("file_path",), self.read),
-            "Bash": (("command",), self.bash),
-        }
-        error = request.error
-        if not error and request.name not in tools:
-            error = f"no tool is called {request.name[:40]}; there are {', '.join(tools)}"
-        if not error:
-            names, tool = tools[request.name]
-            missing = [name for name in names if not isinstance(request.arguments.get(name), str)]
-            error = f"{request.name} needs {', '.join(missing)}" if missing else ""
-        if error:
-            return ToolCall(request.name, request.arguments, f"{FAILURE}: {error}.", valid=False)
-        return ToolCall(request.name, request.arguments, clean(tool(*(request.arguments[name] for name in names))))
+        given = request.error or validated(request.name, request.arguments)
+        if isinstance(given, str):
+            return ToolCall(request.name, request.arguments, f"{FAILURE}: {given}.", valid=False)
+        before = len(self.verdicts)
+        self._pull()
+        observation = readable(self._dispatch(given), self.limit)
+        return ToolCall(request.name, request.arguments, observation, verdicts=len(self.verdicts) - before)
+
+    def _dispatch(self, given: Arguments) -> str:
+        match given:
+            case arguments.Write():
+                return self.write(given.file_path, given.content)
+            case arguments.Edit():
+                return self.edit(given.file_path, [arguments.OneEdit.model_construct(**dict(given))])
+            case arguments.MultiEdit():
+                return self.edit(given.file_path, given.edits)
+            case arguments.Read():
+                return self.read(given.file_path, given.offset or 1, given.limit or LINES)
+            case arguments.Bash():
+                return self.bash(given)
+            case arguments.BashOutput():
+                found = self._shell.new_output(given.bash_id) if self._shell is not None else None
+                return self._no_job(given.bash_id) if found is None else f"{found[0]}\n[{found[1]}]".lstrip("\n")
+            case arguments.KillBash():
+                killed = self._shell is not None and self._shell.kill(given.shell_id)
+                return f"Killed {given.shell_id[:40]}." if killed else self._no_job(given.shell_id)
+            case arguments.Glob():
+                return self.glob(given.pattern, given.path)
+            case arguments.Grep():
+                return self.grep(given)
+            case arguments.TodoWrite():
+                counts = [f"{sum(todo.status == status for todo in given.todos)} {status}" for status in ("completed", "in_progress", "pending")]
+                return f"Todos: {', '.join(counts)}."
+        raise AssertionError(f"no tool for {type(given).__name__}")
+
+    def _no_job(self, name: str) -> str:
+        return f"{name[:40]}: no background command of this name."
+
+    # --- files ---------------------------------------------------------------------------------------------------------
 
     def write(self, path: str, content: str) -> str:
-        plain = self.workspace.writable(path.strip())
+        plain = self.workspace.writable(path)
         if plain is None:
             return f"{path[:80]}: not writable; write model_new.py or kernels/NAME."
-        self.workspace.files[plain] = content if content.endswith("\n") else content + "\n"
+        there = self.workspace.files.get(plain)
+        if self.read_first and there is not None and self.known.get(plain) != there:
+            return self._unread(plain)
+        if len(content) > folder.MAX_FILE_BYTES:
+            return f"{plain}: {len(content)} characters are more than the {folder.MAX_FILE_BYTES} that a source file may have."
+        self._keep(plain, content if content.endswith("\n") else content + "\n")
         return f"Written {plain}."
 
-    def edit(self, path: str, old: str, new: str) -> str:
-        plain = self.workspace.writable(path.strip())
-        if plain is None or plain not in self.workspace.files:
+    def edit(self, path: str, edits: list[arguments.OneEdit]) -> str:
+        """All edits in order, or none."""
+        plain = self.workspace.writable(path)
+        text = self.workspace.files.get(plain) if plain is not None else None
+        if plain is None or text is None:
             return f"{path[:80]}: no such file to edit; Write it first."
-        found = self.workspace.files[plain].count(old)
-        if not old or found != 1:
-            return f"{plain}: old_string occurs {found} times; it must occur exactly once."
-        self.workspace.files[plain] = self.workspace.files[plain].replace(old, new)
+        if self.read_first and self.known.get(plain) != text:
+            return self._unread(plain)
+        for number, edit in enumerate(edits, 1):
+            which = f"edit {number} of {len(edits)}: " if len(edits) > 1 else ""
+            none = " No edit was made." if len(edits) > 1 else ""
+            found = text.count(edit.old_string) if edit.old_string else 0
+            if found == 0 or (found > 1 and not edit.replace_all):
+                ask = "at least once" if edit.replace_all else "exactly once"
+                return f"{plain}: {which}old_string occurs {found} times; it must occur {ask}.{none}"
+            if edit.old_string == edit.new_string:
+                return f"{plain}: {which}old_string and new_string are the same.{none}"
+            text = text.replace(edit.old_string, edit.new_string)
+            if len(text) > folder.MAX_FILE_BYTES:
+                return f"{plain}: {which}the file would have more than {folder.MAX_FILE_BYTES} characters.{none}"
+        self._keep(plain, text)
         return f"Edited {plain}."
 
-    def read(self, path: str) -> str:
-        plain = path.strip().removeprefix("/workspace/").removeprefix("./")
-        if plain == "model.py":
-            return self.workspace.task.code
-        template = {"SKILL.md", "binding.cpp", "binding_registry.h", "vec.h"}
-        if plain in template:
-            return (PROJECT / "agent_workdir" / plain).read_text()
-        return self.workspace.files.get(plain, f"{plain[:80]}: no such file.")
+    def _keep(self, path: str, text: str) -> None:
+        with self.lock:
+            self.workspace.files[path] = self.known[path] = text
 
-    def bash(self, command: str) -> str:
-        """The three measured utilities reach the judge; anything else runs in a sandboxed copy of the workspace."""
-        parts = [part.strip() for part in command.strip().split("&&")]
-        if all(part in UTILITIES for part in parts):
+    def _unread(self, path: str) -> str:
+        return f"{path}: {'it has changed since you read it' if path in self.known else 'you have not read it'}; Read it first."
+
+    def _text(self, path: str) -> str | None:
+        """A file's text; what a shell made beside the candidate's files lies in its folder only."""
+        found = self.workspace.read(path)
+        if found is None and self._shell is not None and path.count("/") <= 1:
+            data = folder.read_bytes(self._shell.workspace, path)
+            found = None if data is None else data.decode(errors="replace")
+        return found
+
+    def read(self, path: str, first: int, count: int) -> str:
+        plain = plain_path(path)
+        text = self._text(plain) if plain else None
+        if plain is None or text is None:
+            return f"{path.strip()[:80]}: no such file in the workspace."
+        if "\0" in text or text.count("\ufffd") > max(3, len(text) // 10):
+            return f"{plain}: a binary file; only text is read."
+        if plain in self.workspace.files:
+            self.known[plain] = text
+        lines = text.splitlines()
+        shown = lines[first - 1 : first - 1 + count]
+        if not shown:
+            return f"{plain}: it has {len(lines)} lines."
+        said = [f"{number:>5}\t{line[:LINE_CHARACTERS]}" for number, line in enumerate(shown, first)]
+        left = len(lines) - (first - 1 + len(shown))
+        return "\n".join([*said, *([f"[{left} more lines; read on with offset {first + len(shown)}]"] if left else [])])
+
+    def glob(self, pattern: str, path: str | None) -> str:
+        start = plain_path(path or ".")
+        if start is None:
+            return f"{(path or '')[:80]}: outside the workspace."
+        wanted = pattern.removeprefix("/workspace/").removeprefix("./")
+        prefix = f"{start}/" if start else ""
+        names = [name.removeprefix(prefix) for name in self._paths() if name.startswith(prefix)]
+        found = [name for name in names if _matches(name, wanted)]
+        return "\n".join(prefix + name for name in found) or f"No file matches {pattern[:80]}."
+
+    def _paths(self) -> list[str]:
+        found = set(self.workspace.paths())
+        if self._shell is not None:
+            root = Path(self._shell.workspace)
+            found |= {name for name in folder.names(root)[: folder.MAX_FILES] if folder.read_bytes(root, name) is not None}
+        return sorted(found)
+
+    def grep(self, given: arguments.Grep) -> str:
+        """GNU grep inside the walls, where an expression that never ends is ended."""
+        start = plain_path(given.path or ".")
+        if start is None:
+            return f"{(given.path or '')[:80]}: outside the workspace."
+        words = ["grep", "-rIP", "--binary-files=without-match", f"--include={given.glob}" if given.glob else "", "-i" if given.ignore_case else ""]
+        if given.output_mode == "content":
+            words += ["-n" if given.line_numbers else ""]
+            words += [f"-{option}{value}" for option, value in (("A", given.after), ("B", given.before), ("C", given.context)) if value is not None]
+        else:
+            words += ["-l" if given.output_mode == "files_with_matches" else "-c"]
+        places = [start] if start else ["SKILL.md", "model.py", "model_new.py", "binding.cpp", "binding_registry.h", "vec.h", "kernels", "utils"]
+        command = shlex.join([*(word for word in words if word), "-s", "-e", given.pattern, "--", *places])
+        ended = self._in_shell(f"(cd /workspace && {command})", SEARCH_SECONDS)
+        if ended.code is None or ended.code > 1 or (ended.code == 1 and not ended.output):
+            trouble = ended.note or (ended.output.strip() if ended.code != 1 else "")
+            return f"Nothing found. {trouble}".strip()
+        lines = [line for line in ended.output.splitlines() if given.output_mode != "count" or not line.endswith(":0")]
+        left = len(lines) - (given.head_limit or len(lines))
+        return "\n".join([*lines[: given.head_limit], *([f"[{left} more lines]"] if left > 0 else [])])
+
+    # --- shell ---------------------------------------------------------------------------------------------------------
+
+    def bash(self, given: arguments.Bash) -> str:
+        """The three measured utilities alone go to the judge at once; anything else runs in the shell."""
+        parts = [part.strip() for part in given.command.strip().split("&&")]
+        if not given.run_in_background and all(part in UTILITIES for part in parts):
             return self.utilities(parts)
-        return self.shell(command)
+        if given.run_in_background:
+            shell = self._started()
+            return f"Started {shell.start(given.command)} in the background."
+        seconds = min(MAX_SHELL_SECONDS, given.timeout / 1000) if given.timeout else SHELL_SECONDS
+        ended = self._in_shell(given.command, seconds)
+        note = f"[{ended.note}]" if ended.note else f"[exit {ended.code}]" if ended.code else ""
+        said = f"{ended.output}\n{note}" if ended.output and note and not ended.output.endswith("\n") else ended.output + note
+        return said or "[no output]"
 
     def utilities(self, parts: list[str]) -> str:
-        verdict = self.judge()
-        self.verdicts.append(verdict)
+        verdict = self._verdict()
         said: list[str] = []
         for part in parts:
             failed = observe_build(verdict)
@@ -136,31 +244,69 @@ class Tools:
                 said.append(observe_profiling(verdict))
         return "\n".join(said) or "Build succeeded."
 
-    def shell(self, command: str) -> str:
-        """One command in bash inside the walls; changes to model_new.py and kernels/ come back."""
-        with tempfile.TemporaryDirectory(prefix="shell-") as folder:
-            root = Path(folder)
-            (root / "kernels").mkdir()
-            for name, text in (self.workspace.files | {"model.py": self.workspace.task.code}).items():
-                (root / name).write_text(text)
-            for path in (root, root / "kernels"):
-                path.chmod(0o777)
-            argv = ["bash", "-c", command]
-            if self.sandbox.isolation == "bubblewrap":
-                walls = isolation.bubblewrap(device="cpu", read_only=[], writable=[], temporary_bytes=1 << 26, keep_capabilities=False)
-                limits = isolation.confined(argv, memory_bytes=1 << 31, file_bytes=1 << 22, seconds=SHELL_SECONDS)
-                argv = [*walls[: walls.index("--chdir")], "--bind", folder, "/workspace", "--chdir", "/workspace", "--", *limits]
-            try:
-                result = subprocess.run(argv, capture_output=True, timeout=SHELL_SECONDS, stdin=subprocess.DEVNULL, cwd=folder, check=False)
-                said = (result.stdout + result.stderr).decode(errors="replace") + (f"\n[exit {result.returncode}]" if result.returncode else "")
-            except subprocess.TimeoutExpired:
-                return f"[the command took longer than {SHELL_SECONDS} s and was ended]"
-            self._take_back(root)
-        return said or "[no output]"
+    def _verdict(self) -> Verdict:
+        verdict = self.judge()
+        self.verdicts.append(verdict)
+        return verdict
 
-    def _take_back(self, root: Path) -> None:
-        for path in [root / "model_new.py", *(root / "kernels").iterdir()]:
-            name = path.relative_to(root).as_posix()
-            if self.workspace.writable(name) is None or path.is_symlink() or not path.is_file() or os.stat(path).st_size > 1 << 20:
-                continue
-            self.workspace.files[name] = path.read_text(errors="replace")
+    def _answer(self, question: str) -> tuple[str, int]:
+        """What a utility says inside the shell, and its exit code."""
+        self._pull()
+        verdict = self._verdict()
+        failed = observe_build(verdict)
+        if failed is not None:
+            return failed, 1
+        if question == "compile":
+            return "Build succeeded.", 0
+        if question == "profiling" and verdict.status == "correct":
+            return observe_profiling(verdict), 0
+        return observe_verification(verdict), int(verdict.status != "correct")
+
+    def _started(self) -> Shell:
+        if self._shell is None:
+            self._shell = Shell(self.sandbox, self.workspace.task.code, waited=lambda: self._asking.waited() if self._asking else 0.0)
+            self._asking = Asking(self._shell.control / "judge.sock", self._answer)
+        with self.lock:
+            self._shell.push(self.workspace.files, self._in_folder)
+            self._in_folder = dict(self.workspace.files)
+        return self._shell
+
+    def _in_shell(self, command: str, seconds: float) -> Ended:
+        ended = self._started().run(command, seconds)
+        self._pull()
+        if self._asking is not None and self._asking.failure is not None:
+            raise self._asking.failure  # the judge cannot work here: not the policy's affair
+        return ended
+
+    def _pull(self) -> None:
+        """Take over what the shell has changed; what is in memory and not yet in its folder stays."""
+        if self._shell is None:
+            return
+        with self.lock:
+            found = self._shell.pull()
+            for path in self._in_folder.keys() | found.keys():
+                if found.get(path) == self._in_folder.get(path) or self.workspace.writable(path) is None:
+                    continue
+                if path in found:
+                    self.workspace.files[path] = self._in_folder[path] = found[path]
+                else:
+                    self.workspace.files.pop(path, None)
+                    self._in_folder.pop(path, None)
+
+    def close(self) -> None:
+        """Take the last changes over, and end the shell with everything that runs in it."""
+        if self._shell is not None:
+            self._pull()
+            self._shell.close()
+            self._shell = None
+        if self._asking is not None:
+            self._asking.close()
+            self._asking = None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Shell patterns in which `*` stays inside a folder and `**/` is any folders or none."""
+    expression = "/".join(
+        "(?:.*/)?" if part == "**" else fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*") for part in pattern.split("/")
+    )
+    return re.fullmatch(expression.replace("(?:.*/)?/", "(?:.*/)?"), name) is not None

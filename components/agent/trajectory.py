@@ -26,6 +26,8 @@ class ToolCall:
     arguments: dict[str, Any]
     observation: str
     valid: bool = True
+    verdicts: int = 0
+    """How many of the trajectory's verdicts this call asked for."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Turn:
 
     text: str
     calls: tuple[ToolCall, ...] = ()
+    shortened: int = 0
+    """So many earlier observations, the oldest, stood shortened in the history that this turn was sampled from."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Trajectory:
     """One episode. Sequences have the length of `ids`; `action_mask` is 1 on the policy's own tokens.
 
     `sampler_logprob` is the sampler's log-probability (nats) of each own token, 0 elsewhere. `reward` is the milestone
-    reward and belongs to the last own token. `finish_reason` is stop, length (a token or context limit) or turns.
+    reward and belongs to the last own token. `finish_reason` is stop, length (a token or context limit), turns, time or
+    server (the policy's server failed). A server that speaks text only leaves the sequences empty.
     """
 
     task_id: str
@@ -57,6 +62,14 @@ class Trajectory:
     """Checkpoint digest and update count that sampled it."""
     files: dict[str, str] = field(default_factory=dict)
     """The candidate's final files by workspace path."""
+    error: str = ""
+    """Why the policy could not go on, when its server failed."""
+    task: str = ""
+    """The task's source; with `start` and `settings` the record can be replayed without the data set."""
+    start: dict[str, str] = field(default_factory=dict)
+    """The candidate's files before the first turn: the starter, where there is one."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """`device`, `in_turns` (whether it was a trajectory of several turns) and `context`, the window in tokens."""
 
     @property
     def final(self) -> Verdict:
@@ -81,7 +94,7 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
         logprob += trajectory.sampler_logprob
         offsets.append(len(ids))
     with atomic_folder(folder) as temporary:
-        (temporary / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines))
+        (temporary / "trajectories.jsonl").write_bytes("".join(line + "\n" for line in lines).encode(errors="backslashreplace"))  # JSON's own escapes
         save_file(
             {
                 "ids": torch.tensor(ids, dtype=torch.int32),
@@ -96,7 +109,7 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
 def load_trajectories(folder: Path) -> list[Trajectory]:
     """Read what `save_trajectories` wrote; BadInput when the two files disagree."""
     try:
-        records = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().split("\n") if line]
         tokens = load_file(folder / "tokens.safetensors")
     except (OSError, ValueError) as error:
         raise BadInput(f"{folder}: not a folder of trajectories ({error}); give one that a stage wrote.") from error
@@ -104,15 +117,12 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
     if len(offsets) != len(records) + 1 or offsets[-1] != len(tokens["ids"]):
         raise BadInput(f"{folder}: trajectories.jsonl and tokens.safetensors disagree; restore both from the same run.")
     result = []
-    for record, start, end in zip(records, offsets[:-1], offsets[1:], strict=True):
-        turns = tuple(Turn(turn["text"], tuple(ToolCall(**call) for call in turn["calls"])) for turn in record["turns"])
-        verdicts = tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"])
-        result.append(
-            Trajectory(
-                **(record | {"turns": turns, "verdicts": verdicts}),
-                ids=tuple(tokens["ids"][start:end].tolist()),
-                action_mask=tuple(tokens["action_mask"][start:end].tolist()),
-                sampler_logprob=tuple(tokens["sampler_logprob"][start:end].tolist()),
-            )
-        )
+    for number, (record, start, end) in enumerate(zip(records, offsets[:-1], offsets[1:], strict=True), 1):
+        sequences = {name: tuple(tokens[name][start:end].tolist()) for name in ("ids", "action_mask", "sampler_logprob")}
+        try:
+            turns = tuple(Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])})) for turn in record["turns"])
+            verdicts = tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"])
+            result.append(Trajectory(**(record | {"turns": turns, "verdicts": verdicts} | sequences)))
+        except (TypeError, KeyError, ValueError) as error:
+            raise BadInput(f"{folder / 'trajectories.jsonl'}: line {number} is no trajectory ({error}); restore the file from its run.") from error
     return result

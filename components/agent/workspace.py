@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from components.config import Device
+from components.config import PROJECT, Device
 from components.sandbox.verdict import Verdict
 from components.task import KernelTask
 
@@ -57,11 +57,34 @@ def starter(task: KernelTask) -> str:
     for node in ast.walk(model):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
             node.args = []
-    kept = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))]
+    words = tree.body[:1] if ast.get_docstring(tree) is not None else []
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")]
+    kept = [node for node in tree.body if node not in words and node not in functions]
     imports = [node for node in kept if isinstance(node, ast.Import | ast.ImportFrom)]
     rest = [node for node in kept if not isinstance(node, ast.Import | ast.ImportFrom)]
     module = ast.Module([*imports, *ast.parse("import cuda_extension").body, *rest], [])
     return ast.unparse(ast.fix_missing_locations(module)) + "\n"
+
+
+READ_ONLY = (
+    "SKILL.md",
+    "binding.cpp",
+    "binding_registry.h",
+    "vec.h",
+    "utils/compile.sh",
+    "utils/compile.py",
+    "utils/verification.py",
+    "utils/profiling.py",
+    "utils/ask.py",
+)
+
+
+def plain_path(path: str) -> str | None:
+    """The path relative to the workspace, or None when it leads out of it."""
+    path = path.strip()
+    inside = path.removeprefix("/workspace/") if path != "/workspace" else "."
+    parts = [part for part in inside.split("/") if part not in ("", ".")]
+    return None if ".." in parts or inside.startswith("/") else "/".join(parts)
 
 
 class Workspace:
@@ -78,12 +101,23 @@ class Workspace:
 
     def writable(self, path: str) -> str | None:
         """The normalised path if the candidate may write it, else None."""
-        parts = [part for part in path.removeprefix("/workspace/").removeprefix("./").split("/") if part]
-        if ".." in parts or not parts:
+        plain = plain_path(path)
+        if plain is None:
             return None
-        plain = "/".join(parts)
-        inside_kernels = len(parts) == 2 and parts[0] == "kernels"
-        return plain if plain == "model_new.py" or inside_kernels else None
+        folder, _, name = plain.rpartition("/")
+        return plain if plain == "model_new.py" or (folder == "kernels" and name) else None
+
+    def read(self, path: str) -> str | None:
+        """The text of a file of the workspace by its normalised path; None when there is none."""
+        if path == "model.py":
+            return self.task.code
+        if path in READ_ONLY:
+            return (PROJECT / "agent_workdir" / path).read_text()
+        return self.files.get(path)
+
+    def paths(self) -> list[str]:
+        """Every file, sorted."""
+        return sorted({"model.py", *READ_ONLY, *self.files})
 
     def candidate(self) -> dict[str, str]:
         return dict(self.files)

@@ -9,17 +9,17 @@ Everything is durable as soon as it is known, and a rerun in the same folder con
     out/plan.json               what is evaluated; another evaluation in the same folder is refused
     out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
     out/tasks/<task_id>.json    one result per task
+    out/cost.json               seconds that the device was held, by what for; an interrupted step is not counted
     out/results.json            the evaluation; written last, its presence says that it is complete
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from components.agent.loop import run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
@@ -27,9 +27,11 @@ from components.config import BadInput, Params
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.files import digest_json, digest_tree, read_json, write_json
-from components.policy.generate import Sampler, TransformersSampler
-from components.policy.model import MANIFEST, load_model, load_tokenizer, verify_checkpoint
+from components.policy.backends import open_sampler
+from components.policy.generate import Sampler
+from components.policy.model import MANIFEST, load_tokenizer, verify_checkpoint
 from components.progress import Progress
+from components.sandbox.judge import Admission
 from components.sandbox.pool import Candidate, Job, JudgePool
 from components.sandbox.verdict import Verdict
 from components.task import KernelTask
@@ -45,12 +47,15 @@ def evaluate(
     epoch: str,
     progress: Progress,
     seed: int,
+    admit: Callable[[str], Future[Admission]] | None = None,
     episodes: Callable[..., list[Trajectory]] = run_episodes,
 ) -> Evaluation:
     """Evaluate the checkpoint folder `policy` on `tasks` and leave the evidence in `out` (see the module's text).
 
-    `epoch` names this evaluation to the judge: measurements are shared inside it and never across. `episodes` takes the
-    place of the agent loop in tests. Raises BadInput when `out` holds a different evaluation or `policy` is not a model.
+    `epoch` names this evaluation to the judge: measurements are shared inside it and never across. `admit` tells whether
+    a cheat could pass on a task (the pool's; None trusts every task): such tasks count, and are marked degenerate.
+    `episodes` takes the place of the agent loop in tests. Raises BadInput when `out` holds a different evaluation or
+    `policy` is not a model.
     """
     if not tasks:
         raise BadInput(f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one.")
@@ -60,7 +65,7 @@ def evaluate(
         return load_evaluation(out)
 
     attempts = _attempts(params, policy, plan["policy_digest"], tasks, pool, out, episodes, epoch=epoch, progress=progress, seed=seed)
-    results = _measure(tasks, attempts, pool, out / "tasks", epoch=epoch, progress=progress)
+    results = _measure(tasks, attempts, pool, out, admit, epoch=epoch, progress=progress)
     evaluation = Evaluation(
         suite=params.evaluation.suite,
         suite_digest=plan["suite_digest"],
@@ -79,13 +84,17 @@ def evaluate(
     return evaluation
 
 
-def _plan(params: Params, policy: Path, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
-    """What tells this evaluation from any other."""
+def policy_digest(policy: Path) -> str:
+    """What names a policy: its manifest's digest once every file was found to match, else that of its files."""
     if not (policy / "config.json").is_file():
         raise BadInput(f"{policy}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder.")
-    has_manifest = (policy / MANIFEST).is_file()
+    return verify_checkpoint(policy).digest if (policy / MANIFEST).is_file() else digest_json(digest_tree(policy))
+
+
+def _plan(params: Params, policy: Path, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
+    """What tells this evaluation from any other."""
     return {
-        "policy_digest": verify_checkpoint(policy).digest if has_manifest else digest_json(digest_tree(policy)),
+        "policy_digest": policy_digest(policy),
         "suite_digest": digest_json([task.task_id for task in tasks]),
         "evaluation": params.evaluation.model_dump(mode="json"),
         "policy": {"prompt": params.policy.prompt, "context": params.policy.context, "batch": params.policy.batch},
@@ -133,7 +142,8 @@ def _attempts(
         if folder.is_dir():
             trajectories = load_trajectories(folder)
         else:
-            sampler = sampler or _sampler(params, policy, digest)
+            started = time.monotonic()
+            sampler = sampler or open_sampler(params, policy, tokenizer, version=digest)
             before = len(found) * attempts
 
             def on_progress(finished: int, _: int, before: int = before) -> None:
@@ -154,22 +164,17 @@ def _attempts(
                 on_progress=on_progress,
             )
             save_trajectories(folder, trajectories)
+            _spend(out, "episodes", time.monotonic() - started)
         found += [trajectories[start : start + attempts] for start in range(0, len(trajectories), attempts)]
     return found
-
-
-def _sampler(params: Params, policy: Path, digest: str) -> Sampler:
-    if params.policy.backend != "transformers":
-        raise BadInput(f"policy.backend: {params.policy.backend} cannot sample an evaluation yet; set policy.backend to transformers.")
-    model = load_model(policy, dtype=getattr(torch, params.engine.dtype), device=params.device)
-    return TransformersSampler(model, load_tokenizer(policy), batch=params.policy.batch, device=params.device, version=digest)
 
 
 def _measure(
     tasks: Sequence[KernelTask],
     found: list[list[Trajectory]],
     pool: JudgePool,
-    folder: Path,
+    out: Path,
+    admit: Callable[[str], Future[Admission]] | None,
     *,
     epoch: str,
     progress: Progress,
@@ -178,29 +183,59 @@ def _measure(
     first = {task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, found, strict=True)))}
     results: dict[str, TaskResult] = {}
     pending: dict[Future[Verdict], str] = {}
+    admissions: dict[str, Future[Admission]] = {}
+    started = time.monotonic()
     for task_id, (task, attempts) in first.items():
-        file = folder / f"{task_id}.json"
+        file = out / "tasks" / f"{task_id}.json"
         if file.is_file():
             results[task_id] = TaskResult.model_validate(read_json(file))
-        elif not attempts[0].files:
-            # Nothing was written, so there is nothing to measure: the episode's own verdict stands.
-            results[task_id] = _result(task, attempts, attempts[0].final)
-            write_json(file, results[task_id].model_dump(mode="json"))
-        else:
+            continue
+        # Tasks of our own data sets were admitted when they were made: their evidence says so.
+        if admit is not None and not task.evidence:
+            admissions[task_id] = admit(task.code)
+        if attempts[0].files:
             pending[pool.submit(Job(task, Candidate.of(attempts[0].files), f"evaluation/final/{epoch}"))] = task_id
+        else:
+            # Nothing was written, so there is nothing to measure: the episode's own verdict stands.
+            done: Future[Verdict] = Future()
+            done.set_result(attempts[0].final)
+            pending[done] = task_id
 
     sampled = sum(map(len, found))
     for future in as_completed(pending):
         task_id = pending[future]
         task, attempts = first[task_id]
-        results[task_id] = _result(task, attempts, future.result())
-        write_json(folder / f"{task_id}.json", results[task_id].model_dump(mode="json"))
+        degenerate = _degenerate(admissions[task_id].result()) if task_id in admissions else ""
+        results[task_id] = _result(task, attempts, future.result(), degenerate)
+        write_json(out / "tasks" / f"{task_id}.json", results[task_id].model_dump(mode="json"))
+        _spend(out, "final measurements", time.monotonic() - started)
+        started = time.monotonic()
         passed = sum(result.correct for result in results.values()) / len(results)
         progress.update("evaluation", sampled + len(results), sampled + len(tasks), pass_rate=passed)
     return [results[task.task_id].model_copy(update={"name": task.name, "level": task.level}) for task in tasks]
 
 
-def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict) -> TaskResult:
+def for_admission(params: Params) -> Params:
+    """The same parameters without the window of eager times: whether a task is sound does not depend on which ones are trained on."""
+    return params.model_copy(update={"data": params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})})
+
+
+SOUND = ("", "eager_time", "infrastructure")
+"""Admission's answers that say nothing against a task's soundness."""
+
+
+def _degenerate(admission: Admission) -> str:
+    return "" if admission.reason in SOUND else admission.reason
+
+
+def _spend(out: Path, what: str, seconds: float) -> None:
+    """Add to the seconds that the device was held."""
+    file = out / "cost.json"
+    spent: dict[str, float] = read_json(file) if file.is_file() else {}
+    write_json(file, spent | {what: round(spent.get(what, 0.0) + seconds, 3)})
+
+
+def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, degenerate: str) -> TaskResult:
     return TaskResult(
         task_id=task.task_id,
         name=task.name,
@@ -217,4 +252,5 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict) -> T
         source=task.code,
         files=attempts[0].files,
         evidence=verdict.evidence,
+        degenerate=degenerate,
     )

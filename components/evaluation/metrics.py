@@ -55,6 +55,8 @@ class TaskResult(Frozen):
     files: dict[str, str] = Field(default_factory=dict)
     """The candidate's files by workspace path."""
     evidence: dict[str, Any] = Field(default_factory=dict)
+    degenerate: str = ""
+    """Why a cheat could pass on this task (zeros, an input that does not matter, …); empty for a sound one."""
 
     @model_validator(mode="before")
     @classmethod

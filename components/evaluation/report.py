@@ -22,17 +22,16 @@ from markupsafe import Markup
 from pydantic import Field
 
 from components.config import BadInput
+from components.evaluation import tables
 from components.evaluation.charts import Series, bar_list, line_chart, speedup_histogram, stacked_shares, whisker
-from components.evaluation.metrics import Change, Interval, Summary, TaskResult, changes
+from components.evaluation.metrics import Change, Interval, TaskResult, changes
 from components.evaluation.results import Evaluation, load_evaluation
-from components.files import atomic_write, read_json
+from components.evaluation.tables import figure_of
+from components.files import atomic_write, read_json, write_json
 from components.sandbox.verdict import Frozen, Ratio
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 SCRIPT = Path(__file__).with_name("report.js")
-
-PAPER = {"pass_rate": 0.988, "faster_rate.eager": 0.984, "faster_rate.compile": 0.968, "geomean.eager": 2.60, "geomean.compile": 2.11}
-"""CUDA Agent on all of KernelBench, H20 (paper, Table 1)."""
 
 HEADLINE = (
     ("pass_rate", "pass rate"),
@@ -66,6 +65,8 @@ class ReportData(Frozen):
     after: Evaluation
     gates: tuple[dict[str, Any], ...]
     """Rows of name, value, low, high, threshold, passed."""
+    cost: dict[str, float] = Field(default_factory=dict)
+    """Device-seconds by what they went into."""
 
 
 def collect(dataset: Path, stages: dict[str, Path], before: Path | None, after: Path, gates: list[dict[str, Any]], meta: dict[str, Any]) -> ReportData:
@@ -74,10 +75,15 @@ def collect(dataset: Path, stages: dict[str, Path], before: Path | None, after: 
     A data set or a stage without figures leaves its picture out; a missing evaluation is BadInput.
     """
     figures = dataset / "metrics.json"
+    read = tuple(_stage(name, folder) for name, folder in stages.items())
+    spent = {stage.name: float(stage.result["seconds"]) for stage in read if isinstance(stage.result.get("seconds"), int | float)}
+    for name, results in (("before", before), ("after", after)):
+        spent |= {f"evaluation {name}, {what}": seconds for what, seconds in (tables.cost(results) if results is not None else {}).items()}
     return ReportData(
         meta=meta,
         dataset=read_json(figures) if figures.is_file() else {},
-        stages=tuple(_stage(name, folder) for name, folder in stages.items()),
+        stages=read,
+        cost=spent,
         before=load_evaluation(before) if before is not None else None,
         after=load_evaluation(after),
         gates=tuple(gates),
@@ -93,9 +99,27 @@ def _stage(name: str, folder: Path) -> Stage:
         raise BadInput(f"{folder}: its figures are damaged ({error}); run the stage again.") from error
 
 
+def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
+    """The report of a single evaluation, beside its results; its path."""
+    data = ReportData(
+        meta={"title": "evaluation", "device": evaluation.device},
+        dataset={},
+        stages=(),
+        before=None,
+        after=evaluation,
+        gates=(),
+        cost={f"evaluation, {what}": seconds for what, seconds in tables.cost(folder).items()},
+    )
+    write_report(folder / "report.html", data)
+    return folder / "report.html"
+
+
 def write_report(path: Path, data: ReportData) -> None:
-    """Write the report as one self-contained HTML file, in one step."""
+    """Write the report as one self-contained HTML file, and its figures beside it as JSON; each in one step."""
     script = SCRIPT.read_text()
+    environment = tables.environment(data.after.tasks) | dict(data.meta.get("environment", {}))
+    figures = tables.as_json(data.before, data.after, data.cost, environment, list(data.gates), {k: v for k, v in data.meta.items() if k != "environment"})
+    write_json(path.with_suffix(".json"), figures)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = data.before, data.after
     atomic_write(
@@ -104,14 +128,20 @@ def write_report(path: Path, data: ReportData) -> None:
             data=data,
             meta=data.meta,
             figures=_headline(before, after),
-            comparison=_comparison(before, after),
+            table_one=[_table_row(row) for row in tables.table_one(before, after)],
+            sound=_sound(after),
             gates=[_gate(gate) for gate in data.gates],
             funnel=_funnel(data.dataset),
             curves=[chart for stage in data.stages if (chart := _curves(stage)) is not None],
             stage_table=_stage_table(data.stages),
             distributions=_distributions(before, after),
             fast_p=_fast_p(before, after),
-            rows=_task_rows(before, after),
+            rows=_task_rows(before, after.tasks),
+            best=_task_rows(before, tables.best(after.tasks)),
+            worst=_task_rows(before, tables.worst(after.tasks)),
+            degenerate=_task_rows(before, [row for row in after.tasks if row.degenerate]),
+            environment=environment,
+            cost=data.cost | ({"together": sum(data.cost.values())} if len(data.cost) > 1 else {}),
             script=Markup(script),
             script_digest=digest,
         ),
@@ -154,14 +184,6 @@ def figure(name: str, value: float | None) -> str:
     return f"{value:.2f}"
 
 
-def figure_of(summary: Summary, name: str) -> float | None:
-    """A figure by its dotted name, for instance faster_rate.compile."""
-    value: Any = summary
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _interval(name: str, interval: Interval | Change | None) -> str:
     if interval is None or interval.low is None or interval.high is None:
         return ""
@@ -201,25 +223,29 @@ def _signed(name: str, value: float | None) -> str:
     return f"{100 * value:+.1f} points" if not name.startswith("mean_reward") else f"{value:+.2f}"
 
 
-def _row(label: str, summary: Summary) -> dict[str, Any]:
-    cells = [(figure(name, figure_of(summary, name)), _interval(name, summary.intervals.get(name))) for name, _ in HEADLINE]
-    return {"label": label, "tasks": summary.tasks, "errors": summary.errors, "cells": cells, "note": ""}
+SETS = {"overall": "whole suite"}
 
 
-def _comparison(before: Evaluation | None, after: Evaluation) -> list[dict[str, Any]]:
-    rows = [_row("before training", before.overall)] if before is not None else []
-    rows.append(_row("after training", after.overall))
-    rows += [_row(f"after training, level {level}", summary) for level, summary in after.levels.items()]
-    paper = [(figure(name, PAPER.get(name)), "") for name, _ in HEADLINE]
-    rows.append(
-        {"label": "CUDA Agent, KernelBench on H20 (paper, Table 1)", "tasks": 250, "errors": "–", "cells": paper, "note": "reported, not measured here"}
-    )
-    return rows
+def _table_row(row: tables.Row) -> dict[str, Any]:
+    cells = [(figure(name, row.figures[name]), _interval(name, row.intervals.get(name))) for name in tables.FIGURES]
+    errors = "–" if row.errors is None else row.errors
+    return {"set": SETS.get(row.set, f"level {row.set}"), "model": row.model, "tasks": row.tasks, "errors": errors, "cells": cells, "note": row.note}
+
+
+def _sound(after: Evaluation) -> dict[str, Any] | None:
+    """The figures without the degenerate tasks; None when there are none of them."""
+    summary = tables.without_degenerate(after.tasks)
+    if summary is None:
+        return None
+    cells = [f"{title} {figure(name, figure_of(summary, name))}" for name, title in HEADLINE]
+    return {"tasks": summary.tasks, "text": ", ".join(cells)}
 
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    short = threshold - value if value is not None and threshold is not None and not gate.get("passed") else None
+    # A floor is held by the interval's lower end (registry/gates.py), a change by the figure itself.
+    decisive = gate["low"] if gate.get("low") is not None and not name.startswith("change.") else value
+    short = threshold - decisive if decisive is not None and threshold is not None and not gate.get("passed") else None
     return {
         "name": name.replace("_", " ").replace(".", " · "),
         "value": figure(name, value),
@@ -227,6 +253,7 @@ def _gate(gate: dict[str, Any]) -> dict[str, Any]:
         "threshold": figure(name, threshold),
         "passed": bool(gate.get("passed")),
         "short": figure(name, short) if short is not None else "",
+        "note": gate.get("note", ""),
     }
 
 
@@ -319,7 +346,7 @@ def _fast_p(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Mar
     return charts
 
 
-def _task_rows(before: Evaluation | None, after: Evaluation) -> list[dict[str, Any]]:
+def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[dict[str, Any]]:
     earlier = {row.task_id: row for row in before.tasks} if before is not None else {}
     return [
         {
@@ -332,7 +359,7 @@ def _task_rows(before: Evaluation | None, after: Evaluation) -> list[dict[str, A
             "compile": _ratio(row.speedup.compile if row.correct else None),
             "passed": f"{sum(a.status == 'correct' for a in row.attempts)} of {len(row.attempts)}" if row.attempts else "–",
         }
-        for row in after.tasks
+        for row in rows
     ]
 
 

@@ -1,6 +1,7 @@
 """Suites: where the tasks of an evaluation come from.
 
-`held-out` is the held-out split of the run's data set. A path may be a folder of task files, a KernelBench checkout
+`held-out` is the held-out split of the run's data set. `shipped` is the small suite beside this file (components/evaluation/shipped),
+three levels, whose programs take their size from `evaluation.numel`. A path may be a folder of task files, a KernelBench checkout
 (`KernelBench/level1` to `level4`, the level is the folder's), or parquet: ours, the public data set's columns, or
 KernelBench's Hugging Face layout (`code, level, name, problem_id`).
 """
@@ -17,21 +18,36 @@ from components.config import BadInput, Params
 from components.task import KernelTask, check_contract, load_task, read_tasks
 
 HELD_OUT = "held-out"
+SHIPPED = "shipped"
+SHIPPED_FOLDER = Path(__file__).with_name("shipped")
 LEVEL_FOLDER = re.compile(r"level_?(\d+)")
 
 
 def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
-    """The tasks of `evaluation.suite`, in a fixed order. `dataset` is the run's data set: its folder or its parquet.
+    """The tasks of `evaluation.suite` on `evaluation.levels`, in a fixed order. `dataset` is the run's data set: its folder or its parquet.
 
-    Raises BadInput when the suite does not exist, holds no task, or holds a file that is not a task.
+    Raises BadInput when the suite does not exist, holds no task of these levels, or holds a file that is not a task.
     """
-    suite = params.evaluation.suite
+    suite, levels = params.evaluation.suite, params.evaluation.levels
+    tasks = _tasks(params, suite, dataset)
+    if not levels:
+        return tasks
+    chosen = [task for task in tasks if task.level in levels]
+    if not chosen:
+        there = ", ".join(map(str, sorted({task.level for task in tasks if task.level is not None}))) or "none"
+        raise BadInput(f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels are: {there}.")
+    return chosen
+
+
+def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
     if suite == HELD_OUT:
         path = dataset / "tasks.parquet" if dataset.is_dir() else dataset
         tasks = [task for task in read_tasks(path) if task.split == "held_out"]
         if not tasks:
             raise BadInput(f"{path}: the data set has no held-out tasks; build it with data.held_out of at least 1.")
         return tasks
+    if suite == SHIPPED:
+        return [_sized(task, params.evaluation.numel) for task in _from_folder(SHIPPED_FOLDER)]
     path = Path(suite)
     if path.is_file() and path.suffix == ".parquet":
         tasks = _from_parquet(path)
@@ -40,10 +56,17 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     elif path.is_dir():
         tasks = _from_folder(path)
     else:
-        raise BadInput(f"evaluation.suite: {suite} is neither {HELD_OUT}, nor a folder, a task file or a parquet file; give one of these.")
+        raise BadInput(f"evaluation.suite: {suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file or a parquet file; give one of these.")
     if not tasks:
         raise BadInput(f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench checkout or a parquet file.")
     return tasks
+
+
+def _sized(task: KernelTask, numel: int) -> KernelTask:
+    """A task of the shipped suite at another size: its program says `NUMEL = …` on a line of its own."""
+    code, count = re.subn(r"(?m)^NUMEL = \d+$", f"NUMEL = {numel}", task.code)
+    assert count == 1, f"{task.name}: one line NUMEL = … is the shipped suite's own rule"
+    return task.model_copy(update={"code": code, "data_source": SHIPPED})
 
 
 def _from_folder(folder: Path) -> list[KernelTask]:
@@ -52,7 +75,8 @@ def _from_folder(folder: Path) -> list[KernelTask]:
     levels = sorted(path for path in root.iterdir() if path.is_dir() and LEVEL_FOLDER.fullmatch(path.name))
     if levels:
         return [task.model_copy(update={"level": _level(path)}) for path in levels for task in _task_files(path)]
-    if files := sorted(root.glob("*.parquet")):
+    # A snapshot from Hugging Face keeps its splits in data/: level_1-00000-of-00001.parquet and so on.
+    if files := sorted(root.glob("*.parquet")) or sorted(root.glob("data/level_*.parquet")):
         return [task for file in files for task in _from_parquet(file)]
     return _task_files(root)
 

@@ -1,6 +1,6 @@
 """Sampling from a policy: token ids in, token ids and log-probabilities out.
 
-`Sampler` is the one interface; `TransformersSampler` serves the profiles that have no vLLM.
+`Sampler` is the one interface; `TransformersSampler` serves the profiles that have no vLLM, `vllm_sampler.VllmSampler` the others.
 """
 
 from __future__ import annotations

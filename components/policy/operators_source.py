@@ -51,6 +51,28 @@ PATTERNS = {
 }
 """Right-hand side of `x = …` as `ast.unparse` writes it, by operator."""
 
+COMPOSED = """import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+{init}
+    def forward(self, {arguments}):
+{lines}        return x
+
+
+def get_inputs():
+    {inputs}
+
+
+def get_init_inputs():
+    return []
+"""
+"""The layout of a composed task."""
+
 REDUCTIONS = frozenset({"sum", "mean", "amax", "logsumexp"})
 ROW_OPERATORS = frozenset({"softmax", "log_softmax", "layer_norm", "rms_norm", "normalize"}) | REDUCTIONS
 PER_COLUMN = frozenset({"scale", "shift"})
@@ -116,3 +138,62 @@ def read_chain(code: str) -> Chain | None:
     if inputs not in (["x"], ["x", "y"]):
         return None
     return Chain(tuple(steps), (*inputs, *own, *children, "out"))
+
+
+def composed_form(code: str) -> str | None:
+    """The source of a chain in the very layout of composed tasks; None for a source that is no such chain.
+
+    Comments, docstrings, a missing constructor, and operators nested in one expression make no difference. A composed
+    task comes back as it is.
+    """
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    model = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None)
+    methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)} if model else {}
+    inputs = functions["get_inputs"].body[-1] if "get_inputs" in functions else None
+    if "forward" not in methods or not isinstance(inputs, ast.Return) or len(functions["get_inputs"].body) > 1:
+        return None
+    init = methods["__init__"].body[1:] if "__init__" in methods else []
+    lines = [line for statement in methods["forward"].body for line in _unfolded(statement)]
+    text = COMPOSED.format(
+        init="".join(f"        {ast.unparse(statement)}\n" for statement in init).replace("1e-05", "1e-5"),
+        arguments=", ".join(argument.arg for argument in methods["forward"].args.args[1:]),
+        lines="".join(f"        {line}\n" for line in lines),
+        inputs=ast.unparse(inputs),
+    )
+    return text if read_chain(text) is not None else None
+
+
+def _unfolded(statement: ast.stmt) -> list[str]:
+    """`x = …` or `return …` as one line an operator, innermost first."""
+    if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name):
+        return []
+    if not isinstance(statement, ast.Return | ast.Assign) or statement.value is None:
+        return [ast.unparse(statement)]
+    lines: list[str] = []
+    rest: ast.expr = statement.value
+    while not isinstance(rest, ast.Name):
+        text, inner, line = ast.unparse(rest), _operand(rest), ""
+        while inner is not None:
+            line = text.replace(ast.unparse(inner), "x", 1)
+            if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
+                break
+            inner = _operand(inner)
+        if inner is None:
+            return [f"x = {text}", *lines]
+        lines.insert(0, f"x = {line}")
+        rest = inner
+    return lines
+
+
+def _operand(node: ast.expr) -> ast.expr | None:
+    """What an operator is applied to: a call's first argument, the left side of an arithmetic expression."""
+    if isinstance(node, ast.Call) and node.args:
+        return node.args[0]
+    return node.left if isinstance(node, ast.BinOp) else None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from components.config import PROJECT, Policy
+from components.config import PROJECT, Device, Policy
+from components.policy.operators_source import composed_form
 
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
 """Ends the compact prompt of an episode with several turns; without it, one answer is final."""
+KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 
-def user_message(policy: Policy, code: str, *, in_turns: bool) -> str:
-    """The content of the user message: the task's source, after SKILL.md in the full form."""
-    question = code + IN_TURNS if in_turns else code
+def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
+    """The content of the user message: the task's source, after SKILL.md in the full form.
+
+    In the compact form a source that says the same as a composed task is written as that task would be: a policy made
+    from scratch has seen no other layout.
+    """
     if policy.prompt == "compact":
-        return question
+        code = composed_form(code) or code
+        return code + IN_TURNS if in_turns else code
     skill = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
     ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
-    return f"{skill}\n\nThe task, model.py:\n```python\n{code}```\n{ending}"
+    return f"{skill}\n\nThe device is {KERNELS[device]}. The task, model.py:\n```python\n{code.rstrip()}\n```\n{ending}"

@@ -1,18 +1,20 @@
 """Promotion's rules, as pure functions: figures and thresholds in, gates out.
 
-Floors come from `params.gate`. The comparison with the champion is paired by task, so that the tasks' own difficulty
-cancels; a regression counts as one only when its whole interval says so, because a single noisy figure flaps
-(DESIGN §10). Integrity is not a matter of degree: a task that the judge could not measure, or a checkpoint that does
-not match its digests, refuses whatever the figures are.
+Every threshold is a parameter (`params.gate`). A floor is held by the lower end of the figure's interval, not by the
+figure: what is promoted is then better than the threshold with all but 2.5 % certainty, and a small suite has to be
+passed more clearly than a large one. The comparison with the champion is paired by task, so that the tasks' own
+difficulty cancels; it refuses a drop that is larger than allowed and more than noise (DESIGN §10: significant).
+Integrity is not a matter of degree: an unmeasured task, a believed exploit or a checkpoint that does not match its
+digests refuses whatever the figures are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from components.config import Gate as Thresholds
-from components.evaluation.metrics import Interval, Summary, TaskResult, changes
+from components.evaluation.metrics import Summary, TaskResult, changes
 from components.sandbox.verdict import Frozen
 
 
@@ -25,16 +27,25 @@ class Gate(Frozen):
     high: float | None = None
     threshold: float
     passed: bool
+    note: str = ""
+    """What more there is to say, such as the names of believed exploits."""
+
+    @property
+    def decisive(self) -> float | None:
+        """What was held against the threshold: the interval's lower end where there is one."""
+        return self.low if self.low is not None and not self.name.startswith("change.") else self.value
 
     @property
     def sentence(self) -> str:
         """What fell short by how much, or what held."""
+        more = f" {self.note}" if self.note else ""
         if self.value is None:
-            return f"{self.name} could not be measured; at least {self.threshold:.3g} is needed."
+            return f"{self.name} could not be measured; at least {self.threshold:.3g} is needed.{more}"
         interval = f" (95 % interval {self.low:.3g} to {self.high:.3g})" if self.low is not None and self.high is not None else ""
-        if self.passed:
-            return f"{self.name} is {self.value:.3g}{interval}; at least {self.threshold:.3g} is needed."
-        return f"{self.name} is {self.value:.3g}{interval}: {self.threshold - self.value:.3g} short of {self.threshold:.3g}."
+        if self.passed or self.decisive is None:
+            return f"{self.name} is {self.value:.3g}{interval}; at least {self.threshold:.3g} is needed.{more}"
+        what = "its lower end is" if interval and self.decisive == self.low else "that is"
+        return f"{self.name} is {self.value:.3g}{interval}: {what} {self.threshold - self.decisive:.3g} short of {self.threshold:.3g}.{more}"
 
 
 class Decision(Frozen):
@@ -46,44 +57,68 @@ class Decision(Frozen):
     """One sentence per gate that refused, or the one that says why the version was promoted or waits."""
 
 
-def floors(summary: Summary, thresholds: Thresholds) -> list[Gate]:
-    """The figures of one evaluation against the lowest accepted ones."""
+def floors(summary: Summary, levels: dict[str, Summary], thresholds: Thresholds) -> list[Gate]:
+    """The figures of one evaluation against the lowest accepted ones; `levels` are its levels' own figures by level."""
 
-    def floor(name: str, value: float | None, threshold: float) -> Gate:
-        interval = summary.intervals.get(name, Interval(low=None, high=None))
-        # A figure over no task (no correct solution, so no geomean) passes only where nothing is asked of it.
-        passed = threshold == 0 if value is None else value >= threshold
-        return Gate(name=name, value=value, low=interval.low, high=interval.high, threshold=threshold, passed=passed)
+    def floor(name: str, figures: Summary | None, value: float | None, threshold: float, called: str = "") -> Gate:
+        interval = figures.intervals.get(name) if figures is not None else None
+        low, high = (interval.low, interval.high) if interval is not None else (None, None)
+        # A figure over no task (no correct solution, so no geomean; a level that the suite lacks) passes only where
+        # nothing is asked of it, and so does one without an interval.
+        passed = threshold == 0 or (value is not None and low is not None and low >= threshold)
+        return Gate(name=called or name, value=value, low=low, high=high, threshold=threshold, passed=passed)
 
-    return [
-        floor("pass_rate", summary.pass_rate, thresholds.pass_rate),
-        floor("faster_rate.eager", summary.faster_rate.eager, thresholds.faster_rate_eager),
-        floor("faster_rate.compile", summary.faster_rate.compile, thresholds.faster_rate_compile),
-        floor("geomean.eager", summary.geomean.eager, thresholds.geomean_eager),
+    found = [
+        floor("pass_rate", summary, summary.pass_rate, thresholds.pass_rate),
+        floor("faster_rate.eager", summary, summary.faster_rate.eager, thresholds.faster_rate_eager),
+        floor("faster_rate.compile", summary, summary.faster_rate.compile, thresholds.faster_rate_compile),
+        floor("geomean.eager", summary, summary.geomean.eager, thresholds.geomean_eager),
+        floor("geomean.compile", summary, summary.geomean.compile, thresholds.geomean_compile),
     ]
+    for level, threshold in sorted(thresholds.faster_rate_compile_by_level.items()):
+        part = levels.get(str(level))
+        value = part.faster_rate.compile if part is not None else None
+        found.append(floor("faster_rate.compile", part, value, threshold, f"faster_rate.compile.level_{level}"))
+    return found
 
 
 def regression(candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: Thresholds) -> list[Gate]:
-    """Paired change of the faster rates against the champion on the tasks that both have; at most the allowed drop."""
-    found = changes(champion, candidate)
+    """Paired change of the rates against the champion on the tasks on which both were measured.
+
+    Refuses a drop beyond the allowed one whose interval excludes "no change".
+    """
+    failed = {row.task_id for row in (*candidate, *champion) if row.error}
+    found = changes([row for row in champion if row.task_id not in failed], [row for row in candidate if row.task_id not in failed])
     gates = []
-    for name in ("faster_rate.eager", "faster_rate.compile"):
+    for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile"):
         change = found[name]
-        worst = change.high if change.high is not None else change.value
-        passed = worst is None or worst >= -thresholds.regression
+        significant = change.high is not None and change.high < 0
+        passed = not (significant and change.value is not None and change.value < -thresholds.regression)
         gates.append(Gate(name=f"change.{name}", value=change.value, low=change.low, high=change.high, threshold=-thresholds.regression, passed=passed))
     return gates
 
 
-def integrity(summary: Summary, *, digests_match: bool, isolated: bool, report_complete: bool) -> list[Gate]:
-    """Rules of yes and no: every task was measured, in isolation, the checkpoint is what was evaluated, the report is there."""
-    facts = {
-        "integrity.measured": 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks,
-        "integrity.digests": float(digests_match),
-        "integrity.isolation": float(isolated),
-        "integrity.report": float(report_complete),
-    }
-    return [Gate(name=name, value=value, threshold=1.0, passed=value >= 1.0) for name, value in facts.items()]
+def integrity(
+    summary: Summary, thresholds: Thresholds, *, digests_match: bool, isolated: bool, report_complete: bool, exploits: Gate | None = None
+) -> list[Gate]:
+    """Rules of yes and no: the tasks were measured, in isolation, the checkpoint is what was evaluated, the report is there.
+
+    `exploits` is the answer of the measuring device's judge to the sample of exploits (`exploits_gate`).
+    """
+    measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
+    facts = {"integrity.digests": digests_match, "integrity.isolation": isolated, "integrity.report": report_complete}
+    return [
+        Gate(name="integrity.measured", value=measured, threshold=thresholds.measured, passed=measured >= thresholds.measured),
+        *(Gate(name=name, value=float(value), threshold=1.0, passed=value) for name, value in facts.items()),
+        *([exploits] if exploits is not None else []),
+    ]
+
+
+def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: Thresholds) -> Gate:
+    """`refused` of `tried` exploits gained nothing; `believed` names those that did, and honest answers that were refused."""
+    share = refused / tried if tried else 0.0
+    note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
+    return Gate(name="integrity.exploits", value=share, threshold=thresholds.exploits, passed=share >= thresholds.exploits, note=note)
 
 
 def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> Decision:
@@ -95,8 +130,3 @@ def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> D
     if approval == "person":
         return Decision(verdict="waiting", gates=tuple(gates), reasons=(f"{held}; a person has to approve.",))
     return Decision(verdict="promoted", gates=tuple(gates), reasons=(f"{held}.",))
-
-
-def as_rows(gates: Sequence[Gate]) -> list[dict[str, Any]]:
-    """Gates in their JSON form, each with its sentence."""
-    return [gate.model_dump() | {"sentence": gate.sentence} for gate in gates]

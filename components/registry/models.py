@@ -8,16 +8,16 @@ version each, so there is exactly one champion at any instant.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
+from mlflow.utils.file_utils import local_file_uri_to_path
+from mlflow.utils.uri import is_local_uri
 
 from components.config import BadInput
 from components.registry.gates import Decision, Gate
@@ -69,45 +69,44 @@ def propose(client: MlflowClient, model: str, version: str) -> None:
     client.set_registered_model_alias(model, CANDIDATE, version)
 
 
-def promote(client: MlflowClient, model: str, version: str, lock: Path) -> None:
-    """Make `version` the champion and the one before it `previous`; nothing changes if it is the champion already.
-
-    The order keeps a champion at every instant. `lock` orders two promotions on one machine, so that `previous` is
-    never lost between them.
-    """
-    with _locked(lock):
-        champion = aliases(client, model).get(CHAMPION)
-        if champion != version:
-            if champion is not None:
-                client.set_registered_model_alias(model, PREVIOUS, champion)
-            client.set_registered_model_alias(model, CHAMPION, version)
-        if aliases(client, model).get(CANDIDATE) == version:
-            client.delete_registered_model_alias(model, CANDIDATE)
-
-
-def retire_candidate(client: MlflowClient, model: str, version: str) -> None:
-    """Take `candidate` from a refused version."""
-    if aliases(client, model).get(CANDIDATE) == version:
-        client.delete_registered_model_alias(model, CANDIDATE)
-
-
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
     """Version by alias. Read from the model: search results leave aliases empty."""
+    found = _registered(client, model)
+    return {name: str(version) for name, version in found.aliases.items()} if found is not None else {}
+
+
+def tags(client: MlflowClient, model: str) -> dict[str, str]:
+    """The registered model's own tags."""
+    found = _registered(client, model)
+    return dict(found.tags) if found is not None else {}
+
+
+def _registered(client: MlflowClient, model: str) -> Any:
+    """None when no version was registered yet."""
     try:
-        return {name: str(version) for name, version in client.get_registered_model(model).aliases.items()}
+        return client.get_registered_model(model)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return {}
+            return None
         raise
+
+
+def find(client: MlflowClient, model: str, version: str) -> Any:
+    """The model version of a number or an alias; BadInput when there is none."""
+    number = aliases(client, model).get(version, version)
+    try:
+        return client.get_model_version(model, number)
+    except MlflowException as error:
+        raise BadInput(f"models: {model} has no version {version}; cuda-agent models list shows what there is.") from error
+
+
+def decision_of(client: MlflowClient, model: str, version: str) -> str:
+    return str(find(client, model, version).tags.get(DECISION, "undecided"))
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
     """One version for people and machines (DESIGN §12); BadInput when there is no such version. Aliases work too."""
-    version = aliases(client, model).get(version, version)
-    try:
-        found = client.get_model_version(model, version)
-    except MlflowException as error:
-        raise BadInput(f"models: {model} has no version {version}; cuda-agent models list shows what there is.") from error
+    found = find(client, model, version)
     gates = [Gate.model_validate_json(value) for key, value in sorted(found.tags.items()) if key.startswith("gate.") and key not in (DECISION, "gate.reasons")]
     return {
         "name": model,
@@ -127,11 +126,17 @@ def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
     return [describe(client, model, str(version.version)) for version in sorted(found, key=lambda version: -int(version.version))]
 
 
-def download(client: MlflowClient, model: str, version: str, target: Path) -> Path:
-    """The checkpoint of a version as a folder below `target`."""
-    found = client.get_model_version(model, version)
-    target.mkdir(parents=True, exist_ok=True)
-    return Path(download_artifacts(artifact_uri=found.source, dst_path=str(target), tracking_uri=client.tracking_uri))
+def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
+    """The folder of a version's checkpoint: the store's own where that is a folder here, else a copy below `scratch`."""
+    uri = client.get_model_version_download_uri(model, version)
+    if uri.startswith("models:/"):
+        uri = client.get_logged_model(uri.removeprefix("models:/")).artifact_location
+    place = Path(local_file_uri_to_path(uri)) if is_local_uri(uri) else None
+    if place is not None:
+        if not place.is_dir():
+            raise BadInput(f"{place}: the checkpoint of version {version} is not there any more; restore the artifact store from its backup.")
+        return place
+    return Path(download_artifacts(artifact_uri=uri, dst_path=str(scratch), tracking_uri=client.tracking_uri))
 
 
 def _ensure_model(client: MlflowClient, model: str) -> None:
@@ -140,11 +145,3 @@ def _ensure_model(client: MlflowClient, model: str) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

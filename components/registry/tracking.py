@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,8 +66,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """The finite numeric leaves by dotted name."""
-    leaves = flatten(value)
+    """The finite numeric leaves by dotted name, in the characters that MLflow allows in one."""
+    leaves = {re.sub(r"[^\w\-. :/]", "_", key): leaf for key, leaf in flatten(value).items()}
     return {key: float(leaf) for key, leaf in leaves.items() if isinstance(leaf, int | float) and not isinstance(leaf, bool) and math.isfinite(leaf)}
 
 

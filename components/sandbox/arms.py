@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import itertools
 import json
+import math
 import os
 import socket
+import struct
 import sys
 import time
 import types
@@ -73,16 +76,18 @@ class Shared:
     def __init__(self, header: dict, descriptors: list[int]):
         self.device = header["device"]
         self.layout = header["layout"]
-        names = ("parameters", "inputs", "outputs", "expected")
-        self.buffers = {
-            name: buffers.make(self.device, self.layout[name]["bytes"], descriptor)
-            for name, descriptor in zip((n for n in names if n in self.layout), descriptors, strict=True)
-        }
+        names = [name for name in ("parameters", "inputs", "outputs", "expected") if "bytes" in self.layout.get(name, {})]
+        self.buffers = {name: buffers.make(self.device, self.layout[name]["bytes"], descriptor) for name, descriptor in zip(names, descriptors, strict=True)}
 
     def tensors(self, name: str, index: int = 0) -> list[torch.Tensor]:
         part = self.layout[name]
         base = index * part["stride"]
         return [self.buffers[name].tensor(buffers.Slot(base + offset, tuple(shape), dtype)) for offset, shape, dtype in part["slots"]]
+
+    def outputs(self, sets: int) -> list[list[torch.Tensor]]:
+        """Zeros in the form of the outputs of each of `sets` calls, in memory that is not shared."""
+        form = [(tuple(shape), getattr(torch, dtype)) for _, shape, dtype in self.layout["outputs"]["slots"]]
+        return [[torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in form] for _ in range(sets)]
 
     def arguments(self, index: int) -> list[Any]:
         """Arguments of one call: tensors out of the shared memory, other values from the layout."""
@@ -148,14 +153,73 @@ def check_form(output: Any, expected: list[torch.Tensor], forbidden: list[tuple[
     return leaves
 
 
+class HostDelivery:
+    """On cpu the judge reads every result out of this process's memory itself, before the next call (baselines.Arm.round)."""
+
+    def __init__(self, connection: socket.socket, shared: Shared):
+        self.connection = connection
+
+    def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
+        for values in arguments:
+            self.hand_over(call(*values))
+
+    def hand_over(self, result: Any) -> None:
+        leaves = [leaf.contiguous() for leaf in ([result] if type(result) is torch.Tensor else flat(result))]
+        self.connection.send(struct.pack(f"c{len(leaves)}Q", b"O", *(leaf.data_ptr() for leaf in leaves)))
+        if not self.connection.recv(1):
+            os._exit(0)
+
+
+class NoopDelivery(HostDelivery):
+    """What a round costs any runner, even one that speaks to the judge without the interpreter: the messages alone.
+
+    Subtracting the interpreter's share too would pay whoever avoids it twice (tests/exploits/native_protocol).
+    """
+
+    def __init__(self, connection: socket.socket, shared: Shared):
+        super().__init__(connection, shared)
+        self.outputs = shared.outputs(1)[0]
+        self.message = struct.pack(f"c{len(self.outputs)}Q", b"O", *(output.data_ptr() for output in self.outputs))
+
+    def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
+        for _ in arguments:
+            self.connection.send(self.message)
+            if not self.connection.recv(1):
+                os._exit(0)
+
+
+class DeviceDelivery:
+    """On cuda all results of a round are held, and copied to the judge's memory when it says so: it wiped that memory after
+    the last call, so that nothing computed straight into it survives. Its clock runs on meanwhile."""
+
+    def __init__(self, connection: socket.socket, shared: Shared):
+        self.connection = connection
+        self.slots = [shared.tensors("outputs", i) for i in range(shared.layout["sets"] - 1)]  # the last set of inputs is scratch
+        self.reused = False
+        """Whether the candidate returns memory that its next call overwrites, as a CUDA graph does: who keeps its results must copy them."""
+
+    def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
+        results = [[leaf.clone() if self.reused else leaf for leaf in flat(call(*values))] for values in arguments]
+        self.hand_over_all(results)
+
+    def hand_over_all(self, results: list[list[torch.Tensor]]) -> None:
+        torch.cuda.synchronize()
+        self.connection.send(b"C")
+        if not self.connection.recv(1):
+            os._exit(0)
+        for leaves, slots in zip(results, self.slots, strict=False):
+            for leaf, slot in zip(leaves, slots, strict=True):
+                slot.copy_(leaf)
+
+
 def measured(connection: socket.socket, header: dict, shared: Shared, call: Callable, receive: Receive) -> None:
-    """The loop that every measured arm runs: wait for go, call once per set, put each output into its slot, say done."""
-    sets = range(header["layout"]["sets"])
-    arguments = [shared.arguments(i) for i in sets]
-    outputs = [shared.tensors("outputs", i) for i in sets[:-1]]  # the last set of inputs is scratch
-    inputs = [t for i in sets for t in shared.tensors("inputs", i)]
+    """The loop that every measured arm runs: wait for go, call once per set, hand each result to the judge, say done."""
+    cuda = shared.device == "cuda"
+    arguments = [shared.arguments(i) for i in range(header["layout"]["sets"])]
+    inputs = [t for i in range(len(arguments)) for t in shared.tensors("inputs", i)]
     forbidden = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in inputs]
-    synchronise = torch.cuda.synchronize if shared.device == "cuda" else lambda: None
+    form = shared.outputs(1)[0]
+    delivery = (DeviceDelivery if cuda else NoopDelivery if header["role"] == "noop" else HostDelivery)(connection, shared)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -165,25 +229,36 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
             order, _ = receive(connection)
             if not order:
                 return
-            count = order["sets"]
-            if order["op"] == "check":
-                with RefuseCompute() if header["role"] == "candidate" else torch.no_grad():
-                    results = [call(*arguments[i]) for i in range(count)]
-                for i in range(count):
-                    for leaf, slot in zip(check_form(results[i], outputs[i], forbidden), outputs[i], strict=True):
-                        slot.copy_(leaf)
-            elif order["op"] == "warm":
+            now = arguments[: order["sets"]]
+            if order["op"] == "warm":
                 call(*arguments[-1])
+            elif order["op"] == "time":
+                delivery.calls(call, now)
             else:
-                for i in range(count):
-                    result = call(*arguments[i])
-                    if type(result) is torch.Tensor:
-                        outputs[i][0].copy_(result)
-                    else:
-                        for leaf, slot in zip(flat(result), outputs[i], strict=True):
-                            slot.copy_(leaf)
-            synchronise()
+                checked(header["role"], call, now, delivery, form, forbidden)
+            if cuda:
+                torch.cuda.synchronize()
             connection.send(b"D")
+
+
+def checked(role: str, call: Callable, arguments: list[list[Any]], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
+    """An untimed round: the same calls under the dispatch mode that refuses compute, every result's form looked at."""
+    results: list[list[torch.Tensor]] = []
+    held: list[list[torch.Tensor]] = []
+    places: set[int] = set()
+    for values in arguments:
+        with RefuseCompute() if role == "candidate" else torch.no_grad():
+            result = call(*values)
+        leaves = check_form(result, form, forbidden)
+        if isinstance(delivery, HostDelivery):
+            delivery.hand_over(result)
+        else:
+            held.append(leaves)  # alive, so that an address that comes again is the candidate's doing, not the allocator's
+            delivery.reused = delivery.reused or not places.isdisjoint(leaf.data_ptr() for leaf in leaves)
+            places.update(leaf.data_ptr() for leaf in leaves)
+            results.append([leaf.clone() for leaf in leaves])
+    if isinstance(delivery, DeviceDelivery):
+        delivery.hand_over_all(results)
 
 
 def describe(code: str, device: str) -> dict:
@@ -197,11 +272,13 @@ def describe(code: str, device: str) -> dict:
     moved = [v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs]
     with torch.no_grad():
         outputs = flat(model(*moved))
-        start = time.perf_counter()
-        outputs = flat(model(*moved))
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds, end = math.inf, time.perf_counter() + 0.02
+        while seconds == math.inf or time.perf_counter() < end:
+            start = time.perf_counter()
+            outputs = flat(model(*moved))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds = min(seconds, time.perf_counter() - start)
     form = lambda t: [list(t.shape), str(t.dtype).removeprefix("torch.")]  # noqa: E731
     return {
         "init_inputs": init_inputs,
@@ -254,10 +331,8 @@ class Oracle:
         moved = [v.to(self.shared.device) if isinstance(v, torch.Tensor) else v for v in values]
         return [FAMILIES[family](v).contiguous() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in moved]
 
-    def evaluate(self, state: dict[str, torch.Tensor], inputs: list[Any], double: bool) -> list[torch.Tensor]:
-        self.model.load_state_dict(state)
-        if not double:
-            return flat(self.model(*inputs))
+    def exactly(self, inputs: list[Any]) -> list[torch.Tensor]:
+        """The outputs in float64, where the task's source allows it."""
         wide = copy.deepcopy(self.model).double()
         try:
             return flat(wide(*[v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs]))
@@ -265,22 +340,22 @@ class Oracle:
             return flat(self.model(*inputs))
 
     def fill(self, order: dict) -> None:
-        """Fill one set: inputs, float32 outputs, float64 expected outputs. The variations serve admission (DESIGN §5)."""
+        """Fill one set: inputs, float32 outputs, and where the order says `exact` float64 ones. The variations serve admission (DESIGN §5)."""
         state = self.parameters(order["parameters"]) if order["parameters"] is not None else self.default
         if order.get("other_parameter"):
             state = state | {order["other_parameter"]: self.parameters(order["parameters"] ^ 1, order["other_parameter"])[order["other_parameter"]]}
         inputs = self.inputs(order["seed"], order["family"])
         if order.get("other_input") is not None:
             inputs[order["other_input"]] = self.inputs(order["seed"] ^ 1, order["family"])[order["other_input"]]
-        with torch.no_grad():
-            single, double = self.evaluate(state, inputs, False), self.evaluate(state, inputs, True)
         index = order["set"]
-        groups = (
-            ("inputs", [v for v in inputs if isinstance(v, torch.Tensor)]),
-            ("outputs", single),
-            ("expected", double),
-        )
-        for name, values in groups:
+        self.model.load_state_dict(state)
+        slots = iter(self.shared.tensors("inputs", index))
+        kept = [next(slots).copy_(v) if isinstance(v, torch.Tensor) else v for v in inputs]
+        with torch.no_grad():
+            found = {"outputs": flat(self.model(*inputs))} if order["outputs"] else {}  # which may change them in place
+            if order["exact"]:
+                found["expected"] = self.exactly([v.clone() if isinstance(v, torch.Tensor) else v for v in kept])
+        for name, values in found.items():
             for value, slot in zip(values, self.shared.tensors(name, index), strict=True):
                 slot.copy_(value)
 
@@ -318,9 +393,11 @@ def serve(connection: socket.socket, header: dict, descriptors: list[int], recei
         if header["role"] == "candidate":
             call = make_candidate(header, shared, library)
         elif header["role"] == "noop":
-            fixed = [torch.zeros_like(t) for t in shared.tensors("outputs")]
-            result: Any = fixed[0] if len(fixed) == 1 else fixed
-            call = lambda *_: result  # noqa: E731
+            fixed = itertools.cycle(shared.outputs(shared.layout["sets"] - 1))
+
+            def call(*_: Any) -> Any:
+                return next(fixed)
+
         else:
             call = make_reference(header, shared)
         measured(connection, header, shared, call, receive)

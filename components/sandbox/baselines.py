@@ -6,7 +6,9 @@ candidate could see them. They are shared by the candidates of one task, each of
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import secrets
 import signal
 import threading
@@ -18,13 +20,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from components.config import Params
+from components.files import digest_bytes
 from components.sandbox import buffers
-from components.sandbox.correctness import Expected
+from components.sandbox.correctness import Expected, Near
+from components.sandbox.mixing import Mix, bits, structured
 from components.sandbox.nursery import InfrastructureError, Nursery, Runner, RunnerError
 
 FAMILIES = ("given", "scaled", "shifted", "flipped", "integers", "wide")
-MAX_SETS = 32
-MAX_BANK_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}
+MAX_SETS = {"cpu": 32, "cuda": 256}
+"""Most calls in one round."""
+MAX_ARM_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
+"""Most memory for the inputs and outputs of one round of one arm."""
+BASES = 6
+"""Input sets that the calls of timed rounds are mixed from (see `Mix`)."""
+
+BASELINE_LIMITS = 10
+"""How many times a candidate's limit one round of a baseline may last: the first one compiles."""
+
+_random = random.SystemRandom()
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
 Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=16)]
@@ -74,9 +87,14 @@ class Arm:
 
     def __init__(self, bench: Bench, header: dict[str, Any], library: int | None, seconds: float):
         self.bench = bench
+        self.role = header["role"]
+        self.changed = False
+        """Whether the candidate's last round changed its inputs."""
+        self.sizes = [slot.bytes for slot in bench.outputs.slots]
         device = bench.params.device
         self.inputs = buffers.make(device, bench.inputs.stride * (bench.slots + 1))
-        self.outputs = buffers.make(device, bench.outputs.stride * bench.slots)
+        self.outputs = buffers.make(device, bench.outputs.stride * bench.slots) if device == "cuda" else None
+        self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
         self.parameters = buffers.make(device, bench.parameters_part.bytes)  # its own, or one candidate could write what others load
         layout: dict[str, Any] = {
             "sets": bench.slots + 1,
@@ -84,15 +102,17 @@ class Arm:
             "names": [name for name, _, _ in bench.description.state],
             "parameters": bench.parameters_part.json(),
             "inputs": Part(bench.inputs.slots, bench.inputs.stride, self.inputs.size).json(),
-            "outputs": Part(bench.outputs.slots, bench.outputs.stride, self.outputs.size).json(),
+            "outputs": {"slots": bench.outputs.json()["slots"], "stride": bench.outputs.stride},
         }
-        layout["outputs"]["bytes"] = self.outputs.size
+        descriptors: tuple[int, ...] = (library if library is not None else bench.nursery.empty, self.parameters.fd, self.inputs.fd)
+        if self.outputs is not None:
+            layout["outputs"]["bytes"] = self.outputs.size
+            descriptors = (*descriptors, self.outputs.fd)
         header = header | {"layout": layout, "precision": bench.params.precision, "init_inputs": bench.description.init_inputs}
-        descriptors = (library if library is not None else bench.nursery.empty, self.parameters.fd, self.inputs.fd, self.outputs.fd)
         self.runner: Runner | None = None
         try:
             self.parameters.raw().copy_(bench.parameters.raw())
-            self.write(range(bench.slots + 1), bench.scratch)
+            self.write([bench.plain(i % bench.total) for i in range(bench.slots + 1)])
             self.runner = bench.nursery.spawn(header, descriptors, seconds=seconds)
             self.runner.receive()
             self._freeze()
@@ -101,51 +121,86 @@ class Arm:
             raise
 
     def _freeze(self) -> None:
-        """Between its rounds an arm stands still, or its threads could slow the others down (cuda: a stopped host thread would not stop its kernels)."""
-        if self.runner is not None and self.bench.params.device == "cpu":
+        """Between its rounds an arm stands still, or its threads could slow the others down (on cuda: launch kernels that do)."""
+        if self.runner is not None:
             self.runner.signal(signal.SIGSTOP)
 
-    def write(self, into: range, sets: list[int]) -> None:
-        """Copy input sets of the bank into this arm's memory."""
-        stride = self.bench.inputs.stride
-        source, target = self.bench.bank_inputs.raw(), self.inputs.raw()
-        for slot, index in zip(into, sets, strict=False):
-            target[slot * stride : (slot + 1) * stride].copy_(source[index * stride : (index + 1) * stride])
+    def write(self, sets: list[Mix]) -> None:
+        """Copy input sets of the bank into this arm's memory, from its first slot on."""
+        for slot, mix in enumerate(sets):
+            for index, target in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
+                self.bench.mixed(mix, index, target.view(-1))
 
-    def round(self, operation: str, sets: list[int]) -> tuple[float, torch.Tensor]:
-        """One round over `sets`: seconds per call, and what the output buffer held when the runner said done.
+    def round(self, operation: str, sets: list[Mix]) -> tuple[float, torch.Tensor]:
+        """One round over `sets`: seconds per call, and the results, read before the runner could do anything more to them.
 
-        On cpu the figure is all CPU time of the runner's threads from before the inputs exist until after the outputs
-        are taken away, so that no thread works outside of it; an honest runner sleeps at both ends and pays nothing.
-        On cuda it is the judge's wall time between go and done, after one untimed launch that wakes the device.
+        On cpu the judge reads each result out of the runner's memory, and the figure is all CPU time of the runner's
+        threads from before the inputs exist until after the last result is read, so that no thread works outside of it;
+        an honest runner sleeps at both ends and pays nothing. On cuda it is the judge's wall time from before the inputs
+        exist until the results are copied away, without a pause in which a runner could compute unseen. Between, the inputs and
+        the output buffer are wiped: what was computed straight into that buffer is lost, and what was put off has lost its
+        inputs. One untimed launch wakes the device before.
         """
         assert self.runner is not None
-        cuda = self.bench.params.device == "cuda"
-        start = self.runner.cpu_seconds()
-        self.runner.signal(signal.SIGCONT)
-        self.write(range(len(sets)), sets)
-        self.outputs.raw().fill_(0xFF)
-        if cuda:
-            torch.cuda.synchronize()
-            if operation == "time":
-                self.runner.ask({"op": "warm", "sets": 0})
-                start = time.perf_counter()
-        self.runner.ask({"op": operation, "sets": len(sets)})
-        end = time.perf_counter()
-        taken = self.outputs.raw()[: self.bench.outputs.stride * len(sets)].clone()
-        self._freeze()
-        if not cuda:
-            end = self.runner.cpu_seconds()
-        else:
-            torch.cuda.synchronize()
-        return (end - start) / len(sets), taken
+        if self.role != "candidate":  # a baseline lives for many candidates; what is limited is each of its rounds
+            self.runner.deadline = time.monotonic() + BASELINE_LIMITS * self.bench.params.sandbox.run_seconds
+        measure = self._host_round if self.outputs is None else self._device_round
+        seconds = measure(self.runner, operation, sets)
+        return seconds / len(sets), self.taken[: self.bench.outputs.stride * len(sets)]
 
-    def inputs_changed(self, sets: list[int]) -> bool:
-        stride = self.bench.inputs.stride
-        return any(
-            not torch.equal(self.inputs.raw()[i * stride : (i + 1) * stride], self.bench.bank_inputs.raw()[s * stride : (s + 1) * stride])
-            for i, s in enumerate(sets)
-        )
+    def _host_round(self, runner: Runner, operation: str, sets: list[Mix]) -> float:
+        count = len(sets)
+        start = runner.cpu_seconds()
+        runner.signal(signal.SIGCONT)
+        self.write(sets)
+        runner.send({"op": operation, "sets": count})
+        for index in range(count):
+            addresses = runner.addresses(len(self.bench.outputs.slots))
+            places = [self.taken.data_ptr() + index * self.bench.outputs.stride + slot.offset for slot in self.bench.outputs.slots]
+            given = self.inputs.raw()[index * self.bench.inputs.stride : (index + 1) * self.bench.inputs.stride]
+            with buffers.marked(given) if self.role == "candidate" else contextlib.nullcontext():
+                runner.read(addresses, places, self.sizes)
+            runner.acknowledge()
+        runner.receive()
+        self._freeze()
+        seconds = runner.cpu_seconds() - start
+        self.changed = self._inputs_differ(sets)
+        return seconds
+
+    def _device_round(self, runner: Runner, operation: str, sets: list[Mix]) -> float:
+        assert self.outputs is not None
+        runner.signal(signal.SIGCONT)
+        if operation == "time":
+            runner.ask({"op": "warm", "sets": 0})  # before the inputs are there, or it could compute with them
+        start = time.perf_counter()
+        self.write(sets)
+        torch.cuda.synchronize()
+        runner.send({"op": operation, "sets": len(sets)})
+        runner.receive(b"C")
+        if operation == "check":  # in timed rounds nothing is gained by it, and looking would cost time on this clock
+            self.changed = self._inputs_differ(sets)
+        self.inputs.raw()[: self.bench.inputs.stride * len(sets)].fill_(0xFF)  # the scratch set stays
+        self.outputs.raw().fill_(0xFF)
+        torch.cuda.synchronize()
+        runner.acknowledge()
+        runner.receive()
+        self.taken.copy_(self.outputs.raw()[: self.taken.numel()])
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        self._freeze()
+        return seconds
+
+    def _inputs_differ(self, sets: list[Mix]) -> bool:
+        """Whether a candidate changed its inputs: working in place saves memory traffic that eager pays."""
+        if self.role != "candidate":
+            return False
+        for slot, mix in enumerate(sets):
+            for index, held in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
+                given = torch.empty_like(held)
+                self.bench.mixed(mix, index, given.view(-1))
+                if not torch.equal(bits(held), bits(given)):
+                    return True
+        return False
 
     def grant(self, seconds: float) -> None:
         """More time, for what it waited through no doing of its own."""
@@ -156,22 +211,22 @@ class Arm:
         if self.runner is not None:
             self.runner.close()
         for buffer in (self.inputs, self.outputs, self.parameters):
-            buffer.close()
+            if buffer is not None:
+                buffer.close()
 
 
 class Bench:
     """One task, ready to judge candidates; made once and kept warm."""
 
-    def __init__(self, params: Params, nursery: Nursery, code: str, timed_rounds: int | None = None):
+    def __init__(self, params: Params, nursery: Nursery, code: str):
         self.params = params
         self.nursery = nursery
         self.code = code
-        # Two timed phases (against eager, then against compile) of fresh sets for a candidate, and one warm-up round.
-        self.phases = timed_rounds if timed_rounds is not None else 2 * params.sandbox.rounds + 1
         self.users = 0
         self.lock = threading.RLock()
         self.arms: dict[str, Arm] = {}
         self.prepared: dict[int, list[Expected]] = {}
+        self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
         sandbox = params.sandbox
         try:
@@ -197,26 +252,25 @@ class Bench:
 
     def _lay_out(self) -> None:
         sandbox, description = self.params.sandbox, self.description
-        per_round = max(sandbox.sets_per_round, min(MAX_SETS, -(-int(sandbox.round_seconds * 1e9) // max(1, int(description.seconds * 1e9)))))
+        calls = -(-int(sandbox.round_seconds * 1e9) // max(1, int(description.seconds * 1e9)))
+        per_round = max(sandbox.sets_per_round, min(MAX_SETS[self.params.device], calls))
         self.inputs = Part.of([form for form in description.inputs if form is not None], 1)
         self.outputs = Part.of(description.outputs, 1)
         wide = [(shape, "float64" if dtype.startswith(("float", "bfloat")) else dtype) for shape, dtype in description.outputs]
         self.expected = Part.of(wide, 1)
         self.parameters_part = Part.of([(shape, dtype) for _, shape, dtype in description.state], 1)
-        one = self.inputs.stride + self.outputs.stride + self.expected.stride
-        affordable = (MAX_BANK_BYTES[self.params.device] // one - sandbox.correctness_sets) // self.phases
-        if affordable < 1:
+        one = self.inputs.stride + self.outputs.stride
+        self.per_round = min(per_round, MAX_ARM_BYTES[self.params.device] // one)
+        if self.per_round < 1:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
-        self.per_round = min(per_round, affordable)
         self.slots = max(self.per_round, sandbox.correctness_sets)
         self.families = [FAMILIES[i % len(FAMILIES)] for i in range(sandbox.correctness_sets)]
-        self.total = sandbox.correctness_sets + self.phases * self.per_round
-        self.scratch = [i % self.total for i in range(self.slots + 1)]
+        self.total = sandbox.correctness_sets + BASES
         device = self.params.device
         self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
         self.bank_inputs = self._keep(buffers.make(device, self.inputs.stride * self.total))
-        self.bank_single = self._keep(buffers.make(device, self.outputs.stride * self.total))
-        self.bank_expected = self._keep(buffers.make(device, self.expected.stride * self.total))
+        self.bank_single = self._keep(buffers.make(device, self.outputs.stride * sandbox.correctness_sets))
+        self.bank_expected = self._keep(buffers.make(device, self.expected.stride * sandbox.correctness_sets))
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)
@@ -244,36 +298,24 @@ class Bench:
         oracle.receive()
 
     def _fill(self, oracle: Runner) -> None:
-        """Secret seeds; correctness sets of every family first, then timed sets as the task gives them."""
+        """Secret seeds; correctness sets of every family with their outputs, then the inputs that timed calls are made of."""
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
-        # The sets of the second phase, against compile, are made when a candidate first gets there: few tasks see one.
-        first = self.params.sandbox.correctness_sets + min(self.phases, self.params.sandbox.rounds + 1) * self.per_round
-        self._fill_sets(oracle, range(first))
-
-    def _fill_sets(self, oracle: Runner, sets: range) -> None:
         bank = {"inputs": (self.inputs, self.bank_inputs), "outputs": (self.outputs, self.bank_single), "expected": (self.expected, self.bank_expected)}
         self._connect(oracle, bank, self.total)
         oracle.ask({"op": "parameters", "seed": self.parameter_seed})
-        for index in sets:
-            family = self.families[index] if index < len(self.families) else "given"
-            oracle.ask({"op": "fill", "set": index, "seed": self.seeds[index], "family": family, "parameters": self.parameter_seed})
-        self.filled = sets.stop
-
-    def _fill_rest(self) -> None:
-        oracle = self.nursery.spawn({"role": "describe", "code": self.code, "precision": self.params.precision}, seconds=self.params.sandbox.run_seconds)
-        try:
-            oracle.receive()
-            self._fill_sets(oracle, range(self.filled, self.total))
-        except RunnerError as error:
-            raise TaskFault(f"{error.kind}: {error.text[-200:]}") from error
-        finally:
-            oracle.close()
+        for index in range(self.total):
+            exact = index < len(self.families)
+            order = {"op": "fill", "set": index, "seed": self.seeds[index], "family": self.families[index] if exact else "given"}
+            oracle.ask(order | {"parameters": self.parameter_seed, "outputs": exact, "exact": exact})
+        given = [self.inputs.tensors(self.bank_inputs, index) for index in (self.total - 2, self.total - 1)]
+        self.turns = not structured(given)
+        self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in given[0]]
 
     def probe(self, orders: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
         """Float32 outputs of the reference for each order, made by an oracle of its own; for admission."""
         device, count = self.params.device, len(orders)
-        parts = {"inputs": self.inputs, "outputs": self.outputs, "expected": self.expected}
+        parts = {"inputs": self.inputs, "outputs": self.outputs}
         bank = {name: (part, buffers.make(device, part.stride * count)) for name, part in parts.items()}
         oracle = self.nursery.spawn({"role": "describe", "code": self.code, "precision": self.params.precision}, seconds=self.params.sandbox.run_seconds)
         try:
@@ -289,31 +331,64 @@ class Bench:
             for _, buffer in bank.values():
                 buffer.close()
 
-    def correctness_sets(self) -> list[int]:
-        return list(range(self.params.sandbox.correctness_sets))
+    def mixed(self, mix: Mix, index: int, out: torch.Tensor) -> None:
+        """Write input `index` of a call into the flat tensor `out`."""
+        first = self._turned(mix.first, index, mix.first_turns[index])
+        if self.blends[index] and mix.first != mix.second:
+            torch.lerp(first, self._turned(mix.second, index, mix.second_turns[index]), mix.weight, out=out)
+        else:
+            out.copy_(first)
 
-    def timed_sets(self, number: int) -> list[int]:
-        """The sets of timed round `number`; round 0 is the warm-up."""
-        first = self.params.sandbox.correctness_sets + number * self.per_round
-        with self.lock:
-            if first + self.per_round > self.filled:
-                self._fill_rest()
-        return list(range(first, first + self.per_round))
+    def _turned(self, base: int, index: int, turn: int) -> torch.Tensor:
+        """A flat view of one input of the bank, turned by `turn` elements."""
+        if (base, index) not in self.doubled:
+            flat = self.inputs.tensors(self.bank_inputs, base)[index].view(-1)
+            self.doubled[base, index] = torch.cat([flat, flat]) if base >= len(self.families) and self.turns else flat
+        doubled = self.doubled[base, index]
+        return doubled[turn : turn + torch.Size(self.inputs.slots[index].shape).numel()]
 
-    def wrong(self, sets: list[int], taken: torch.Tensor) -> str | None:
-        """Why the outputs in `taken` are wrong for `sets`, or None; the reason names the input family."""
-        for i, index in enumerate(sets):
-            family = self.families[index] if index < len(self.families) else "given"
-            for slot, expected in zip(self.outputs.slots, self.expected_outputs(index), strict=True):
-                start = i * self.outputs.stride + slot.offset
-                got = taken[start : start + slot.bytes].view(expected.single.dtype).view(slot.shape)
-                reason = expected.fault(got)
-                if reason is not None:
-                    return f"{reason}:{family}"
+    def plain(self, index: int) -> Mix:
+        """Set `index` of the bank as the task's source made it."""
+        still = (0,) * len(self.inputs.slots)
+        return Mix(index, index, still, still, 0.0)
+
+    def correctness_sets(self) -> list[Mix]:
+        return [self.plain(i) for i in range(self.params.sandbox.correctness_sets)]
+
+    def fresh_sets(self) -> list[Mix]:
+        """Inputs for one timed round that no round had before."""
+        sizes = [torch.Size(slot.shape).numel() if self.turns else 1 for slot in self.inputs.slots]
+        bases = range(self.params.sandbox.correctness_sets, self.total)
+        sets = []
+        for _ in range(self.per_round):
+            first, second = _random.sample(bases, 2)
+            turns = [tuple(_random.randrange(max(1, size)) for size in sizes) for _ in range(2)]
+            sets.append(Mix(first, second, turns[0], turns[1], _random.uniform(0.25, 0.75)))
+        return sets
+
+    def wrong(self, sets: list[Mix], taken: torch.Tensor, *, loose: bool = False) -> str | None:
+        """Why the outputs in `taken` are wrong for correctness sets, or None; the reason names the input family."""
+        for i, mix in enumerate(sets):
+            for got, expected in zip(self._outputs(taken, i), self.expected_outputs(mix.first), strict=True):
+                if (reason := expected.fault(got, loose=loose)) is not None:
+                    return f"{reason}:{self.families[mix.first]}"
         return None
 
+    def differs(self, taken: torch.Tensor, reference: torch.Tensor, count: int) -> str | None:
+        """Why the outputs in `taken` are not those of a baseline on the same `count` inputs, or None."""
+        given = self.expected_outputs(self.families.index("given"))
+        for i in range(count):
+            for got, single, exact in zip(self._outputs(taken, i), self._outputs(reference, i), given, strict=True):
+                if (reason := Near(single, exact.slack).fault(got)) is not None:
+                    return f"{reason}:given"
+        return None
+
+    def _outputs(self, taken: torch.Tensor, index: int) -> list[torch.Tensor]:
+        start = index * self.outputs.stride
+        return [taken[start + s.offset : start + s.offset + s.bytes].view(getattr(torch, s.dtype)).view(s.shape) for s in self.outputs.slots]
+
     def expected_outputs(self, index: int) -> list[Expected]:
-        """The outputs that are right for one set, prepared at their first use."""
+        """The outputs that are right for one correctness set, prepared at their first use."""
         if index not in self.prepared:
             pairs = zip(self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True)
             self.prepared[index] = [Expected(single, wide, self.params.sandbox) for single, wide in pairs]
@@ -327,13 +402,15 @@ class Bench:
     def _arm(self, role: str) -> Arm:
         if role not in self.arms:
             header = {"role": role, "code": self.code, "compile_mode": "default"}
+            if role == "compile":
+                header["cache"] = digest_bytes(self.code.encode())
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.
                 self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
                 if role != "noop":
                     sets = self.correctness_sets()
                     _, taken = self.arms[role].round("time", sets)
-                    reason = self.wrong(sets, taken)
+                    reason = self.wrong(sets, taken, loose=True)
                     if reason is not None:
                         self.drop(role)
                         raise TaskFault(f"{role}: {reason}")
@@ -352,6 +429,7 @@ class Bench:
             arm.close()
         self.arms.clear()
         self.prepared.clear()
+        self.doubled.clear()
         for buffer in self.closers:
             buffer.close()
         self.closers.clear()

@@ -7,16 +7,19 @@ This file is imported on both sides of the sandbox and imports nothing of the pr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 ALIGNMENT = 256
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ def layout(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
         slots.append(slot)
         offset += -(-slot.bytes // ALIGNMENT) * ALIGNMENT
     return slots, max(offset, ALIGNMENT)
+
+
+@contextlib.contextmanager
+def marked(memory: torch.Tensor) -> Iterator[None]:
+    """Flip one random byte in every page of `memory` for a while.
+
+    A result that is an input's own pages mapped to another address, and no copy of them, reads wrong then.
+    """
+    places = torch.arange(0, memory.numel(), PAGE_BYTES)
+    places = (places + torch.randint(PAGE_BYTES, places.shape)).clamp_(max=memory.numel() - 1)
+    memory[places] ^= 0xFF
+    try:
+        yield
+    finally:
+        memory[places] ^= 0xFF
 
 
 class HostBuffer:

@@ -28,6 +28,8 @@ class Expected:
         """`single` is the float32 reference's own output, `expected` the same in float64, of equal shape."""
         self.single = single
         self.mask: torch.Tensor | None = None
+        self.slack = (0.0, 0.0)
+        """What another result may differ from a float32 reference, maximum and RMS, relative to the scale: for `Near`."""
         if not single.dtype.is_floating_point:
             return
         both = torch.isfinite(single) & torch.isfinite(expected)
@@ -37,31 +39,74 @@ class Expected:
         self.dtype = torch.float64 if single.dtype == torch.float64 else torch.float32
         self.high = expected.to(self.dtype)
         self.low = (expected - self.high.double()).to(self.dtype)
-        self.count = expected.numel()
-        if self.count == 0:
+        if expected.numel() == 0:
+            self.max_allowed = self.rms_allowed = self.ceiling = 0.0
             return
         scale = expected.abs().max().item()
         own = (single.double() - expected).abs_()
-        ceiling = sandbox.absolute_tolerance * scale
-        self.max_allowed = min(max(sandbox.error_multiple * own.max().item(), FLOAT32_FLOOR * scale), ceiling)
-        self.rms_allowed = min(max(sandbox.error_multiple * own.square().mean().sqrt().item(), FLOAT32_FLOOR / 4 * scale), ceiling)
+        self.ceiling = sandbox.absolute_tolerance * scale
+        own_max, own_rms = own.max().item(), own.square().mean().sqrt().item()
+        self.max_allowed = min(max(sandbox.error_multiple * own_max, FLOAT32_FLOOR * scale), self.ceiling)
+        self.rms_allowed = min(max(sandbox.error_multiple * own_rms, FLOAT32_FLOOR / 4 * scale), self.ceiling)
+        if scale > 0:
+            self.slack = ((self.max_allowed + own_max) / scale, (self.rms_allowed + own_rms) / scale)
 
-    def fault(self, got: torch.Tensor) -> str | None:
-        """Why `got`, of the shape and dtype of `single`, is wrong; None when it is right. Integers must be equal."""
+    def fault(self, got: torch.Tensor, *, loose: bool = False) -> str | None:
+        """Why `got`, of the shape and dtype of `single`, is wrong; None when it is right. Integers must be equal.
+
+        `loose` asks for the absolute tolerance only, for a baseline: torch.compile may round otherwise than eager does.
+        """
         if not self.single.dtype.is_floating_point:
             return None if torch.equal(got, self.single) else "wrong_values"
         if self.mask is not None:
-            if not torch.equal(torch.isfinite(got), torch.isfinite(self.single)):
+            if not _same_special(got, self.single):
                 return "finite_mask"
             got = got[self.mask]
-        if self.count == 0:
+        return _too_large(torch.sub(got.to(self.dtype), self.high).sub_(self.low), *((self.ceiling,) * 2 if loose else (self.max_allowed, self.rms_allowed)))
+
+
+class Near:
+    """The output of a timed call: it was correct to the last digit on other inputs, and must now stay near the float32 reference.
+
+    A float64 reference for every timed call would cost more than all the rest of a judgement. The distance allowed is twice
+    what exact results of the same task may differ by, taken from those inputs that have a float64 reference.
+    """
+
+    def __init__(self, single: torch.Tensor, slack: tuple[float, float]):
+        """`slack` (maximum, RMS) is `Expected.slack` of the same output on other inputs."""
+        self.single = single
+        self.slack = slack
+
+    def fault(self, got: torch.Tensor) -> str | None:
+        """As `Expected.fault`."""
+        single = self.single
+        if not single.dtype.is_floating_point:
+            return None if torch.equal(got, single) else "wrong_values"
+        if single.numel() == 0:
             return None
-        error = torch.sub(got.to(self.dtype), self.high).sub_(self.low).flatten()
-        largest = torch.linalg.vector_norm(error, torch.inf).item()
-        if not largest <= self.max_allowed:  # written so that NaN is wrong
-            return "max_error" if math.isfinite(largest) else "finite_mask"
-        root_mean_square = torch.linalg.vector_norm(error).item() / math.sqrt(self.count)
-        return None if root_mean_square <= self.rms_allowed else "rms_error"
+        scale = torch.linalg.vector_norm(single.flatten(), torch.inf).item()
+        if not math.isfinite(scale):
+            both = torch.isfinite(single)
+            if not _same_special(got, single):
+                return "finite_mask"
+            got, single = got[both], single[both]
+            scale = torch.linalg.vector_norm(single, torch.inf).item() if single.numel() else 0.0
+        return _too_large(torch.sub(got, single), 2 * self.slack[0] * scale, 2 * self.slack[1] * scale)
+
+
+def _same_special(got: torch.Tensor, single: torch.Tensor) -> bool:
+    """Whether NaNs, infinities and minus infinities are in the same places."""
+    return all(torch.equal(special(got), special(single)) for special in (torch.isnan, torch.isposinf, torch.isneginf))
+
+
+def _too_large(error: torch.Tensor, max_allowed: float, rms_allowed: float) -> str | None:
+    if error.numel() == 0:
+        return None
+    error = error.float().flatten() if error.dtype in (torch.float16, torch.bfloat16) else error.flatten()
+    largest = torch.linalg.vector_norm(error, torch.inf).item()
+    if not largest <= max_allowed:  # written so that NaN is wrong
+        return "max_error" if math.isfinite(largest) else "finite_mask"
+    return None if torch.linalg.vector_norm(error).item() / math.sqrt(error.numel()) <= rms_allowed else "rms_error"
 
 
 def compare(got: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox) -> str | None:

@@ -19,9 +19,13 @@ from pathlib import Path
 from components.config import BadInput
 
 NOBODY = 65534
+BUILDER = 65533
+"""Builds have a uid of their own: limits count by uid, and a candidate's thousand threads made every build fail ("Cannot fork")."""
 HERE = Path(__file__).resolve().parent
 CLONE_THREAD = 0x00010000
 AF_UNIX = 1
+FILE_LOCKS = (5, 6, 7, 36, 37, 38, 1024)
+"""fcntl's F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, and F_SETLEASE."""
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 
 
@@ -107,7 +111,8 @@ def bubblewrap(
         command += ["--setenv", key, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a thing behind.
-        command += ["--bind", str(cache), "/cache", "--size", str(temporary_bytes), "--tmpfs", "/workspace"]
+        command += ["--bind", str(cache), "/cache"] if cache is not None else []
+        command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace"]
         for path in ("/tmp", "/dev", "/"):
             command += ["--remount-ro", path]
     return [*command, "--chdir", "/", "--"]
@@ -136,8 +141,8 @@ def environment(device: str) -> dict[str, str]:
 
 
 def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
-    """`command` as uid 65534 without capabilities and with limits, for use inside `bubblewrap(keep_capabilities=False)`."""
-    drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
+    """`command` as a uid of its own without capabilities and with limits, for use inside `bubblewrap(keep_capabilities=False)`."""
+    drop = ["setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
     limits = ["prlimit", f"--as={memory_bytes}", f"--fsize={file_bytes}", "--core=0", "--nofile=256", "--nproc=512", f"--cpu={int(seconds) + 1}", "--"]
     return [*(drop if os.getuid() == 0 else []), *limits, *command]
 
@@ -159,6 +164,7 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         clock_adjtime sethostname setdomainname iopl ioperm personality""".split()
     if role == "candidate":
         names += ["fork", "vfork", "execve", "execveat", "setrlimit"]
+        names += ["flock", "inotify_init", "inotify_init1", "fanotify_init"]  # locks and watches on a common file carry messages
         names += ["memfd_create", "memfd_secret", "shmget"] if device == "cpu" else []
     for name in names:
         program.add_rule(refuse, name)
@@ -171,6 +177,8 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         program.add_rule(refuse, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
         program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0))
         program.add_rule(refuse, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
+        for command in FILE_LOCKS:
+            program.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.EQ, command))
     with os.fdopen(os.memfd_create("bpf"), "w+b") as file:
         program.export_bpf(file)
         file.seek(0)

@@ -1,9 +1,11 @@
-"""The judge's side of the runners: one zygote inside bubblewrap, and runners forked from it on demand."""
+"""The judge's side of the runners: zygotes inside bubblewrap, and runners forked from them on demand."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,23 @@ class InfrastructureError(Exception):
 
 
 class RunnerError(Exception):
-    """A runner said or did something that ends it: `kind` is crashed, timed_out, error, out_of_memory, wrong or forbidden."""
+    """A runner said or did something that ends it: `kind` is crashed, timed_out, protocol, error, out_of_memory, wrong or forbidden."""
 
     def __init__(self, kind: str, text: str = ""):
         super().__init__(f"{kind}: {text}")
         self.kind = kind
         self.text = text
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+class _Vectors(ctypes.Structure):
+    """struct iovec of process_vm_readv(2)."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 KINDS = {b"E": "error", b"M": "out_of_memory", b"W": "wrong", b"F": "forbidden"}
@@ -59,8 +73,8 @@ class Runner:
         except OSError as error:
             raise RunnerError("crashed", str(error)) from error
 
-    def receive(self) -> bytes:
-        """Text after the letter of an expected reply (R or D); RunnerError for anything else."""
+    def receive(self, expected: bytes = b"RD") -> bytes:
+        """What follows the letter of a reply, one of `expected`; RunnerError for anything else."""
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
             raise RunnerError("timed_out")
@@ -74,9 +88,38 @@ class Runner:
         if not data:
             raise RunnerError("crashed", "the process ended without a word")
         letter = data[:1]
-        if letter in (b"R", b"D"):
+        if letter in expected:
             return data[1:]
-        raise RunnerError(KINDS.get(letter, "crashed"), data[1:].decode(errors="replace"))
+        raise RunnerError(KINDS.get(letter, "protocol"), data[1:].decode(errors="replace"))
+
+    def addresses(self, count: int) -> list[int]:
+        """Where the runner says that `count` results of a call lie in its own memory."""
+        data = self.receive(b"O")
+        if len(data) != 7 + 8 * count:  # a letter, padding to eight bytes, the addresses
+            raise RunnerError("wrong", "wrong_number_of_outputs")
+        return list(struct.unpack(f"{count}Q", data[7:]))
+
+    def read(self, addresses: list[int], into: list[int], sizes: list[int]) -> None:
+        """Copy memory of the runner to memory of this process (process_vm_readv(2)); the runner waits meanwhile."""
+        count, total = len(sizes), sum(sizes)
+        local, remote = ((_Vectors * count)(*map(_Vectors, places, sizes)) for places in (into, addresses))
+        done = _libc.process_vm_readv(self.pid, local, count, remote, count, 0)
+        if done != total:
+            problem = ctypes.get_errno() if done < 0 else errno.EFAULT
+            if problem == errno.EPERM:
+                raise InfrastructureError(
+                    "the judge may not read its runners' memory: run it as root or with the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE)."
+                )
+            if problem == errno.ESRCH:
+                raise RunnerError("crashed", "the process is gone")
+            raise RunnerError("wrong", "unreadable_output")
+
+    def acknowledge(self) -> None:
+        """Let the runner go on after a result."""
+        try:
+            self.connection.send(b"A")
+        except OSError as error:
+            raise RunnerError("crashed", str(error)) from error
 
     def ask(self, message: dict[str, Any]) -> bytes:
         self.send(message)
@@ -107,31 +150,60 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: tuple[
     connection.sendmsg([data], rights)
 
 
+@dataclass
+class Zygote:
+    """A process that has torch loaded and forks runners; `control` takes their headers."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+
+KINDS_OF_ZYGOTE = ("plain", "compile")
+
+
 class Nursery:
-    """Starts the zygote once (seconds) and forks runners from it (milliseconds)."""
+    """Starts two zygotes once (seconds) and forks runners from them (milliseconds).
+
+    What torch.compile needs takes most of a minute to warm up and would make every fork slower, so its runners have a
+    zygote of their own, and whoever needs no compile baseline never waits for it.
+    """
 
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path):
         self.sandbox = sandbox
         self.device = device
         self.folder = folder.resolve()
         self.lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.control: socket.socket | None = None
+        self.zygotes: dict[str, Zygote] = {}
+        # bubblewrap's --die-with-parent means the thread that started it: this one lives as long as the nursery.
+        self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
         self.empty = os.memfd_create("empty")  # stands for "no library"
         if sandbox.isolation == "bubblewrap":
             isolation.check_available()
 
-    def _start(self) -> socket.socket:
+    def prepare(self) -> None:
+        """Start both zygotes without waiting for them."""
+        with self.lock:
+            for kind in KINDS_OF_ZYGOTE:
+                self._zygote(kind)
+
+    def _zygote(self, kind: str) -> Zygote:
+        zygote = self.zygotes.get(kind)
+        if zygote is None or zygote.process.poll() is not None:
+            zygote = self.zygotes[kind] = self.starter.submit(self._start, kind).result()
+        return zygote
+
+    def _start(self, kind: str) -> Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         walled = self.sandbox.isolation == "bubblewrap"
-        cache = self.folder / "inductor"
-        cache.mkdir(parents=True, exist_ok=True)
+        cache = self.folder / "inductor" if kind == "compile" else None
+        (cache or self.folder).mkdir(parents=True, exist_ok=True)
         command = [
             sys.executable,
             "-I",
             str(HERE / "runner.py"),
             str(theirs.fileno()),
             self.device,
+            kind,
             "walled" if walled else "open",
             "/cache" if walled else str(cache),
         ]
@@ -144,11 +216,11 @@ class Nursery:
             ]
         else:
             environment = isolation.environment(self.device) | {"HOME": str(self.folder), "TMPDIR": str(self.folder), "PATH": os.environ["PATH"]}
-        log = (self.folder / "zygote.log").open("wb")
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        log = (self.folder / f"{kind}.log").open("wb")
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         theirs.close()
         log.close()
-        return ours
+        return Zygote(process, ours)
 
     def spawn(self, header: dict[str, Any], descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Fork a runner that plays `header['role']`; it has `seconds` of wall time for all that it does."""
@@ -176,14 +248,13 @@ class Nursery:
             ours.close()
             theirs.close()
             raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
+        kind = "compile" if header["role"] == "compile" else "plain"
         with theirs, self.lock:
-            if self.process is None or self.process.poll() is not None or self.control is None:
-                self.control = self._start()
             try:
-                send(self.control, header | walls, (theirs.fileno(), *descriptors))
+                send(self._zygote(kind).control, header | walls, (theirs.fileno(), *descriptors))
             except OSError as error:
                 ours.close()
-                self.control = None
+                self._end(self.zygotes.pop(kind))
                 raise InfrastructureError(f"the zygote is gone: {error}") from error
         ours.settimeout(START_SECONDS)
         try:
@@ -194,7 +265,7 @@ class Nursery:
         credentials = [payload for _, kind, payload in ancillary if kind == socket.SCM_CREDENTIALS]
         if data != b"H" or not credentials:
             ours.close()
-            log = (self.folder / "zygote.log").read_text(errors="replace")[-500:]
+            log = (self.folder / f"{kind}.log").read_text(errors="replace")[-500:]
             raise InfrastructureError(f"a runner could not be walled off: {data[:200]!r} {log}")
         pid = struct.unpack("3i", credentials[0])[0]
         try:
@@ -204,12 +275,16 @@ class Nursery:
             raise InfrastructureError(f"a runner ended at once: {error}") from error
         return Runner(ours, pid, process, time.monotonic() + seconds)
 
+    @staticmethod
+    def _end(zygote: Zygote) -> None:
+        zygote.control.close()
+        zygote.process.kill()
+        zygote.process.wait()
+
     def close(self) -> None:
         with self.lock:
-            if self.control is not None:
-                self.control.close()
-            if self.process is not None:
-                self.process.kill()
-                self.process.wait()
-            self.process = self.control = None
+            for zygote in self.zygotes.values():
+                self._end(zygote)
+            self.zygotes.clear()
+        self.starter.shutdown()
         os.close(self.empty)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from components import telemetry
 from components.config import Params
 from components.files import digest_bytes, digest_json, read_json, write_json
 from components.sandbox.judge import Admission, Judge
@@ -22,6 +23,9 @@ from components.task import KernelTask
 
 EVALUATION = "evaluation"
 """Epochs that start with this word measure the compile baseline for every correct candidate."""
+
+ARRANGEMENT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
+"""Parameters of the sandbox that say where and how many, and change no verdict."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Job:
 
 
 class JudgePool(Protocol):
+    def prepare(self) -> None: ...
+
     def submit(self, job: Job) -> Future[Verdict]: ...
 
     def close(self) -> None: ...
@@ -61,30 +67,41 @@ class LocalPool:
     `verdicts` is the journal's folder. Files are added and never changed.
     """
 
-    def __init__(self, params: Params, verdicts: Path, folder: Path | None = None):
+    def __init__(self, params: Params, verdicts: Path, folder: Path | None = None, *, workers: int = 0):
         self.params = params
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
-        self.protocol = digest_json([params.device, params.precision, params.sandbox.model_dump(exclude={"build_workers", "warm_tasks", "attempts"})])
-        self.executor = ThreadPoolExecutor(max_workers=params.sandbox.build_workers, thread_name_prefix="judge")
+        self.protocol = digest_json(
+            [params.device, params.precision, params.sandbox.model_dump(exclude={"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"})]
+        )
+        self.executor = ThreadPoolExecutor(max_workers=workers or params.sandbox.build_workers, thread_name_prefix="judge")
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
-        self._judge: Judge | None = None
+        self._judge: Any = None
 
     @property
-    def judge(self) -> Judge:
-        """Started with the first job that the journal cannot answer."""
+    def judge(self) -> Any:
+        """What measures, started with the first job that the journal cannot answer."""
         with self.lock:
             if self._judge is None:
-                self._judge = Judge(self.params, self.folder)
+                self._judge = self.start()
             return self._judge
+
+    def start(self) -> Any:
+        return Judge(self.params, self.folder)
+
+    def prepare(self) -> None:
+        """Begin to warm up what the first jobs would wait for: most of a minute of one core, best spent beside other work."""
+        self.executor.submit(lambda: self.judge.nursery.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
         """The verdict, from the journal or by measurement. `infrastructure` verdicts are not journalled."""
         key = digest_json(["verdict", self.protocol, job.task.task_id, job.candidate.digest, job.epoch])
 
         def work() -> Verdict:
-            verdict = self._retried(lambda: self.judge.verdict(job.task, dict(job.candidate.files), always_compile=job.epoch.startswith(EVALUATION)))
+            with telemetry.judging() as status:
+                verdict = self._retried(lambda: self.judge.verdict(job.task, dict(job.candidate.files), always_compile=job.epoch.startswith(EVALUATION)))
+                status.append(verdict.status)
             if verdict.status != "infrastructure":
                 write_json(self._path(key), verdict.model_dump())
             return verdict
@@ -129,8 +146,10 @@ class LocalPool:
                 return done
             future = self.executor.submit(work)
             self.in_flight[key] = future
+            telemetry.WAITING.inc()
 
         def forget(_: Future[Any]) -> None:
+            telemetry.WAITING.dec()
             with self.lock:
                 self.in_flight.pop(key, None)
 

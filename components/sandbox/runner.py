@@ -1,10 +1,10 @@
 """What runs inside the sandbox: a zygote that has torch loaded, and the runners that it forks.
 
-    python runner.py FD DEVICE walled|open CACHE
+    python runner.py FD DEVICE plain|compile walled|open CACHE
 
 Importing torch takes seconds; a fork takes milliseconds. So a trusted zygote imports it once and forks a runner for
-every piece of untrusted code. The runner walls itself off from the zygote (new PID, mount, IPC namespaces, private
-/workspace and /proc), drops every capability and privilege, takes the system-call filter, says who it is (the kernel
+every piece of untrusted code. The runner walls itself off from the zygote (new PID, mount, IPC, network namespaces,
+private /workspace and /proc), drops every capability and privilege, takes the system-call filter, says who it is (the kernel
 vouches for its PID) and only then loads code. It is thrown away afterwards. The zygote runs no untrusted code.
 
 Trusted side -> runner: JSON with descriptors. Runner -> trusted side: one letter, then text or numbers that the judge
@@ -32,12 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import arms
 import torch
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID = 0x00020000, 0x08000000, 0x04000000, 0x20000000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x04000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 0x1000, 0x4000, 1 << 18
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 4, 24, 38, 22
 NOBODY = 65534
 MESSAGE_BYTES = 1 << 20
-CACHE = b"/cache"
+INDUCTOR = "/workspace/inductor"
+"""Where torch.compile keeps what it compiled: a folder that the runners of one task share over time, and no others."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,9 +61,16 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
 def wall_off(header: dict, keep: set[int]) -> None:
     """Become harmless: everything a runner must lose before it may load untrusted code."""
     check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
+    Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, a runner goes first and never the judge
     size = f"size={header['temporary_bytes']},mode=0777".encode()
     check(libc.mount(b"tmpfs", b"/workspace", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /workspace")
-    check(libc.mount(b"none", CACHE, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), "remount /cache")
+    if header.get("cache"):
+        own = f"/cache/tasks/{header['cache']}"
+        os.makedirs(own, exist_ok=True)
+        os.makedirs(INDUCTOR)
+        os.chmod(own, 0o777)
+        check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")
+        check(libc.mount(b"none", b"/cache", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), "remount /cache")
     if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
         # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
         check(libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV, b"size=4096"), "mount /proc")
@@ -112,7 +120,8 @@ def runner(connection: socket.socket, header: dict, descriptors: list[int], wall
             os.chdir(header["folder"])
         connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
         torch.set_num_threads(1)
-        own_cache(header["role"])
+        if header.get("cache"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR if walled else f"{CACHE_FOLDER}/tasks/{header['cache']}"
         arms.serve(connection, header, descriptors, receive)
         code = 0
     except MemoryError:
@@ -142,19 +151,23 @@ def warm_up_inductor() -> None:
     tempfile.tempdir = None
 
 
-def own_cache(role: str) -> None:
-    """An Inductor cache that is this runner's alone: no task can leave code for another."""
-    if role == "compile":
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.getcwd()}/inductor"
+def warm_up_torch() -> None:
+    """What torch imports at the first use, imported once for all runners: the first dispatch mode of a process cost 0.8 s."""
+    with arms.RefuseCompute(), torch.no_grad():
+        torch.empty(1).view(1)
+    arms.quiet(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
 
 
 def zygote(control: socket.socket, walled: bool) -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
     while True:
         header, descriptors = receive(control)
         if not header:
             os._exit(0)
+        if walled:  # for the next child only: it is the first process of a PID namespace, and all that it starts ends with it
+            check(libc.unshare(CLONE_NEWPID), "unshare PID")
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -162,24 +175,26 @@ def zygote(control: socket.socket, walled: bool) -> None:
                 control.close()
                 connection = socket.socket(fileno=descriptors[0])
                 if walled:
-                    check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID), "unshare")
-                if os.fork() == 0:
-                    runner(connection, header, descriptors[1:], walled)
+                    # The network too: two candidates that meet at a local socket's name would share one's uncounted time.
+                    check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET), "unshare")
+                runner(connection, header, descriptors[1:], walled)
             except BaseException:
                 traceback.print_exc()
                 os._exit(3)
-            os._exit(0)
+        if walled:
+            check(libc.setns(own_namespace, CLONE_NEWPID), "setns PID")
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 if __name__ == "__main__":
-    CACHE_FOLDER = sys.argv[4]
+    descriptor, device, kind, walls, CACHE_FOLDER = sys.argv[1:]
     torch.set_num_threads(1)
-    if sys.argv[2] == "cpu":
+    warm_up_torch()
+    if kind == "compile" and device == "cpu":
         warm_up_inductor()
-    else:  # CUDA must not be initialised before a fork; importing compile_fx would (seen with torch 2.11), these do not
+    elif kind == "compile":  # CUDA must not be initialised before a fork; importing compile_fx would (seen with torch 2.11), these do not
         import torch._dynamo
         import torch._inductor.codecache
         import triton  # noqa: F401
-    zygote(socket.socket(fileno=int(sys.argv[1])), walled=sys.argv[3] == "walled")
+    zygote(socket.socket(fileno=int(descriptor)), walled=walls == "walled")

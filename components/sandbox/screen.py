@@ -102,9 +102,13 @@ def screen_python(code: str) -> str | None:
 
 ALLOWED_SYMBOLS = re.compile(
     r"""(?x)^(?:
-    _?Py\w+ | _ZN?K?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIS]\w+ | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
+    _?Py\w+ | _ZN?K?R?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIST]\w+ | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
-    | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk|__s?n?printf_chk|snprintf|vsnprintf|abort)
+    | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk|__s?n?printf_chk|snprintf|vsnprintf|abort|exit)
+    | _ZN2at4_ops\d+(?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)4call\w+
+    | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
+    | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
+    | (?:fflush|fprintf|fputc|fputs|fwrite|stderr|pthread_mutex_(?:un)?lock|__libc_single_threaded)
     | (?:malloc|free|calloc|realloc|aligned_alloc|posix_memalign|qsort|bsearch)
     | (?:GOMP|omp|__kmpc)_\w+
     | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma|ceil|floor|round|trunc|rint

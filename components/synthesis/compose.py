@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.config import BadInput, Data, Device
-from components.synthesis.seeds import BY_NAME, COLS, ROWS, SEEDS, Seed
+from components.synthesis.seeds import BY_NAME, COLS, ROWS, SEEDS, Seed, canonical
 from components.task import KernelTask
 
 HELD_OUT_SHARE = 0.2
@@ -54,9 +54,9 @@ def get_init_inputs():
 
 
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Whether this operator sequence is reserved for held-out tasks. A hash of (seed, sequence) decides, so every part
-    of the pipeline agrees without a list to pass around."""
-    digest = hashlib.sha256(f"{seed}:{'>'.join(ops)}".encode()).digest()
+    """Whether this operator sequence is reserved for held-out tasks, however its operators are written. A hash of (seed,
+    sequence) decides, so every part of the pipeline agrees without a list to pass around."""
+    digest = hashlib.sha256(f"{seed}:{'>'.join(map(canonical, ops))}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 

@@ -1,7 +1,5 @@
 """Building the data set: compose candidates, hold them against the rubric, keep every rejected one with its reason.
 
-    python -m components.synthesis.dataset --params params.yaml --out data/tasks --verdicts verdicts
-
 Candidates are taken in the order of composition, so the admitted set depends on the parameters and the verdicts alone,
 not on which judgement came back first. Admissions are journalled by the pool: a killed build that is started again
 judges nothing twice.
@@ -9,24 +7,25 @@ judges nothing twice.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
-from collections import deque
+import itertools
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import yaml
-
-from components.config import BadInput, Params, resolve
+from components.config import BadInput, Data, Params
 from components.files import atomic_folder, digest_file
 from components.progress import Progress
+from components.sandbox import pools
 from components.sandbox.judge import Admission
 from components.sandbox.pool import LocalPool
+from components.synthesis.chains import Composer, Draft
 from components.synthesis.compose import stream
+from components.synthesis.headroom import HeadroomPool, headroom
+from components.synthesis.mining import mined
 from components.synthesis.rubric import Rubric
 from components.synthesis.summary import Rejection, Summary, write_summary
 from components.task import KernelTask, write_tasks
@@ -43,6 +42,12 @@ class Admitting(Protocol):
     def admit(self, code: str) -> Future[Admission]: ...
 
 
+def open_pool(params: Params, verdicts: Path) -> LocalPool | HeadroomPool:
+    """The pool that admits, and measures headroom where the parameters ask for it; whoever opens it closes it."""
+    pool = pools.open_pool(params, verdicts)
+    return HeadroomPool(pool, params) if params.data.headroom else pool
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A composed task on its way: refused at first look, under judgement, or neither (not asked for yet)."""
@@ -50,45 +55,88 @@ class Candidate:
     task: KernelTask
     refused: Rejection | None = None
     judgement: Future[Admission] | None = None
+    draft: Draft | None = None
+    """What it was written from, where it was composed of mined operators."""
+    resized: bool = False
+    """Whether its size was searched by a measurement already; that is done once."""
+
+
+Place = tuple[str, str]
+"""Split and kind: what a data set asks for so and so many of."""
+
+
+def targets(data: Data) -> Counter[Place]:
+    """How many tasks are asked for of each split, and of each kind where the mined table is composed from, so that the mix
+    of the data set is the mix of the parameters. The core table's tasks are of one kind, "": their mix is drawn."""
+    wanted: Counter[Place] = Counter()
+    for split, count in (("train", data.tasks), ("held_out", data.held_out)):
+        for kind, share in kinds(data).items():
+            wanted[split, kind] = int(count * share)
+        # What rounding down left goes to the largest remainders.
+        rest = sorted(kinds(data), key=lambda kind: (int(count * kinds(data)[kind]) - count * kinds(data)[kind], kind))
+        for kind in rest[: count - sum(number for (place, _), number in wanted.items() if place == split)]:
+            wanted[split, kind] += 1
+    return wanted
+
+
+def kinds(data: Data) -> dict[str, float]:
+    """Share of each data_source; everything under "" for the core table."""
+    if data.operators == "core":
+        return {"": 1.0}
+    modules = data.transformers_share if data.operators == "all" else 0.0
+    shares = {f"torch#{count}": share * (1 - modules) for count, share in data.operator_mix.items()}
+    return shares | ({"transformers": modules} if modules else {})
 
 
 class Builder:
-    """One build in progress: candidates enter a window in the order of composition and are decided in that order."""
+    """One build in progress: candidates enter a window in the order of their source and are decided in that order.
 
-    def __init__(self, params: Params, pool: Admitting, progress: Progress):
-        self.params, self.pool, self.progress = params, pool, progress
+    Without `wanted` every candidate of a finite source is judged: that is an import."""
+
+    def __init__(self, params: Params, pool: Admitting, progress: Progress, wanted: Counter[Place] | None):
+        self.params, self.pool, self.progress, self.wanted = params, pool, progress, wanted
+        self.composer: Composer | None = None
         self.rubric = Rubric(params.data)
-        self.targets = {"train": params.data.tasks, "held_out": params.data.held_out}
-        self.done = {"train": 0, "held_out": 0}
+        self.done: Counter[Place] = Counter()
         self.window: deque[Candidate] = deque()
         self.admitted: list[KernelTask] = []
         self.rejected: list[Rejection] = []
-        self.candidates = self.surplus = self.fruitless = 0
+        self.candidates = self.surplus = self.fruitless = self.dry = 0
 
-    def run(self) -> None:
-        source = stream(self.params.data.seed, self.params.data, self.params.device)
+    def run(self, source: Iterator[Candidate], total: int) -> None:
         # One more than is prepared at once, so that the device never waits for the composer.
-        width, dry = self.params.sandbox.build_workers + 1, 0
-        while self.done != self.targets:
-            if len(self.window) < width:
-                candidate = self.enter(next(source))
-                self.window.append(candidate)
-                dry = dry + 1 if candidate.refused else 0
-                if dry > DRY:
-                    raise BadInput(f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new; ask for fewer tasks or widen data.numel.")
-            else:
+        width = self.params.sandbox.build_workers + 1
+        while self.wanted is None or self.done != self.wanted:
+            entering = next(source, None) if len(self.window) < width else None
+            if entering is not None:
+                self.window.append(self.enter(entering))
+            elif self.window:
                 self.decide(self.window.popleft())
-                total = sum(self.targets.values())
-                self.progress.update("data", len(self.admitted), total, candidates=self.candidates, rejected=len(self.rejected))
+                step = len(self.admitted) if self.wanted is not None else self.candidates
+                self.progress.update("data", step, total, candidates=self.candidates, rejected=len(self.rejected))
+            else:
+                return
 
-    def enter(self, task: KernelTask) -> Candidate:
+    def place(self, task: KernelTask) -> Place:
+        return task.split, task.data_source if self.wanted is not None and ("train", "") not in self.wanted else ""
+
+    def enter(self, candidate: Candidate) -> Candidate:
+        task = candidate.task
         reason, detail = self.rubric.look(task)
+        # Judged ahead of time only if it is needed even when everything before it is admitted.
+        place = self.place(task)
+        pending = sum(1 for other in self.window if other.judgement is not None and self.place(other.task) == place)
+        ahead = not reason and (self.wanted is None or self.done[place] + pending < self.wanted[place])
+        self.dry = 0 if ahead else self.dry + 1
+        if self.dry > DRY and self.wanted is not None:
+            missing = ", ".join(f"{count - self.done[key]} {' '.join(filter(None, key))}" for key, count in self.wanted.items() if count > self.done[key])
+            raise BadInput(
+                f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed (missing: {missing}); "
+                "ask for fewer tasks or widen data.numel."
+            )
         if reason:
             return Candidate(task, refused=Rejection(task, reason, detail))
-        pending = sum(1 for other in self.window if other.judgement is not None and other.task.split == task.split)
-        # Judged ahead of time only if it is needed even when everything before it is admitted.
-        ahead = self.done[task.split] + pending < self.targets[task.split]
-        return Candidate(task, judgement=self.pool.admit(task.code) if ahead else None)
+        return Candidate(task, judgement=self.pool.admit(task.code) if ahead else None, draft=candidate.draft, resized=candidate.resized)
 
     def decide(self, candidate: Candidate) -> None:
         self.candidates += 1
@@ -96,20 +144,34 @@ class Builder:
         if candidate.refused:
             self.rejected.append(candidate.refused)
             return
-        if self.done[task.split] >= self.targets[task.split]:
+        if self.wanted is not None and self.done[self.place(task)] >= self.wanted[self.place(task)]:
             self.surplus += 1
             return
         admission = (candidate.judgement or self.pool.admit(task.code)).result()
         reason, detail = self.rubric.weigh(admission)
         if not reason:
             self.fruitless = 0
-            self.done[task.split] += 1
-            self.admitted.append(task.model_copy(update={"evidence": admission.evidence, "name": "-".join(task.ops)}))
+            self.done[self.place(task)] += 1
+            flops = candidate.draft.flops if candidate.draft is not None else None
+            evidence = admission.evidence | self.rubric.nearest(task) | headroom(admission.evidence, flops)
+            self.admitted.append(task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)}))
             return
         self.fruitless += 1
         self.rejected.append(Rejection(task, reason, detail))
-        if self.fruitless >= HOPELESS:
+        if self.wanted is not None and self.fruitless >= HOPELESS:
             raise BadInput(f"data: the last {HOPELESS} candidates that ran were all refused, this one for {reason}; widen data.eager_seconds or data.numel.")
+        if reason == "eager_time" and candidate.draft is not None and self.composer is not None and not candidate.resized:
+            resized = self.composer.resized(candidate.draft, admission.evidence["eager_seconds"])
+            if resized is not None:
+                self.window.appendleft(self.enter(Candidate(resized.task, draft=resized, resized=True)))
+
+    def write(self, out: Path) -> Summary:
+        with atomic_folder(out) as folder:
+            write_tasks(folder / "tasks.parquet", self.admitted)
+            similarities = tuple(sorted(similarity for similarity, _ in self.rubric.nearest_programs.values()))
+            summary = Summary(version(folder), self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities)
+            write_summary(folder, self.params, summary)
+        return summary
 
 
 def version(out: Path) -> str:
@@ -117,67 +179,36 @@ def version(out: Path) -> str:
     return digest_file(out / "tasks.parquet")
 
 
-def build(params: Params, out: Path, pool: Admitting, progress: Progress) -> Summary:
+def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None) -> Summary:
     """Make a data set and write it to the folder `out` in one step: tasks.parquet, rejected.parquet, metrics.json,
-    plots/*.csv and card.md. Equal parameters and verdicts give an equal data set, in whatever order verdicts come.
+    plots/*.csv and README.md. Equal parameters and verdicts give an equal data set, in whatever order verdicts come.
+    `seeds` is the folder of the mined table; it is not looked at where data.operators is core.
 
     Raises BadInput when data.against cannot be read, or when the parameters admit next to nothing.
     """
-    builder = Builder(params, pool, progress)
-    builder.run()
-    with atomic_folder(out) as folder:
-        write_tasks(folder / "tasks.parquet", builder.admitted)
-        summary = Summary(version(folder), builder.candidates, builder.surplus, tuple(builder.admitted), tuple(builder.rejected))
-        write_summary(folder, params, summary)
-    return summary
+    data = params.data
+    builder = Builder(params, pool, progress, targets(data))
+    source: Iterator[Candidate]
+    if data.operators == "core":
+        source = (Candidate(task) for task in stream(data.seed, data, params.device))
+    else:
+        if seeds is None:
+            raise BadInput(f"data.operators: {data.operators} needs the folder of the mined table; give one, or set data.operators to core.")
+        builder.composer = Composer(mined(seeds, progress), data, params.device, modules=data.operators == "all")
+        source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch remarks on many a mined form; the rubric decides
+        builder.run(source, data.tasks + data.held_out)
+    return builder.write(out)
 
 
-# --- the command of the DVC stage --------------------------------------------------------------------------------------
+def readmit(params: Params, tasks: Iterable[KernelTask], total: int, out: Path, pool: Admitting, progress: Progress) -> Summary:
+    """Hold given tasks against the rubric and the judge, every one of them, and write those that pass as `build` does.
 
-
-class Lines:
-    """Progress as plain lines on standard error, one every few seconds and the last one."""
-
-    def __init__(self, seconds: float = 5.0):
-        self.seconds = seconds
-        self.last = 0.0
-
-    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        now = time.monotonic()
-        if step == total or now - self.last >= self.seconds:
-            self.last = now
-            print(f"{stage} {step}/{total}", *(f"{name}={value:g}" for name, value in figures.items()), file=sys.stderr, flush=True)
-
-
-def read_params(path: Path) -> Params:
-    """Parameters of a resolved file, or of one with profiles: then CUDA_AGENT_PROFILE names one, and none is the base."""
-    try:
-        profiles = "profiles" in (yaml.safe_load(path.read_text()) or {})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError):
-        profiles = False  # resolve() says what is wrong with the file
-    return resolve(os.environ.get("CUDA_AGENT_PROFILE", "") if profiles else "", path=path).params
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m components.synthesis.dataset", description="Build the data set.")
-    parser.add_argument("--params", type=Path, required=True, help="resolved parameters, or params.yaml with its profiles")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--verdicts", type=Path, default=Path(os.environ.get("CUDA_AGENT_VERDICTS", "verdicts")), help="journal of verdicts")
-    options = parser.parse_args(arguments)
-    try:
-        params = read_params(options.params)
-        pool = LocalPool(params, options.verdicts)
-        try:
-            summary = build(params, options.out, pool, Lines())
-        finally:
-            pool.close()
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
-    refused = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
-    print(f"data set {summary.version[:16]}: {len(summary.admitted)} tasks of {summary.candidates} candidates; refused: {refused}", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises BadInput when none passes: an empty data set is none."""
+    builder = Builder(params, pool, progress, None)
+    builder.run((Candidate(task) for task in itertools.islice(tasks, total)), total)
+    if not builder.admitted:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(item.reason for item in builder.rejected).most_common()) or "no rows"
+        raise BadInput(f"{out}: no task was admitted ({reasons}), so nothing was written; see cuda-agent data check for each row.")
+    return builder.write(out)

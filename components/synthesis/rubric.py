@@ -1,17 +1,24 @@
 """The rubric: which composed tasks become training tasks, and the reason for every one that does not (DESIGN §6).
 
-The first look costs nothing and runs nothing: contract, duplicates, contamination. The second is the judge's admission,
-which executes the task in the sandbox: it runs in eager mode, is deterministic, its outputs differ between inputs, cheap
-cheats fail on it, and its eager time lies in the profile's window.
+The first look costs nothing and runs nothing: contract, hostile source, labels, duplicates, contamination. The second is
+the judge's admission, which executes the task in the sandbox: it runs in eager mode, is deterministic, its outputs differ
+between inputs, cheap cheats fail on it, and its eager time lies in the profile's window.
 """
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 from components.config import BadInput, Data
 from components.files import digest_bytes
 from components.sandbox.judge import Admission
 from components.synthesis.contamination import Programs, graph
+from components.synthesis.source import hostile, mislabelled
 from components.task import KernelTask, check_contract, normalise
+
+UNEQUAL = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")
+"""The judge's words for a task that ran twice on equal inputs and gave two answers."""
 
 
 class Rubric:
@@ -20,7 +27,10 @@ class Rubric:
     def __init__(self, data: Data):
         self.data = data
         self.programs = Programs(data.against)
-        self.seen: set[str] = set()
+        self.seen: dict[str, str] = {}
+        """Digest of a source or of an operator graph, and the task that had it first."""
+        self.nearest_programs: dict[str, tuple[float, str]] = {}
+        """Highest similarity to an evaluation program and that program, by task, for every candidate held against them."""
 
     def look(self, task: KernelTask) -> tuple[str, str]:
         """Reason and detail why the task is refused before anything runs; empty strings when nothing speaks against it."""
@@ -28,22 +38,39 @@ class Rubric:
             check_contract(task.code, "candidate")
         except BadInput as error:
             return "contract", str(error)
+        foreign = hostile(task.code)
+        if foreign:
+            return "hostile", foreign
+        wrong = mislabelled(task.ops, task.data_source, task.code)
+        if wrong:
+            return "mislabelled", wrong
         source, operators = digest_bytes(normalise(task.code).encode()), graph(task.code)
-        duplicate = "duplicate_source" if source in self.seen else "duplicate_graph" if operators in self.seen else ""
-        self.seen |= {source, operators}
-        if duplicate:
-            return duplicate, ""
-        similarity, origin = self.programs.nearest(task.code)
-        if similarity > self.data.max_similarity:
-            return "similar_to_evaluation", f"{similarity:.3f} to {origin}"
+        for kind, digest in (("duplicate_source", source), ("duplicate_graph", operators)):
+            if digest in self.seen:
+                self.seen.setdefault(source, self.seen[digest])
+                return kind, f"as {self.seen[digest]}"
+        self.seen[source] = self.seen[operators] = task.name or task.task_id
+        if self.programs.programs:
+            found = self.nearest_programs[task.task_id] = self.programs.nearest(task.code)
+            if found[0] > self.data.max_similarity:
+                return "similar_to_evaluation", f"{found[0]:.3f} to {found[1]}"
         return "", ""
 
     def weigh(self, admission: Admission) -> tuple[str, str]:
         """Reason and detail why an executed task is refused; empty strings for an admitted one."""
         if not admission.admitted:
-            return admission.reason or "not_admitted", str(admission.evidence.get("detail", ""))
+            detail = str(admission.evidence.get("detail", ""))
+            unequal = admission.reason == "does_not_run" and UNEQUAL.match(detail)
+            return "not_deterministic" if unequal else admission.reason or "not_admitted", detail
         seconds = admission.evidence["eager_seconds"]
         low, high = self.data.eager_seconds
         if not low <= seconds <= high:
             return "eager_time", f"{seconds:.6f} s is outside [{low:g}, {high:g}]"
         return "", ""
+
+    def nearest(self, task: KernelTask) -> dict[str, Any]:
+        """What the evidence says of evaluation programs: nothing where there are none to stay clear of."""
+        if task.task_id not in self.nearest_programs:
+            return {}
+        similarity, program = self.nearest_programs[task.task_id]
+        return {"nearest": {"similarity": round(similarity, 4), "program": program}}

@@ -77,5 +77,11 @@ SEEDS: tuple[Seed, ...] = (
 )
 BY_NAME = {seed.name: seed for seed in SEEDS}
 
+
+def canonical(name: str) -> str:
+    """What a dotted name means, however it is written: nn.LeakyReLU, F.leaky_relu -> leakyrelu. A name of this table stays."""
+    return name.rpartition(".")[2].replace("_", "").lower() if "." in name else name
+
+
 ROWS = tuple(2**power for power in range(4, 21))
 COLS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)

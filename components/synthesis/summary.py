@@ -15,10 +15,15 @@ import pyarrow.parquet
 
 from components.config import Params
 from components.files import atomic_write, write_json
+from components.synthesis.seeds import canonical
 from components.task import KernelTask
 
-FIRST_LOOK = ("contract", "duplicate_source", "duplicate_graph", "similar_to_evaluation")
+FIRST_LOOK = ("contract", "hostile", "mislabelled", "duplicate_source", "duplicate_graph", "similar_to_evaluation")
 """Reasons that are found without running anything."""
+HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
+"""Lower edges of the distribution of headroom."""
+BINS = 20
+"""Of the distribution of similarities."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Summary:
     surplus: int
     admitted: tuple[KernelTask, ...]
     rejected: tuple[Rejection, ...]
+    similarities: tuple[float, ...] = ()
+    """Highest similarity to an evaluation program of every candidate that was held against them, ascending."""
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -53,7 +60,7 @@ class Summary:
 
 
 def write_summary(folder: Path, params: Params, summary: Summary) -> None:
-    """Write rejected.parquet, metrics.json, plots/*.csv and card.md beside tasks.parquet."""
+    """Write rejected.parquet, metrics.json, plots/*.csv and README.md beside tasks.parquet."""
     _write_rejected(folder / "rejected.parquet", summary.rejected)
     figures = metrics(summary)
     write_json(folder / "metrics.json", figures)
@@ -65,14 +72,20 @@ def write_summary(folder: Path, params: Params, summary: Summary) -> None:
     _write_csv(
         folder / "plots" / "eager.csv", ("rank", "eager_milliseconds", "operators"), [(i, f"{time:.6f}", count) for i, (time, count) in enumerate(times, 1)]
     )
-    atomic_write(folder / "card.md", card(params, summary, figures))
+    bins = Counter(min(int(value * BINS), BINS - 1) for value in summary.similarities)
+    _write_csv(folder / "plots" / "similarity.csv", ("similarity", "candidates"), [(f"{index / BINS:.2f}", bins[index]) for index in range(BINS)])
+    steps = Counter(max(edge for edge in HEADROOM if task.evidence["headroom"] >= edge) for task in summary.admitted if "headroom" in task.evidence)
+    _write_csv(folder / "plots" / "headroom.csv", ("headroom", "tasks"), [(f"from {edge:g}", steps[edge]) for edge in HEADROOM])
+    atomic_write(folder / "README.md", card(params, summary, figures))
 
 
 def metrics(summary: Summary) -> dict[str, Any]:
     """Figures for `dvc metrics show` and the report."""
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
+    left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
     splits = Counter(task.split for task in summary.admitted)
-    mix = Counter(len(task.ops) for task in summary.admitted)
+    sources = Counter(task.data_source for task in summary.admitted)
+    mix = Counter(len(task.ops) for task in summary.admitted if task.data_source != "transformers")
     return {
         "version": summary.version,
         "candidates": summary.candidates,
@@ -81,7 +94,11 @@ def metrics(summary: Summary) -> dict[str, Any]:
         "train": splits["train"],
         "held_out": splits["held_out"],
         "rejected": summary.reasons,
-        "operator_mix": {str(count): round(mix[count] / max(len(summary.admitted), 1), 4) for count in sorted(mix)},
+        "operator_mix": {str(count): round(mix[count] / mix.total(), 4) for count in sorted(mix)},
+        "sources": {source: round(count / max(len(summary.admitted), 1), 4) for source, count in sorted(sources.items())},
+        "operators": len({canonical(name) for task in summary.admitted for name in task.ops}),
+        "similarity": {"median": round(statistics.median(near), 4), "highest": round(near[-1], 4)} if (near := summary.similarities) else {},
+        "headroom": {"median": statistics.median(left), "from_1.5": sum(value >= 1.5 for value in left) / len(left)} if left else {},
         "operator_sequences": len({task.ops for task in summary.admitted}),
         "eager_seconds": {"lowest": min(times), "median": statistics.median(times), "highest": max(times)} if times else {},
     }
@@ -91,13 +108,29 @@ def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
     """The data card, for whoever trains on or evaluates with this data set."""
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"
-    mix = ", ".join(f"{count}: {share:.1%} (asked {params.data.operator_mix.get(int(count), 0):.1%})" for count, share in figures["operator_mix"].items())
+    mix = ", ".join(f"{source}: {share:.1%}" for source, share in figures["sources"].items())
     times = figures["eager_seconds"]
-    against = ", ".join(params.data.against) or "none given"
-    return f"""# Kernel tasks, version {summary.version[:16]}
+    against = ", ".join(Path(path).name for path in params.data.against) or "none given"
+    near = figures["similarity"]
+    similar = f"; nearest program: median similarity {near['median']:.2f}, highest {near['highest']:.2f} over all candidates" if near else ""
+    left = figures["headroom"]
+    room = f"- Headroom (torch.compile's time over the physical floor): median {left['median']:.2f}, {left['from_1.5']:.0%} from 1.5.\n" if left else ""
+    library = "" if params.data.operators != "all" else LIBRARY
+    return f"""---
+pretty_name: Kernel tasks {summary.version[:16]}
+tags: [kernel-generation, pytorch]
+configs:
+- config_name: default
+  data_files:
+  - split: tasks
+    path: tasks.parquet
+---
 
-{figures["train"]} training and {figures["held_out"]} held-out tasks, composed from torch operators with seed {params.data.seed} for device
-{params.device} at precision {params.precision}. Held-out tasks have operator sequences that occur in no training task and no demonstration.
+# Kernel tasks, version {summary.version[:16]}
+
+{figures["train"]} training and {figures["held_out"]} held-out tasks, composed with seed {params.data.seed} for device {params.device} at precision
+{params.precision}, operators: {params.data.operators}. Held-out tasks (column `split`) have operator sequences that occur in no training task
+and no demonstration.
 
 | step | candidates |
 | --- | --- |
@@ -107,15 +140,22 @@ def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
 | --- | --- |
 {reasons}
 
-- Operators per task: {mix}.
-- Distinct operator sequences: {figures["operator_sequences"]}.
+- Kinds of task: {mix}.
+- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}.
 - Eager time of one call: {times["lowest"] * 1e3:.3g} to {times["highest"] * 1e3:.3g} ms, median {times["median"] * 1e3:.3g} ms; the window was
   {params.data.eager_seconds[0] * 1e3:g} to {params.data.eager_seconds[1] * 1e3:g} ms.
-- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
-
+- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}{similar}.
+{room}{library}
 `tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's
-evidence as JSON. `rejected.parquet` holds every refused candidate with its reason. Made by `python -m components.synthesis.dataset`.
+evidence as JSON. `rejected.parquet` holds every refused candidate with its reason, `plots/` the figures behind this card.
+
+```python
+datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("this/folder/tasks.parquet")
+```
 """
+
+
+LIBRARY = "- Tasks of the kind `transformers` hold source of the transformers library, which is licensed under Apache-2.0.\n"
 
 
 def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:

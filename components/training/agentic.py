@@ -10,11 +10,15 @@ from components.training.ppo import run_ppo
 from components.training.rollouts import RunEpisodes, agent_loop
 from components.training.stage import Stage, StageResult
 
+TOKENIZER = "tokenizer.json"
+
 
 def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     """Train `stage.actor` with `stage.critic`; `episodes` takes the place of the agent loop in tests."""
     params, folder = stage.params, stage.critic
     if folder is None:
         raise BadInput(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
-    verify_checkpoint(folder)
+    own, other = verify_checkpoint(stage.actor).files, verify_checkpoint(folder).files
+    if own.get(TOKENIZER) != other.get(TOKENIZER):
+        raise BadInput(f"{folder / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; give the critic that was made from this actor.")
     return run_ppo(stage, params.agentic, lambda: load_critic(folder, DTYPES[params.engine.dtype]), episodes or agent_loop())

@@ -23,6 +23,7 @@ from components.policy.model import load_model, load_tokenizer, verify_checkpoin
 from components.training.advantages import explained_variance, gae
 from components.training.batches import Rollout, collate
 from components.training.engine import DTYPES, DeepSpeedEngine, Engine, join_world
+from components.training.guards import Terminated, Termination
 from components.training.losses import value_loss_sum
 from components.training.networks import VALUE_HEAD, critic_from_actor
 from components.training.passes import Sums, evaluate, train_step
@@ -50,7 +51,7 @@ def run(stage: Stage) -> StageResult:
     taught, held_out = split_by_task(trajectories, critic.held_out_share, seed=params.seed)
     batch, unseen = collate(taught), collate(held_out)
 
-    world = join_world(params.device)
+    world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
     network = critic_from_actor(load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device))
     network.baseline.fill_(float(_monte_carlo(batch, gamma)[batch.action_mask].mean()))
@@ -59,21 +60,24 @@ def run(stage: Stage) -> StageResult:
     start = load_state(stage.out, {"critic": engine}, settings, world)
     metrics = Metrics(stage.out, world, start=start)
     total = critic.epochs * -(-len(taught) // critic.batch)
-    for epoch in range(start, critic.epochs):
-        clock, sums, norms = time.monotonic(), Sums(), []
-        targets = Targets(**vars(batch), returns=_returns(engine, batch, gamma, critic.lam, budget))
-        order = list(range(len(taught)))
-        random.Random(derived_seed(params.seed, "critic", epoch)).shuffle(order)
-        for first in range(0, len(order), critic.batch):
-            done_steps = (epoch * len(order) + first) / critic.batch
-            learning_rate = critic.learning_rate * max(0.0, 1 - done_steps / total)
-            norms.append(train_step(engine, targets, order[first : first + critic.batch], _loss, sums, budget=budget, learning_rate=learning_rate))
-        figures = sums.means(world, batch.tokens) | {"critic_gradient_norm": sum(norms) / len(norms)}
-        figures["explained_variance_held_out"] = _explained(engine, unseen, gamma, budget)
-        figures["seconds"] = time.monotonic() - clock
-        metrics.write(epoch, figures)
-        stage.progress.update(stage.name, epoch + 1, critic.epochs, value_loss=figures["value_loss"])
-        save_state(stage.out, epoch + 1, {"critic": engine}, settings, world, kept=critic.epochs)
+    with Termination() as termination:
+        for epoch in range(start, critic.epochs):
+            clock, sums, norms = time.monotonic(), Sums(), []
+            targets = Targets(**vars(batch), returns=_returns(engine, batch, gamma, critic.lam, budget))
+            order = list(range(len(taught)))
+            random.Random(derived_seed(params.seed, "critic", epoch)).shuffle(order)
+            for first in range(0, len(order), critic.batch):
+                done_steps = (epoch * len(order) + first) / critic.batch
+                learning_rate = critic.learning_rate * max(0.0, 1 - done_steps / total)
+                norms.append(train_step(engine, targets, order[first : first + critic.batch], _loss, sums, budget=budget, learning_rate=learning_rate))
+            figures = sums.means(world, batch.tokens) | {"critic_gradient_norm": sum(norms) / len(norms)}
+            figures["explained_variance_held_out"] = _explained(engine, unseen, gamma, budget)
+            figures["seconds"] = time.monotonic() - clock
+            metrics.write(epoch, figures)
+            stage.progress.update(stage.name, epoch + 1, critic.epochs, value_loss=figures["value_loss"])
+            save_state(stage.out, epoch + 1, {"critic": engine}, settings, world, kept=critic.epochs)
+            if termination.asked(world) and epoch + 1 < critic.epochs:
+                raise Terminated(f"{stage.name}: ended by SIGTERM after pass {epoch + 1} of {critic.epochs}, whose state is saved; the same command continues")
 
     # The pass that explained most: a small set of trajectories is soon memorised.
     passes = [(record["explained_variance_held_out"], record["step"]) for record in metrics.records]
@@ -112,10 +116,22 @@ def run(stage: Stage) -> StageResult:
 def read_all(folders: Sequence[Path]) -> list[Trajectory]:
     """Every trajectory below the folders that the judge did not fail on."""
     found = sorted({file.parent for folder in folders for file in folder.rglob("trajectories.jsonl")})
-    trajectories = [trajectory for folder in found for trajectory in load_trajectories(folder)]
+    trajectories = [trajectory for folder in found for trajectory in checked(folder)]
     if not trajectories:
         raise BadInput(f"{', '.join(map(str, folders)) or 'no folder'}: no trajectory to learn values from; run the stages from warmup on.")
     return trainable(trajectories)
+
+
+def checked(folder: Path) -> list[Trajectory]:
+    """The trajectories of a folder, each with a mask and log-probabilities that fit its tokens; BadInput names one that has not."""
+    trajectories = load_trajectories(folder)
+    for place, one in enumerate(trajectories):
+        fits = len(one.ids) == len(one.action_mask) == len(one.sampler_logprob) and set(one.action_mask) <= {0, 1}
+        if not fits or (one.action_mask and one.action_mask[0]) or any(p > 1e-3 for p in one.sampler_logprob):
+            raise BadInput(
+                f"{folder}: action_mask or sampler_logprob of trajectory {place} does not fit its tokens; restore the folder from the run that wrote it."
+            )
+    return trajectories
 
 
 def split_by_task(trajectories: Sequence[Trajectory], share: float, *, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:

@@ -26,11 +26,13 @@ from components.training.batches import Microbatch
 
 BETAS = (0.9, 0.95)
 """Of AdamW; .95 was stable at the small scale (knowledge: training, E2)."""
-TIMEOUT = timedelta(hours=2)
-"""Of collectives: the other ranks wait in one while rank 0 samples. DeepSpeed's own default of 10 minutes is too short."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Loss = Callable[[nn.Module, Microbatch], Tensor]
+
+
+class NotFinite(Exception):
+    """A loss or gradient that is not a number: the weights of this process are no good any more. One clause."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Engine(Protocol):
         ...
 
     def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
-        """One optimizer step; returns the gradient norm before clipping (NaN where the backend does not tell).
+        """One optimizer step; returns the gradient norm before clipping (NaN where the backend does not tell), or raises NotFinite.
 
         `loss` gives a micro-batch's share of the step's loss: a sum over its own tokens divided by the own tokens of
         the whole step on all ranks. Nothing is divided again.
@@ -82,18 +84,21 @@ class Engine(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-def join_world(device: config.Device) -> World:
-    """Join the process group: torchrun's, or a group of this process alone."""
+def join_world(device: config.Device, timeout_seconds: float) -> World:
+    """Join the process group: the launcher's, or a group of this process alone.
+
+    The other ranks wait in a collective while rank 0 samples, and DeepSpeed's own default of 10 minutes is too short.
+    """
     os.environ.setdefault("LOCAL_RANK", "0")
     target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if not distributed.is_initialized():
-        backend = "gloo" if target.type == "cpu" else "nccl"
+        backend, timeout = "gloo" if target.type == "cpu" else "nccl", timedelta(seconds=timeout_seconds)
         if "WORLD_SIZE" in os.environ:
-            distributed.init_process_group(backend, timeout=TIMEOUT)
+            distributed.init_process_group(backend, timeout=timeout)
         else:
-            distributed.init_process_group(backend, timeout=TIMEOUT, store=distributed.HashStore(), rank=0, world_size=1)
+            distributed.init_process_group(backend, timeout=timeout, store=distributed.HashStore(), rank=0, world_size=1)
     return World(distributed.get_rank(), distributed.get_world_size(), target)
 
 
@@ -122,7 +127,7 @@ class DeepSpeedEngine:
 
     def __init__(self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float):
         """`module` goes to the device and is trained in place. Call on every rank with equal weights."""
-        self.world = join_world(device)
+        self.world = join_world(device, engine.collective_seconds)
         self.settings = engine
         self.deepspeed = _deepspeed(device)
         module.to(self.world.device)
@@ -170,10 +175,14 @@ class DeepSpeedEngine:
             share = loss(self.engine, microbatch)
             # DeepSpeed averages over ranks; the loss is normalised by all ranks' tokens already.
             self.engine.backward(share * (self.world.size if microbatch.counted else 0))
-        norm = self._local_norm()
+        norm, told = self._local_norm(), self.settings.zero_stage > 0 or self.world.size == 1
         self.engine.step()
         reported = self.engine.get_global_grad_norm()
-        return norm if reported is None else float(reported)
+        norm = norm if reported is None else float(reported)
+        # On an overflow in bfloat16 DeepSpeed leaves the step out and reports -1.
+        if told and not (math.isfinite(norm) and norm >= 0):
+            raise NotFinite(f"the gradient is not a number (norm {norm})")
+        return norm
 
     def _local_norm(self) -> float:
         """ZeRO 0 in float32 reports no norm; a single process can tell it from its gradients."""

@@ -93,6 +93,13 @@ def importance_weights(old_logprob: Tensor, sampler_logprob: Tensor, action_mask
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
 
 
+def effective_share(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) of the untruncated weights w = pi_old / mu over the n own tokens: 1 when the policies agree."""
+    mask = action_mask.bool()
+    weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))
+    return float(weights.sum().square() / (len(weights) * weights.square().sum()))
+
+
 def kl_k2(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
     """Half the squared log-ratio: its gradient is that of the KL divergence on-policy, so it is the one to train with."""
     return 0.5 * (actor_logprob - reference_logprob).square()

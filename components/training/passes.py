@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from components.training.batches import Batch, Microbatch, plan
-from components.training.engine import Engine, World
+from components.training.engine import Engine, NotFinite, World
 
 Rows = TypeVar("Rows", bound=Batch)
 
@@ -25,8 +25,11 @@ class Sums:
             self.values[name] = self.values.get(name, torch.zeros(())) + value.detach().float().cpu()
 
     def means(self, world: World, tokens: int) -> dict[str, float]:
-        """Per own token of all ranks; collective, so every rank must have added the same names."""
+        """Per own token of all ranks; collective, so every rank must have added the same names. Raises NotFinite."""
         total = world.sum(torch.stack(list(self.values.values())))
+        for name, value in zip(self.values, total, strict=True):
+            if not torch.isfinite(value):
+                raise NotFinite(f"{name} is not a number")
         return {name: float(value) / tokens for name, value in zip(self.values, total, strict=True)}
 
 

@@ -22,11 +22,13 @@ from components.config import Ppo
 from components.policy.model import load_model, load_tokenizer, verify_checkpoint
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
-from components.training.engine import DTYPES, DeepSpeedEngine, Engine, join_world
-from components.training.losses import importance_weights, kl_k2, kl_k3, likelihood_loss_sum, masked_sum, policy_loss_sum, value_loss_sum
+from components.training.engine import DTYPES, DeepSpeedEngine, Engine, NotFinite, join_world
+from components.training.guards import KEPT, Terminated, Termination, collapse
+from components.training.losses import effective_share, importance_weights, kl_k2, kl_k3, likelihood_loss_sum, masked_sum, policy_loss_sum, value_loss_sum
 from components.training.networks import Actor, Critic
 from components.training.passes import Loss, Sums, evaluate, train_step
-from components.training.rollouts import PolicySampler, RunEpisodes, choose_tasks, collect, derived_seed, reward_figures, trainable
+from components.training.publish import open_policy_sampler
+from components.training.rollouts import RunEpisodes, choose_tasks, collect, derived_seed, reward_figures, trainable
 from components.training.stage import Figures, Metrics, Stage, StageResult, finish, load_result
 from components.training.states import load_state, save_state
 
@@ -53,10 +55,10 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
     params, settings = stage.params, stage.params.engine
     digest = verify_checkpoint(stage.actor).digest
     tasks = stage.tasks()
-    world = join_world(params.device)
+    world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
     policy = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device)
-    sampling = PolicySampler(policy, tokenizer, params, digest)
+    sampling = open_policy_sampler(policy, tokenizer, params, world, checkpoint=stage.actor, digest=digest, out=stage.out)
     reference = Actor(copy.deepcopy(policy), ppo.rollouts.temperature)
     actor = DeepSpeedEngine(Actor(policy, ppo.rollouts.temperature), settings, device=params.device, gradient_clip=ppo.gradient_clip)
     critic_network = make_critic()
@@ -70,45 +72,53 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
     metrics = Metrics(stage.out, world, start=start)
     earlier_seconds = sum(record["seconds"] or 0.0 for record in metrics.records)
     stopped = ""
-    for step in range(start, ppo.steps):
-        clock = Clock()
-        trajectories = collect(
-            stage,
-            world,
-            choose_tasks(tasks, ppo.rollouts.tasks, seed=params.seed, step=step),
-            ppo.rollouts,
-            step=step,
-            total=ppo.steps,
-            sampler=sampling.publish(actor, step),
-            tokenizer=tokenizer,
-            episodes=episodes,
-        )
-        usable = trainable(trajectories)
-        figures = reward_figures(usable)
-        figures["dropped"] = len(trajectories) - len(usable)
-        rollout = collate(usable)
-        figures["tokens"] = rollout.tokens
-        figures |= clock.lap("rollout", rollout.tokens)
+    with Termination() as termination:
+        for step in range(start, ppo.steps):
+            clock = Clock()
+            sampler = sampling.publish(actor, step)
+            published = clock.lap("publish")
+            chosen = choose_tasks(tasks, ppo.rollouts.tasks, seed=params.seed, step=step)
+            trajectories = collect(stage, world, chosen, ppo.rollouts, step=step, total=ppo.steps, sampler=sampler, tokenizer=tokenizer, episodes=episodes)
+            sampling.rest()
+            usable = trainable(trajectories)
+            figures = reward_figures(usable) | published
+            figures["dropped"] = len(trajectories) - len(usable)
+            rollout = collate(usable)
+            figures["tokens"] = rollout.tokens
+            figures |= clock.lap("rollout", rollout.tokens)
 
-        if step == 0 and stage.critic is None:
-            critic_network.baseline.fill_(figures["reward"])
-        experience, scored = score(rollout, usable, actor, reference, critic, ppo, settings.tokens_per_microbatch)
-        figures |= scored | clock.lap("score", int(rollout.valid.sum()))
-        if stopped := collapse(ppo, figures):
-            load_state(stage.out, engines, settings, world, before=step)
+            if step == 0 and stage.critic is None:
+                critic_network.baseline.fill_(figures["reward"])
+            experience, scored = score(rollout, usable, actor, reference, critic, ppo, settings.tokens_per_microbatch)
+            figures |= scored | clock.lap("score", int(rollout.valid.sum()))
+            if stopped := collapse(ppo, figures, metrics.records):
+                load_state(stage.out, engines, settings, world, before=step)
+                metrics.write(step, figures | clock.total())
+                break
+
+            try:
+                figures |= update_critic(experience, critic, ppo, settings.tokens_per_microbatch, derived_seed(params.seed, "critic", step))
+                figures |= clock.lap("critic", int(rollout.valid.sum()) * ppo.epochs)
+                if step >= ppo.critic_warmup_steps and not figures["equal_rewards"]:
+                    seed = derived_seed(params.seed, "actor", step)
+                    figures |= update_actor(experience, actor, ppo, settings.tokens_per_microbatch, seed, step - ppo.critic_warmup_steps)
+                    figures |= clock.lap("actor", int(rollout.valid.sum()) * ppo.epochs)
+            except NotFinite as error:
+                # The update before may have made weights that only now show: go back beyond it.
+                load_state(stage.out, engines, settings, world, before=max(1, step))
+                stopped = f"{error} in update {step + 1}; {KEPT}"
+                metrics.write(step, figures | clock.total())
+                break
             metrics.write(step, figures | clock.total())
-            break
-
-        figures |= update_critic(experience, critic, ppo, settings.tokens_per_microbatch, derived_seed(params.seed, "critic", step))
-        figures |= clock.lap("critic", int(rollout.valid.sum()) * ppo.epochs)
-        if step >= ppo.critic_warmup_steps:
-            seed = derived_seed(params.seed, "actor", step)
-            figures |= update_actor(experience, actor, ppo, settings.tokens_per_microbatch, seed, step - ppo.critic_warmup_steps)
-            figures |= clock.lap("actor", int(rollout.valid.sum()) * ppo.epochs)
-        metrics.write(step, figures | clock.total())
-        stage.progress.update(stage.name, step + 1, ppo.steps, **{name: figures[name] for name in ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")})
-        if (step + 1) % ppo.checkpoint_every == 0 or step + 1 == ppo.steps:
-            save_state(stage.out, step + 1, engines, settings, world)
+            shown = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
+            stage.progress.update(stage.name, step + 1, ppo.steps, **{name: figures[name] for name in shown})
+            asked = termination.asked(world)
+            if (step + 1) % ppo.checkpoint_every == 0 or step + 1 == ppo.steps or asked:
+                save_state(stage.out, step + 1, engines, settings, world)
+            if asked and step + 1 < ppo.steps:
+                raise Terminated(f"{stage.name}: ended by SIGTERM after update {step + 1} of {ppo.steps}, whose state is saved; the same command continues")
+    if not stopped and metrics.records and all(record["equal_rewards"] for record in metrics.records):
+        stopped = "the rewards of every batch were all equal, so the policy was not changed; give tasks of mixed difficulty or more samples"
 
     before, after = metrics.mean("reward", slice(0, 2)), metrics.mean("reward", slice(-2, None))
     summary = {name: metrics.mean(name, slice(-2, None)) for name in ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")}
@@ -152,6 +162,9 @@ def score(
         "kl_start": float(masked_sum(kl_k3(old_logprob, reference_logprob), mask) / own),
         "sampler_difference": float(masked_sum(difference.abs(), mask) / own),
         "importance": float(masked_sum(experience.importance, mask) / own),
+        "effective_share": effective_share(old_logprob, rollout.sampler_logprob, mask),
+        # Advantages of such a batch are the critic's errors alone, and whitening would make them large.
+        "equal_rewards": float(len({trajectory.reward for trajectory in trajectories}) == 1),
         "explained_variance": explained_variance(old_values, returns, mask),
         "value": float(old_values.sum() / own),
     }
@@ -204,25 +217,16 @@ def best_of_task(trajectories: Sequence[Trajectory]) -> Tensor:
     return torch.tensor([0 < trajectory.reward == highest[trajectory.task_id] for trajectory in trajectories])
 
 
-def collapse(ppo: Ppo, figures: Figures) -> str:
-    """Why the policy that sampled this step has collapsed; empty when it has not (paper, Fig. 5: both signs)."""
-    if figures["entropy"] > ppo.max_entropy:
-        return f"entropy {figures['entropy']:.2f} nats is above max_entropy {ppo.max_entropy:g}; the last good weights were kept"
-    if figures["truncated"] > ppo.max_truncated:
-        return f"length-clipped share {figures['truncated']:.2f} is above max_truncated {ppo.max_truncated:g}; the last good weights were kept"
-    return ""
-
-
 class Clock:
     """Seconds and tokens per second of a step's phases."""
 
     def __init__(self) -> None:
         self.started = self.last = time.monotonic()
 
-    def lap(self, phase: str, tokens: int) -> Figures:
+    def lap(self, phase: str, tokens: int = 0) -> Figures:
         now = time.monotonic()
         seconds, self.last = now - self.last, now
-        return {f"seconds_{phase}": seconds, f"tokens_per_second_{phase}": tokens / seconds}
+        return {f"seconds_{phase}": seconds} | ({f"tokens_per_second_{phase}": tokens / seconds} if tokens else {})
 
     def total(self) -> Figures:
         return {"seconds": time.monotonic() - self.started}

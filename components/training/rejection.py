@@ -22,10 +22,12 @@ from components.files import digest_json
 from components.policy.model import load_model, load_tokenizer, verify_checkpoint
 from components.training.batches import Batch, pad
 from components.training.engine import DTYPES, DeepSpeedEngine, join_world
+from components.training.guards import Terminated, Termination
 from components.training.losses import likelihood_loss_sum
 from components.training.networks import Actor
 from components.training.passes import Sums, train_step
-from components.training.rollouts import PolicySampler, RunEpisodes, agent_loop, choose_tasks, collect, derived_seed, reward_figures, trainable
+from components.training.publish import open_policy_sampler
+from components.training.rollouts import RunEpisodes, agent_loop, choose_tasks, collect, derived_seed, reward_figures, trainable
 from components.training.stage import Metrics, Stage, StageResult, finish, load_result
 from components.training.states import load_state, save_state
 
@@ -42,10 +44,10 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
     started = time.monotonic()
     params, rejection, settings = stage.params, stage.params.rejection, stage.params.engine
     digest = verify_checkpoint(stage.actor).digest
-    world = join_world(params.device)
+    world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
     policy = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device)
-    sampling = PolicySampler(policy, tokenizer, params, digest)
+    sampling = open_policy_sampler(policy, tokenizer, params, world, checkpoint=stage.actor, digest=digest, out=stage.out)
     network = Actor(policy, rejection.rollouts.temperature)
     actor = DeepSpeedEngine(network, settings, device=params.device, gradient_clip=params.warmup.gradient_clip)
     loop = episodes or agent_loop()
@@ -53,20 +55,25 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
 
     sampler = sampling.publish(actor, 0)
     trajectories = collect(stage, world, tasks, rejection.rollouts, step=0, total=1, sampler=sampler, tokenizer=tokenizer, episodes=loop)
+    sampling.rest()
     kept, reasons = select(trainable(trajectories), rejection)
     batches = schedule(kept, rejection, replay, seed=params.seed)
 
     start = load_state(stage.out, {"actor": actor}, settings, world)
     metrics = Metrics(stage.out, world, start=start)
-    for step in range(start, len(batches)):
-        batch, sums, clock = pad(batches[step]), Sums(), time.monotonic()
-        learning_rate = rejection.learning_rate * (1 - step / len(batches))
-        norm = train_step(actor, batch, range(len(batch.ids)), likelihood_loss, sums, budget=settings.tokens_per_microbatch, learning_rate=learning_rate)
-        figures = sums.means(world, batch.tokens) | {"gradient_norm": norm, "learning_rate": learning_rate, "seconds": time.monotonic() - clock}
-        metrics.write(step, figures)
-        stage.progress.update(stage.name, step + 1, len(batches), loss=figures["loss"])
-        if (step + 1) % (len(batches) // rejection.epochs) == 0:
-            save_state(stage.out, step + 1, {"actor": actor}, settings, world)
+    with Termination() as termination:
+        for step in range(start, len(batches)):
+            batch, sums, clock = pad(batches[step]), Sums(), time.monotonic()
+            learning_rate = rejection.learning_rate * (1 - step / len(batches))
+            norm = train_step(actor, batch, range(len(batch.ids)), likelihood_loss, sums, budget=settings.tokens_per_microbatch, learning_rate=learning_rate)
+            figures = sums.means(world, batch.tokens) | {"gradient_norm": norm, "learning_rate": learning_rate, "seconds": time.monotonic() - clock}
+            metrics.write(step, figures)
+            stage.progress.update(stage.name, step + 1, len(batches), loss=figures["loss"])
+            asked = termination.asked(world)
+            if (step + 1) % (len(batches) // rejection.epochs) == 0 or asked:
+                save_state(stage.out, step + 1, {"actor": actor}, settings, world)
+            if asked:
+                raise Terminated(f"{stage.name}: ended by SIGTERM after update {step + 1} of {len(batches)}, whose state is saved; the same command continues")
 
     before = reward_figures(trainable(trajectories))
     after = before

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from components import config
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
@@ -17,7 +16,7 @@ from components.files import digest_json
 from components.policy.generate import Sampler
 from components.sandbox.pool import JudgePool
 from components.task import KernelTask
-from components.training.engine import Engine, World
+from components.training.engine import World
 from components.training.stage import Figures, Stage
 
 
@@ -66,33 +65,6 @@ def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: in
     return chosen
 
 
-class PolicySampler:
-    """The in-process sampler of a policy that is being trained.
-
-    It shares the trained weights, so an update is published by a new version alone. ZeRO 3 shards the weights, so there
-    it holds a copy that each update is copied into; make it before the engine.
-    """
-
-    def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: Params, digest: str):
-        if params.policy.backend != "transformers":
-            raise BadInput(f"policy.backend: {params.policy.backend} cannot sample from weights in training yet; set policy.backend to transformers.")
-        from components.policy.generate import TransformersSampler
-
-        self.policy = policy
-        self.model = copy.deepcopy(policy) if params.engine.zero_stage == 3 else policy
-        self.digest = digest
-        self.sampler: Sampler = TransformersSampler(self.model, tokenizer, batch=params.policy.batch, device=params.device, version=digest)
-
-    def publish(self, engine: Engine, updates: int) -> Sampler:
-        """The sampler of the weights after `updates` updates."""
-        if self.model is not self.policy:
-            with engine.whole():
-                self.model.load_state_dict(self.policy.state_dict())
-        self.model.eval()
-        self.sampler.version = f"{self.digest[:16]}+{updates}"
-        return self.sampler
-
-
 def collect(
     stage: Stage,
     world: World,
@@ -101,7 +73,7 @@ def collect(
     *,
     step: int,
     total: int,
-    sampler: Sampler,
+    sampler: Sampler | None,
     tokenizer: PreTrainedTokenizerBase,
     episodes: RunEpisodes,
 ) -> list[Trajectory]:
@@ -111,6 +83,7 @@ def collect(
     """
     folder = step_folder(stage.out, step)
     if world.rank == 0 and not folder.is_dir():
+        assert sampler is not None, "rank 0 samples"
         sampled = episodes(
             [task for task in tasks for _ in range(rollouts.samples)],
             params=stage.params,

@@ -23,6 +23,7 @@ from components.files import atomic_write, digest_file, read_json, write_json
 from components.policy.model import save_checkpoint, verify_checkpoint
 from components.progress import Progress
 from components.sandbox.pool import JudgePool
+from components.synthesis.headroom import weighed
 from components.task import KernelTask, read_tasks
 from components.training.engine import World
 
@@ -52,11 +53,11 @@ class Stage:
     """Folders of earlier stages' trajectories, for stage 3."""
 
     def tasks(self) -> list[KernelTask]:
-        """The training tasks; held-out ones are never seen in any stage."""
+        """The training tasks, those with headroom more often where data.weigh_by_headroom says so; held-out ones are never seen."""
         tasks = [task for task in read_tasks(self.dataset / "tasks.parquet") if task.split == "train"]
         if not tasks:
             raise BadInput(f"{self.dataset / 'tasks.parquet'}: no training task in it; build a data set with cuda-agent data build.")
-        return tasks
+        return weighed(tasks) if self.params.data.weigh_by_headroom else tasks
 
 
 class StageResult(BaseModel):

@@ -1,10 +1,12 @@
-"""Evaluations per hour of the judge against the naive cycle, in one run.
+"""Evaluations per hour of the judge against the naive cycle, its latency by phase, and how true its figures are, in one run.
 
 The naive cycle is what the public workspace does for each candidate: a fresh Python that builds the kernel with
 `torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager, torch.compile and the candidate
 ten times each. Both judge the same kernel on the same task; the judge measures torch.compile for it too.
 
-    python tests/bench/bench_judge.py
+    python tests/bench/bench_judge.py [REPEATS]
+
+REPEATS (30) is the number of comparisons of each kind for the figures' validity.
 """
 
 from __future__ import annotations
@@ -13,11 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import judge_validity
+import numpy as np
 
 from components.config import PROJECT, resolve
+from components.sandbox.baselines import Arm
+from components.sandbox.build import Builder
 from components.sandbox.judge import Judge, read_workspace
-from components.task import load_task
+from components.task import KernelTask, load_task
 
 TEMPLATE = PROJECT / "agent_workdir"
 REPEATS = 8
@@ -64,21 +75,62 @@ def naive_seconds() -> float:
         return time.perf_counter() - started
 
 
+PHASES: dict[str, tuple[type, str]] = {
+    "build": (Builder, "build"),
+    "start and load": (Arm, "__init__"),
+    "verify and warm up": (Arm, "round"),
+    "timed phases": (Judge, "_phase"),
+    "all": (Judge, "verdict"),
+}
+
+
+def timed(record: list[float], call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return call(*arguments, **named)
+        finally:
+            record.append(time.perf_counter() - started)
+
+    return wrapper
+
+
+def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, in_flight: int) -> list[float]:
+    """Seconds of `count` evaluations of kernels never seen before, `in_flight` at a time; prints p50 and p95 of each phase."""
+    records: dict[str, list[float]] = defaultdict(list)
+    originals = {name: getattr(owner, method) for name, (owner, method) in PHASES.items()}
+    for name, (owner, method) in PHASES.items():
+        setattr(owner, method, timed(records[name], originals[name]))
+
+    def one(number: int) -> None:
+        fresh = files | {"kernels/forward.cpp": files["kernels/forward.cpp"] + f"// {in_flight} {number}\n"}  # another content: built anew
+        assert judge.verdict(task, fresh, always_compile=True).status == "correct"
+
+    try:
+        with ThreadPoolExecutor(in_flight) as executor:
+            list(executor.map(one, range(count)))
+    finally:
+        for name, (owner, method) in PHASES.items():
+            setattr(owner, method, originals[name])
+    parts = [f"{name} {np.quantile(seconds, 0.5):.3f} / {np.quantile(seconds, 0.95):.3f}" for name, seconds in records.items()]
+    print(f"{in_flight} in flight, seconds p50 / p95: {', '.join(parts)}")
+    return records["all"]
+
+
 def main() -> None:
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 30
     task, files = load_task(TEMPLATE / "model.py"), read_workspace(TEMPLATE)
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("smoke").params, Path(folder))
         judge.verdict(task, files, always_compile=True)  # the zygote, the binding and the task's baselines: once per night and task
-        seconds = []
-        for repeat in range(REPEATS):
-            fresh = files | {"kernels/forward.cpp": files["kernels/forward.cpp"] + f"// {repeat}\n"}  # another content: built anew
-            started = time.perf_counter()
-            verdict = judge.verdict(task, fresh, always_compile=True)
-            seconds.append(time.perf_counter() - started)
-            assert verdict.status == "correct", verdict
+        seconds = latency(judge, task, files, REPEATS, 1)
+        started = time.perf_counter()
+        latency(judge, task, files, 3 * 16, 16)
+        together = (time.perf_counter() - started) / (3 * 16)
+        judge_validity.report(judge, repeats)
         judge.close()
     own, naive = sorted(seconds)[REPEATS // 2], naive_seconds()
-    spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}"
+    spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with 16 in flight"
     print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour")
 
 

@@ -1,0 +1,85 @@
+"""One trajectory in the making, apart from how its policy is asked: workspace, tools, turns, limits and the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from components.agent.calls import Request
+from components.agent.reward import milestone
+from components.agent.tools import Tools
+from components.agent.trajectory import ToolCall, Trajectory, Turn
+from components.agent.workspace import Workspace
+from components.config import Params
+from components.sandbox.pool import Candidate, Job, JudgePool
+from components.sandbox.verdict import Verdict
+from components.task import KernelTask
+
+SHORTENED = "[an older observation, shortened]"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a trajectory: turns, tokens of one turn, and a moment of `time.monotonic` (None: no such limit)."""
+
+    max_turns: int
+    max_new_tokens: int
+    deadline: float | None = None
+
+    def passed(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+class Episode:
+    """The workspace's side of one trajectory. `epoch` names the policy update to the judge."""
+
+    def __init__(self, task: KernelTask, params: Params, pool: JudgePool, epoch: str, *, in_turns: bool):
+        self.task = task
+        self.params = params
+        self.pool = pool
+        self.epoch = epoch
+        self.in_turns = in_turns
+        self.workspace = Workspace(task, params.device)
+        self.start = self.workspace.candidate()
+        self.tools = Tools(self.workspace, params.sandbox, self.judge, context=params.policy.context, read_first=in_turns)
+        self.turns: list[Turn] = []
+        self.finish_reason = ""
+        self.error = ""
+
+    def judge(self) -> Verdict:
+        """The verdict on the files as they are; equal files in one epoch are measured once."""
+        return self.pool.submit(Job(self.task, Candidate.of(self.workspace.candidate()), self.epoch)).result()
+
+    def perform(self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0) -> tuple[ToolCall, ...]:
+        """Run the calls of a sampled turn and say whether it ends the trajectory. `cut`: the turn met its token limit."""
+        calls = tuple(self.tools.run(request) for request in requests)
+        self.turns.append(Turn(text, calls, shortened))
+        if cut:
+            self.finish_reason = "length"
+        elif not calls:
+            self.finish_reason = "stop"
+        elif last:
+            self.finish_reason = "turns"
+        return calls
+
+    def finish(self, version: str, ids: Sequence[int] = (), mask: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Trajectory:
+        """The trajectory with the verdict on the files as the episode leaves them."""
+        self.tools.close()
+        final = self.judge()
+        return Trajectory(
+            task_id=self.task.task_id,
+            ids=tuple(ids),
+            action_mask=tuple(mask),
+            sampler_logprob=tuple(logprobs),
+            turns=tuple(self.turns),
+            verdicts=(*self.tools.verdicts, final),
+            reward=float(milestone(final)),
+            finish_reason=self.finish_reason,
+            policy_version=version,
+            files=self.workspace.candidate(),
+            error=self.error,
+            task=self.task.code,
+            start=self.start,
+            settings={"device": self.params.device, "in_turns": self.in_turns, "context": self.params.policy.context},
+        )

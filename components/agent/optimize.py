@@ -1,0 +1,195 @@
+"""Optimise one module: several trajectories, the best kernels of them measured anew, and an honest answer.
+
+The figure in the answer selects nothing: the trajectories' own verdicts choose a few kernels, a second measurement
+chooses one of those, and a third, in fresh runners, is what is reported.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from components.agent.trajectory import Trajectory
+from components.config import BadInput, Params
+from components.files import digest_json
+from components.progress import Progress
+from components.sandbox.judge import Admission
+from components.sandbox.pool import EVALUATION, Candidate, Job, JudgePool
+from components.sandbox.verdict import Verdict
+from components.task import KernelTask
+
+FINALISTS = 3
+WHATEVER_TIME = (1e-9, 1e9)
+SHORT_SECONDS = 2e-5
+UNSURE = "_does_not_matter"
+UNJUDGEABLE = {
+    "zeros_pass": "an output of zeros would pass as right",
+    "mean_passes": "a constant would pass as right",
+    "seeds_agree": "its output does not depend on its inputs",
+    "half_precision_passes": "half precision would pass as right",
+    "first_input_passes": "returning the input unchanged would pass as right",
+    "untouched_parameters_pass": "its parameters make no difference",
+    "not_deterministic": "it gives different outputs for equal inputs (dropout and batch norm belong in evaluation mode)",
+    "not_finite": "its output is not finite",
+    "no_float_output": "it has no output of floating point",
+}
+
+
+class Bench(JudgePool, Protocol):
+    """A judge pool that can say whether a task is fit for it, such as `LocalPool`."""
+
+    def admit(self, code: str) -> Future[Admission]: ...
+
+
+class Policy(Protocol):
+    """Samples the trajectories of one task: `count` of them, no new turn after `deadline` (time.monotonic)."""
+
+    def __call__(
+        self, task: KernelTask, count: int, pool: JudgePool, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]
+    ) -> list[Trajectory]: ...
+
+
+class Recorder:
+    """A judge pool that remembers which candidate got which verdict: the best one may not be a trajectory's last."""
+
+    def __init__(self, pool: JudgePool):
+        self.pool = pool
+        self.lock = threading.Lock()
+        self.asked: dict[Candidate, Future[Verdict]] = {}
+
+    def prepare(self) -> None:
+        self.pool.prepare()
+
+    def submit(self, job: Job) -> Future[Verdict]:
+        with self.lock:
+            self.asked[job.candidate] = future = self.pool.submit(job)
+        return future
+
+    @property
+    def judged(self) -> dict[Candidate, Verdict]:
+        """The verdicts that there are by now."""
+        with self.lock:
+            done = {candidate: future for candidate, future in self.asked.items() if future.done()}
+        return {candidate: future.result() for candidate, future in done.items()}
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`verdict` is the reported measurement of `files`, None when no correct kernel was found; `notes` are for people."""
+
+    task: KernelTask
+    found: bool
+    verdict: Verdict | None
+    files: dict[str, str]
+    trajectories: tuple[Trajectory, ...]
+    judged: tuple[Verdict, ...]
+    """One verdict for each different candidate."""
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def turns(self) -> int:
+        return sum(len(trajectory.turns) for trajectory in self.trajectories)
+
+
+def admitted_task(params: Params, task: KernelTask, origin: str, pool: Bench) -> tuple[KernelTask, list[str]]:
+    """The task with what the judge found out about it, and notes; BadInput when the judge could not tell right from wrong.
+
+    `pool` must have been made for params with `any_time`, so that the module may take as long as it likes.
+    """
+    admission = pool.admit(task.code).result()
+    detail = " ".join(str(admission.evidence.get("detail", "")).split())
+    if admission.reason == "infrastructure":
+        raise BadInput(f"{origin}: the judge failed ({detail}); run cuda-agent doctor.")
+    if admission.reason == "does_not_run":
+        raise BadInput(f"{origin}: the module does not run by itself ({detail}); mend it: it may import torch, and nothing of your own.")
+    notes = []
+    if not admission.admitted and not admission.reason.endswith(UNSURE):
+        why = UNJUDGEABLE.get(admission.reason, admission.reason)
+        raise BadInput(f"{origin}: the judge could not tell a wrong kernel from a right one: {why}; give other inputs or another module.")
+    if admission.reason.endswith(UNSURE):
+        notes.append(f"{admission.reason.removesuffix(UNSURE).replace('_', ' ', 1)} makes no difference to the output, so nothing about it was checked.")
+    if admission.evidence["eager_seconds"] < SHORT_SECONDS:
+        notes.append(
+            f"One call takes {admission.evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call dominates, larger inputs would be more telling."
+        )
+    return task.model_copy(update={"evidence": admission.evidence}), notes
+
+
+def any_time(params: Params) -> Params:
+    """The parameters with which a user's module of any duration is admitted."""
+    return params.model_copy(update={"data": params.data.model_copy(update={"eager_seconds": WHATEVER_TIME})})
+
+
+def optimize(
+    params: Params,
+    task: KernelTask,
+    policy: Policy,
+    pool: Bench,
+    *,
+    attempts: int,
+    budget_seconds: float | None,
+    identity: Sequence[str],
+    origin: str,
+    progress: Progress,
+) -> Outcome:
+    """The best verified kernel for `task`. `identity` tells this search from others to the judge's journal, so that an
+    interrupted one goes on with the verdicts that it had; `origin` names the module in messages."""
+    begun = time.monotonic()
+    task, notes = admitted_task(params, task, origin, pool)
+    epoch = digest_json([task.task_id, *identity])[:16]
+    recorder = Recorder(pool)
+    deadline = None if budget_seconds is None else begun + budget_seconds
+    trajectories = policy(
+        task,
+        attempts,
+        recorder,
+        epoch=f"optimize/{epoch}",
+        deadline=deadline,
+        on_progress=lambda done, of: progress.update("attempts", done, of, correct=float(len(_correct(recorder)))),
+    )
+    failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
+    if failed and len(failed) == len(trajectories) and not any(trajectory.turns for trajectory in trajectories):
+        raise BadInput(f"--policy: {failed[0]}; mend the server or give another policy.")
+    if failed:
+        notes.append(f"The policy's server failed in {len(failed)} of {len(trajectories)} attempts: {failed[0]}.")
+    broken = sum(verdict.status == "infrastructure" for verdict in recorder.judged.values())
+    if broken:
+        notes.append(f"The judge itself failed on {broken} candidates; they count as neither right nor wrong.")
+
+    finalists = sorted(_correct(recorder).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
+    again: dict[Candidate, Verdict] = {}
+    for number, (candidate, _) in enumerate(finalists):
+        progress.update("measuring anew", number, len(finalists) + 1)
+        again[candidate] = pool.submit(Job(task, candidate, f"{EVALUATION}/choice/{epoch}")).result()
+    chosen = max((item for item in again.items() if item[1].status == "correct"), key=lambda item: _speed(item[1]), default=None)
+    verdict = None
+    if chosen is not None:
+        verdict = pool.submit(Job(task, chosen[0], f"{EVALUATION}/reported/{epoch}")).result()
+        progress.update("measuring anew", len(finalists) + 1, len(finalists) + 1)
+    eager = verdict.speedup.eager if verdict is not None and verdict.status == "correct" else None
+    return Outcome(
+        task=task,
+        found=verdict is not None and eager is not None and verdict.milestone >= 2 and eager.low > 1,
+        verdict=verdict,
+        files=dict(chosen[0].files) if chosen is not None else {},
+        trajectories=tuple(trajectories),
+        judged=tuple(recorder.judged.values()),
+        notes=tuple(notes),
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _correct(recorder: Recorder) -> dict[Candidate, Verdict]:
+    return {candidate: verdict for candidate, verdict in recorder.judged.items() if verdict.status == "correct"}
+
+
+def _speed(verdict: Verdict) -> float:
+    return verdict.speedup.eager.estimate if verdict.speedup.eager is not None else 0.0

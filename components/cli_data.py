@@ -1,0 +1,234 @@
+"""The commands `cuda-agent data …`: making a data set, looking at one, and keeping its versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+
+if TYPE_CHECKING:
+    from components.config import Resolved
+    from components.synthesis.summary import Summary
+
+data_app = typer.Typer(help="Data sets of kernel tasks.", no_args_is_help=True, rich_markup_mode=None)
+
+Out = Annotated[Path, typer.Option("--out", help="folder to write")]
+Against = Annotated[list[str] | None, typer.Option("--against", help="folder or parquet of evaluation programs to stay clear of; may be repeated")]
+Where = Annotated[Path, typer.Argument(help="folder with tasks.parquet, or a parquet file")]
+
+
+@data_app.command("build")
+def data_build(out_folder: Out, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+    """Compose and admit a data set. The nightly run does this through DVC."""
+    from components.view import View
+
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        from components.synthesis.dataset import build, open_pool
+
+        pool = open_pool(resolved.params, home_of(resolved) / "verdicts")
+        try:
+            with View(people()) as view:
+                made = build(resolved.params, out_folder, pool, view, home_of(resolved) / "seeds")
+        finally:
+            pool.close()
+        out(_made(made, out_folder))
+
+
+@data_app.command("import")
+def data_import(
+    file: Annotated[Path, typer.Argument(help="parquet with the columns ops, data_source and code")],
+    out_folder: Out,
+    against: Against = None,
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Hold every row of a parquet against the rubric and the judge, and write a data set of those that pass."""
+    from components.view import View
+
+    with answer(as_json) as out:
+        resolved = _against(resolved_params(profile, sets, home, params_file), against)
+        from components.synthesis.dataset import open_pool, readmit
+        from components.synthesis.importing import read_public
+
+        tasks = read_public(file, resolved.params.data.seed)
+        pool = open_pool(resolved.params, home_of(resolved) / "verdicts")
+        try:
+            with View(people()) as view:
+                made = readmit(resolved.params, tasks, len(tasks), out_folder, pool, view)
+        finally:
+            pool.close()
+        out(_made(made, out_folder))
+
+
+@data_app.command("check")
+def data_check(
+    where: Where, against: Against = None, profile: Profile = "smoke", sets: Sets = None, params_file: ParamsFile = None, as_json: Json = False
+) -> None:
+    """Say of each row why it is refused, without running anything; exit 1 when one is. `import` also runs them."""
+    from collections import Counter
+
+    from rich.table import Table
+
+    with answer(as_json) as out:
+        resolved = _against(resolved_params(profile, sets, "", params_file), against)
+        from components.files import digest_file
+        from components.synthesis.importing import examine, read_public
+        from components.task import read_tasks
+
+        path = _parquet(where)
+        # A data set of ours says itself which rows are held out; in any other the operators decide.
+        tasks = read_tasks(path) if (path.parent / "metrics.json").is_file() else read_public(path, resolved.params.data.seed)
+        refused = [finding for finding in examine(tasks, resolved.params.data) if finding.reason]
+        console = people()
+        table = Table("row", "operators", "reason", "detail", box=None, padding=(0, 2, 0, 0))
+        for finding in refused:
+            table.add_row(str(finding.row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
+        if refused:
+            console.print(table, markup=False)
+        version = digest_file(path)
+        console.print(f"{path}: {len(tasks)} tasks, {len(refused)} refused, version {version}", highlight=False, soft_wrap=True)
+        rows = [{"row": finding.row, "reason": finding.reason, "detail": finding.detail} for finding in refused]
+        counts = dict(Counter(finding.reason for finding in refused).most_common())
+        out({"version": version, "candidates": len(tasks), "admitted": len(tasks) - len(refused), "rejected": counts, "path": str(path), "rows": rows})
+    if refused:
+        raise typer.Exit(1)
+
+
+@data_app.command("stats")
+def data_stats(where: Where, as_json: Json = False) -> None:
+    """Splits, kinds, operators and eager times of a data set."""
+    from collections import Counter
+    from statistics import quantiles
+
+    from rich.table import Table
+
+    with answer(as_json) as out:
+        from components.synthesis.seeds import canonical
+        from components.task import read_tasks
+
+        tasks = read_tasks(_parquet(where))
+        operators = Counter(canonical(name) for task in tasks for name in task.ops)
+        times = sorted(task.evidence["eager_seconds"] for task in tasks if "eager_seconds" in task.evidence)
+        record: dict[str, Any] = {
+            "tasks": len(tasks),
+            "splits": dict(Counter(task.split for task in tasks)),
+            "sources": dict(sorted(Counter(task.data_source for task in tasks).items())),
+            "operators": len(operators),
+            "operator_sequences": len({tuple(map(canonical, task.ops)) for task in tasks}),
+            "most_frequent": dict(operators.most_common(12)),
+            "eager_seconds": dict(zip(("p10", "median", "p90"), quantiles(times, n=10)[::4], strict=True)) if len(times) > 1 else {},
+        }
+        table = Table("figure", "value", box=None, padding=(0, 2, 0, 0), show_header=False)
+        for name, value in record.items():
+            shown = ", ".join(f"{key}: {number:.4g}" for key, number in value.items()) if isinstance(value, dict) else str(value)
+            table.add_row(name.replace("_", " "), shown)
+        people().print(table)
+        out(record)
+
+
+@data_app.command("show")
+def data_show(
+    task: Annotated[str, typer.Argument(help="beginning of a task's id")],
+    dataset: Annotated[Path | None, typer.Option("--dataset", help="data set; without it the newest in the home")] = None,
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """A task's source, its evidence, and its nearest neighbours in the data set."""
+    import json
+
+    from rich.syntax import Syntax
+
+    from components.config import BadInput
+
+    with answer(as_json) as out:
+        from components.synthesis.importing import neighbours
+        from components.task import read_tasks
+
+        path = _parquet(dataset or _newest(home_of(resolved_params(profile, sets, home, params_file))))
+        tasks = read_tasks(path)
+        found = [candidate for candidate in tasks if candidate.task_id.startswith(task)]
+        if len(found) != 1:
+            raise BadInput(f"{path}: {len(found) or 'no'} tasks begin with {task}; give more of the id, or one that cuda-agent data show has printed.")
+        near = neighbours(found[0], tasks, 5)
+        console = people()
+        console.print(f"{found[0].task_id}  {found[0].data_source}  {' > '.join(found[0].ops)}  {found[0].split}", highlight=False, markup=False)
+        console.print(Syntax(found[0].code, "python"))
+        console.print(json.dumps(found[0].evidence, indent=2), highlight=False, markup=False)
+        for value, other in near:
+            console.print(f"  {value:.3f}  {other.task_id}  {' > '.join(other.ops)}", highlight=False, markup=False)
+        record = found[0].model_dump(mode="json") | {"task_id": found[0].task_id}
+        out(record | {"neighbours": [{"similarity": round(value, 4), "task_id": other.task_id, "ops": other.ops} for value, other in near]})
+
+
+@data_app.command("push")
+def data_push(
+    folder: Annotated[Path, typer.Argument(help="folder of a data set")],
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Keep a data set in the remote under its version; equal versions are kept once."""
+    with answer(as_json) as out:
+        from flows.versions import push
+
+        resolved = resolved_params(profile, sets, home, params_file)
+        version = push(resolved.params, home_of(resolved), folder)
+        people().print(f"{version}: kept; cuda-agent data pull {version[:16]} restores it", highlight=False, soft_wrap=True)
+        out({"version": version, "path": str(folder.resolve())})
+
+
+@data_app.command("pull")
+def data_pull(
+    version: Annotated[str, typer.Argument(help="a data set's version, or at least its first 8 digits")],
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Restore a version from the remote into the home's datasets."""
+    with answer(as_json) as out:
+        from flows.versions import pull
+
+        resolved = resolved_params(profile, sets, home, params_file)
+        folder = pull(resolved.params, home_of(resolved), version)
+        people().print(f"{folder}", highlight=False, soft_wrap=True)
+        out({"version": folder.name, "path": str(folder)})
+
+
+def _made(made: Summary, folder: Path) -> dict[str, Any]:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in made.reasons.items()) or "none"
+    console = people()
+    console.print(f"{folder}: {len(made.admitted)} tasks of {made.candidates} candidates, version {made.version}", highlight=False, soft_wrap=True)
+    console.print(f"refused: {reasons}", highlight=False, soft_wrap=True)
+    path = str(folder.resolve())
+    return {"version": made.version, "candidates": made.candidates, "admitted": len(made.admitted), "rejected": made.reasons, "path": path}
+
+
+def _against(resolved: Resolved, against: list[str] | None) -> Resolved:
+    """The parameters with more programs to stay clear of."""
+    data = resolved.params.data
+    more = data.model_copy(update={"against": [*data.against, *(against or ())]})
+    resolved.params = resolved.params.model_copy(update={"data": more})
+    return resolved
+
+
+def _parquet(where: Path) -> Path:
+    return where / "tasks.parquet" if where.is_dir() else where
+
+
+def _newest(home: Path) -> Path:
+    versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
+    return versions[-1] if versions else home / "datasets"

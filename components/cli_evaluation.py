@@ -1,0 +1,112 @@
+"""The commands `cuda-agent evaluate` and `cuda-agent runs …`: what a policy is worth, and why one run beat another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+
+if TYPE_CHECKING:
+    from components.config import Resolved
+
+CHAMPION = "champion"
+
+runs_app = typer.Typer(help="Finished runs and evaluations, side by side.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def evaluate(
+    policy: Annotated[str, typer.Option("--policy", metavar="champion|PATH", help="the reigning champion, or a checkpoint or Hugging Face folder")] = CHAMPION,
+    suite: Annotated[str, typer.Option("--suite", help="held-out, shipped, a folder, task file or parquet; without it evaluation.suite")] = "",
+    levels: Annotated[str, typer.Option("--levels", metavar="1,2,…", help="levels of the suite; without it evaluation.levels")] = "",
+    attempts: Annotated[int, typer.Option("--attempts", min=0, help="trajectories for each task; without it evaluation.attempts")] = 0,
+    dataset: Annotated[Path | None, typer.Option("--dataset", help="data set whose held-out tasks are meant; without it the newest in the home")] = None,
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a policy: episodes in the agent loop, then each final answer measured anew; the same command continues a killed one."""
+    from components.config import BadInput
+    from components.view import View, evaluation_table
+
+    with answer(as_json) as out:
+        chosen = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
+        if levels and not levels.replace(",", "").isdigit():
+            raise BadInput(f"--levels {levels}: numbers with commas between them are expected, for instance 1,2.")
+        chosen += [f"evaluation.levels=[{levels}]"] if levels else []
+        chosen += [f"evaluation.attempts={attempts}"] if attempts else []
+        resolved = resolved_params(profile, [*(sets or []), *chosen], home, params_file)
+        params, place, console = resolved.params, home_of(resolved), people()
+        from components.evaluation.evaluate import evaluate as evaluate_policy
+        from components.evaluation.evaluate import for_admission, policy_digest
+        from components.evaluation.report import write_evaluation_report
+        from components.evaluation.suites import load_suite
+        from components.files import digest_json
+        from components.sandbox.pools import open_pool
+
+        tasks = load_suite(params, dataset or _newest_dataset(place))
+        folder = _champion(resolved) if policy == CHAMPION else Path(policy)
+        settings = params.model_dump(mode="json", exclude={"home", "gate", "store", "registry"})
+        epoch = digest_json([policy_digest(folder), [task.task_id for task in tasks], settings])[:12]
+        pool, target = open_pool(for_admission(params), place / "verdicts"), place / "evaluations" / epoch
+        try:
+            with View(console) as view:
+                found = evaluate_policy(params, folder, tasks, pool, target, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit)
+        finally:
+            pool.close()
+        report = write_evaluation_report(target, found)
+        evaluation_table(found.overall, console)
+        for level, summary in found.levels.items():
+            console.print(f"level {level}")
+            evaluation_table(summary, console)
+        console.print(f"report   {report}", highlight=False, soft_wrap=True)
+        out(found.model_dump(mode="json") | {"report": str(report)})
+
+
+def _newest_dataset(home: Path) -> Path:
+    """The data set that was made last; a suite of its own needs none, so its absence is reported by the suite."""
+    versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
+    return versions[-1] if versions else home / "datasets"
+
+
+def _champion(resolved: Resolved) -> Path:
+    """The reigning champion's checkpoint; downloaded below the home where the registry's store is elsewhere."""
+    from components.config import BadInput
+    from components.registry import models
+    from components.registry.tracking import connect
+
+    place = home_of(resolved)
+    if not resolved.params.registry.tracking_uri and not (place / "mlflow" / "mlflow.db").is_file():
+        raise BadInput(f"{place}: no run was registered here yet, so there is no champion; give a checkpoint with --policy.")
+    client, model = connect(resolved.params.registry, place), resolved.params.registry.model
+    version = models.aliases(client, model).get(models.CHAMPION)
+    if version is None:
+        raise BadInput(f"{model}: no version is champion; give a checkpoint with --policy, or promote a version.")
+    return models.checkpoint(client, model, version, place / "champions" / f"version-{version}")
+
+
+@runs_app.command("compare")
+def runs_compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="run (the beginning of its id is enough), or the folder of an evaluation")],
+    second: Annotated[str, typer.Argument(metavar="B", help="the same; what is said is how B differs from A")],
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """What differed in data, code and parameters, which tasks were won and lost, and whether that is more than chance."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        from components.evaluation.compare import compare, open_side
+        from components.view import comparison_tables
+
+        place = home_of(resolved)
+        found = compare(open_side(place, first), open_side(place, second))
+        comparison_tables(found, people())
+        out(found.model_dump(mode="json"))

@@ -1,0 +1,240 @@
+"""The commands `cuda-agent models …`: what was promoted, on which evidence, and a release manager's own acts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from components.config import Resolved
+    from components.registry.audit import Entry
+    from components.registry.promotion import Promotion
+
+FAILED, REFUSED = 1, 4
+
+models_app = typer.Typer(help="Model versions: what was promoted, by whom, on which evidence.", no_args_is_help=True, rich_markup_mode=None)
+
+Version = Annotated[str, typer.Argument(help="number or alias: candidate, champion, previous")]
+Reason = Annotated[str, typer.Option("--reason", help="why; it stands in the audit chain")]
+
+
+@models_app.command("list")
+def models_list(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+    """Every version, newest first."""
+    from rich.table import Table
+
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        from components.registry import models
+
+        name = resolved.params.registry.model
+        found = models.versions(client, name)
+        table = Table("version", "aliases", "decision", "pass rate", "faster than compile", "data set", box=None, padding=(0, 2, 0, 0))
+        for version in found:
+            tags = version["tags"]
+            figures = [tags.get("figure.pass_rate", ""), tags.get("figure.faster_rate.compile", ""), tags.get("dataset.version", "")[:12]]
+            table.add_row(version["version"], ", ".join(version["aliases"]), version["decision"], *figures)
+        people().print(table if found else f"{name} has no version yet.")
+        out({"name": name, "aliases": models.aliases(client, name), "versions": found})
+
+
+@models_app.command("show")
+def models_show(
+    version: Version, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
+) -> None:
+    """One version: its gates, its decision, its evidence and where the report is."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        from components.registry import models
+
+        found = models.describe(client, resolved.params.registry.model, version)
+        console = people()
+        console.print(f"{found['name']} version {found['version']} ({', '.join(found['aliases']) or 'no alias'}): {found['decision']}", highlight=False)
+        console.print(_gates(found["gates"]))
+        for key, value in sorted(found["tags"].items()):
+            console.print(f"  {key}  {value}", highlight=False, markup=False, soft_wrap=True)
+        out(found)
+
+
+@models_app.command("gate")
+def models_gate(
+    version: Version, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
+) -> None:
+    """Hold a version against today's thresholds, today's champion and the exploits; one that passes waits for approval."""
+    from components.view import View
+
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        from components.registry import models
+        from components.registry.gating import gate_again
+        from components.sandbox.pools import open_pool
+
+        place, console = home_of(resolved), people()
+        pool = open_pool(resolved.params, place / "verdicts")
+        try:
+            with View(console) as view:
+                number, decision, champion = gate_again(resolved.params, client, place, version, pool, view)
+        finally:
+            pool.close()
+        office = _office(resolved, client)
+        if models.aliases(client, office.model).get(models.CHAMPION) == number:
+            entry = office.note(number, decision)
+        else:
+            entry = office.settle(number, decision, champion=champion, approval_seconds=resolved.params.gate.approval_seconds)
+        console.print(_gates([gate.model_dump() for gate in decision.gates]))
+        for reason in decision.reasons:
+            console.print(f"  {reason}", highlight=False, soft_wrap=True)
+        _report(resolved, client, entry, out)
+    if decision.verdict == "refused":
+        raise typer.Exit(REFUSED)
+
+
+@models_app.command("promote")
+def models_promote(
+    version: Version,
+    reason: Reason = "",
+    override: Annotated[bool, typer.Option("--override", help="although its gates did not pass; needs a reason")] = False,
+    profile: Profile = "smoke",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Make a version whose gates passed the champion; exit code 4 when they did not."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        from components.registry.promotion import NotPassed
+
+        try:
+            entry = _office(resolved, client).promote(version, reason=reason, override=override)
+        except NotPassed as error:
+            people().print(f"cuda-agent: {error}", highlight=False, soft_wrap=True, markup=False)
+            raise typer.Exit(REFUSED) from error
+        _report(resolved, client, entry, out)
+
+
+@models_app.command("approve")
+def models_approve(
+    version: Version, reason: Reason = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
+) -> None:
+    """Approve a version that waits: it becomes the champion. Past its deadline it expires (exit code 4)."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        entry = _office(resolved, client).approve(version, reason=reason)
+        _report(resolved, client, entry, out)
+    if entry.action == "expired":
+        raise typer.Exit(REFUSED)
+
+
+@models_app.command("refuse")
+def models_refuse(
+    version: Version, reason: Reason = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
+) -> None:
+    """Refuse a version that waits: the champion stays."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        _report(resolved, client, _office(resolved, client).decline(version, reason=reason), out)
+
+
+@models_app.command("rollback")
+def models_rollback(
+    reason: Reason = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
+) -> None:
+    """The previous champion returns; the two change places."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        _report(resolved, client, _office(resolved, client).rollback(reason=reason), out)
+
+
+@models_app.command("audit")
+def models_audit(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+    """Every act in order: who, when, what, and on which evidence."""
+    from rich.table import Table
+
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        office = _office(resolved, registry_client(resolved))
+        entries = office.chain.entries()
+        table = Table("", "when", "who", "act", "version", "champion", "reason", "entry", box=None, padding=(0, 2, 0, 0))
+        for entry in entries:
+            champion = entry.aliases.get("champion", "–")
+            table.add_row(str(entry.number), entry.when, entry.who, entry.action, entry.version, champion, entry.reason, entry.digest[:12])
+        people().print(table if entries else "nobody has decided anything yet.")
+        out({"name": office.model, "folder": str(office.chain.folder), "entries": [entry.model_dump(mode="json") for entry in entries]})
+
+
+@models_app.command("verify")
+def models_verify(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+    """See that audit chain, registry, checkpoints and evidence agree; exit code 1 when they do not."""
+    with answer(as_json) as out:
+        resolved = resolved_params(profile, sets, home, params_file)
+        client = registry_client(resolved)
+        office = _office(resolved, client)
+        from components.registry import models
+
+        problems = office.verify()
+        for problem in problems:
+            people().print(problem, highlight=False, soft_wrap=True, markup=False)
+        if not problems:
+            people().print(f"{office.model}: the audit chain is whole, and registry, checkpoints and evidence agree with it.", highlight=False)
+        out({"name": office.model, "aliases": models.aliases(client, office.model), "intact": not problems, "problems": problems})
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+def registry_client(resolved: Resolved) -> Any:
+    from components.config import BadInput
+    from components.registry.tracking import connect
+
+    home = home_of(resolved)
+    if not resolved.params.registry.tracking_uri and not (home / "mlflow" / "mlflow.db").is_file():
+        raise BadInput(f"{home}: no run was registered here yet; run cuda-agent run first, or give its folder with --home.")
+    return connect(resolved.params.registry, home)
+
+
+def _office(resolved: Resolved, client: Any) -> Promotion:
+    from components.registry.promotion import Promotion
+
+    return Promotion(client, resolved.params.registry, home_of(resolved))
+
+
+def _report(resolved: Resolved, client: Any, entry: Entry, out: Any) -> None:
+    """What an act did, for people and as the one JSON object."""
+    from components.registry import models
+
+    found = models.describe(client, resolved.params.registry.model, entry.version)
+    aliases: Mapping[str, str] = models.aliases(client, resolved.params.registry.model)
+    reigning = aliases.get(models.CHAMPION)
+    champion = f"version {reigning} is champion" if reigning else "there is no champion"
+    console = people()
+    console.print(f"{found['name']} version {entry.version}: {entry.action.replace('_', ' ')}; {champion}.", highlight=False)
+    if entry.action == "waiting":
+        deadline = f"until {entry.evidence['deadline']}"
+        console.print(f"  waits {deadline}: cuda-agent models approve {entry.version}, or refuse; report {found['tags'].get('report', '–')}", soft_wrap=True)
+    out(found | {"aliases": dict(aliases), "entry": entry.model_dump(mode="json")})
+
+
+def _gates(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3g}"
+
+    table = Table("gate", "value", "95 % interval", "at least", "passed", box=None, padding=(0, 2, 0, 0))
+    for gate in rows:
+        interval = f"{number(gate['low'])} to {number(gate['high'])}" if gate["low"] is not None else ""
+        table.add_row(gate["name"], number(gate["value"]), interval, number(gate["threshold"]), "yes" if gate["passed"] else "no")
+    return table

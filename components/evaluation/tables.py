@@ -1,0 +1,162 @@
+"""The report's tables: Table 1 of the paper with this run beside it, levels, best and worst tasks, degenerate ones, cost.
+
+Everything here is a plain value, so that report.html and report.json show the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from components.evaluation.metrics import Interval, Summary, TaskResult, summarise
+from components.evaluation.results import Evaluation
+from components.files import read_json
+from components.sandbox.verdict import Frozen
+
+FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
+NOTE = "reported, not measured here"
+SHOWN = 10
+"""How many of the best and of the worst tasks are shown."""
+
+PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
+    "overall": {
+        "Seed1.6 (base model)": (0.74, 0.436, 0.272, 0.95, 0.69),
+        "GLM 4.6": (0.756, 0.448, 0.192, 0.78, 0.57),
+        "Kimi K2": (0.668, 0.408, 0.228, 0.93, 0.66),
+        "Gemini 3 Pro": (0.912, 0.876, 0.696, 1.92, 1.42),
+        "Claude Opus 4.5": (0.952, 0.904, 0.664, 1.99, 1.46),
+        "CUDA Agent": (0.988, 0.984, 0.968, 2.60, 2.11),
+    },
+    "1": {
+        "Seed1.6 (base model)": (0.90, 0.63, 0.51, 1.65, 1.25),
+        "GLM 4.6": (0.86, 0.57, 0.32, 0.99, 0.73),
+        "Kimi K2": (0.85, 0.56, 0.39, 1.43, 1.00),
+        "Gemini 3 Pro": (0.95, 0.90, 0.72, 1.99, 1.51),
+        "Claude Opus 4.5": (0.96, 0.88, 0.72, 2.03, 1.54),
+        "CUDA Agent": (1.00, 0.99, 0.97, 2.48, 1.87),
+    },
+    "2": {
+        "Seed1.6 (base model)": (0.74, 0.40, 0.16, 0.68, 0.50),
+        "GLM 4.6": (0.76, 0.43, 0.11, 0.60, 0.42),
+        "Kimi K2": (0.65, 0.40, 0.15, 0.93, 0.65),
+        "Gemini 3 Pro": (0.93, 0.91, 0.76, 2.03, 1.46),
+        "Claude Opus 4.5": (0.98, 0.97, 0.69, 2.24, 1.60),
+        "CUDA Agent": (1.00, 1.00, 1.00, 3.27, 2.80),
+    },
+    "3": {
+        "Seed1.6 (base model)": (0.42, 0.12, 0.02, 0.60, 0.40),
+        "GLM 4.6": (0.54, 0.24, 0.10, 0.83, 0.62),
+        "Kimi K2": (0.34, 0.12, 0.06, 0.40, 0.29),
+        "Gemini 3 Pro": (0.80, 0.76, 0.52, 1.58, 1.17),
+        "Claude Opus 4.5": (0.88, 0.82, 0.50, 1.52, 1.10),
+        "CUDA Agent": (0.94, 0.94, 0.90, 1.80, 1.52),
+    },
+}
+"""Table 1 of arXiv 2602.24286, KernelBench on H20, as reported: pass, faster than eager, than torch.compile, geomean of both."""
+PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
+
+
+class Row(Frozen):
+    """One row of Table 1: a model on a set of tasks. `note` is empty for what was measured here."""
+
+    set: str
+    model: str
+    tasks: int
+    errors: int | None
+    figures: dict[str, float | None]
+    intervals: dict[str, Interval] = Field(default_factory=dict)
+    note: str = ""
+
+
+def figure_of(summary: Summary, name: str) -> float | None:
+    """The figure of a dotted name, such as faster_rate.compile."""
+    value: Any = summary
+    for part in name.split("."):
+        value = getattr(value, part)
+    return None if value is None else float(value)
+
+
+def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
+    """This run's rows and the paper's, the whole suite first, then each level that this suite has."""
+    rows = []
+    for name in ("overall", *after.levels):
+        for model, evaluation in (("this run, before training", before), ("this run", after)):
+            if evaluation is not None:
+                summary = evaluation.overall if name == "overall" else evaluation.levels.get(name)
+                rows += [_measured(name, model, summary)] if summary is not None else []
+        for model, values in PAPER.get(name, {}).items():
+            figures = dict(zip(FIGURES, values, strict=True))
+            rows.append(Row(set=name, model=model, tasks=PAPER_TASKS[name], errors=None, figures=dict(figures), note=NOTE))
+    return rows
+
+
+def _measured(name: str, model: str, summary: Summary) -> Row:
+    figures = {figure: figure_of(summary, figure) for figure in FIGURES}
+    intervals = {figure: summary.intervals[figure] for figure in FIGURES}
+    return Row(set=name, model=model, tasks=summary.tasks, errors=summary.errors, figures=figures, intervals=intervals)
+
+
+def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
+    """The correct solutions of sound tasks by their gain over torch.compile, over eager where that was not measured."""
+    sound = [row for row in rows if row.correct and not row.degenerate]
+    return sorted(sound, key=_gain, reverse=True)[:SHOWN]
+
+
+def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
+    """Tasks that were missed, then the correct solutions that gained least; the judge's own failures left out."""
+    judged = [row for row in rows if not row.error and not row.degenerate]
+    return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
+
+
+def _gain(row: TaskResult) -> float:
+    return row.ratio("compile") or row.ratio("eager") or 0.0
+
+
+def without_degenerate(rows: Sequence[TaskResult]) -> Summary | None:
+    """The figures over sound tasks alone; None when every task is sound."""
+    sound = [row for row in rows if not row.degenerate]
+    return summarise(sound) if len(sound) < len(rows) else None
+
+
+def cost(results: Path) -> dict[str, float]:
+    """Seconds that the device was held for an evaluation, by what for; empty where nobody wrote it down."""
+    file = (results if results.is_dir() else results.parent) / "cost.json"
+    return dict(read_json(file)) if file.is_file() else {}
+
+
+def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
+    """What the verdicts say of the machine that measured; several values where several machines did."""
+    names = ("device", "torch", "compiler", "judge", "isolation", "clock")
+    found = {name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence}) for name in names}
+    return {name: ", ".join(values) for name, values in found.items() if values}
+
+
+def as_json(
+    before: Evaluation | None, after: Evaluation, costs: dict[str, float], environment_of: dict[str, Any], gates: list[Any], meta: Any
+) -> dict[str, Any]:
+    """The report's figures for machines; the tasks' sources and candidates stay in results.json."""
+    sound = without_degenerate(after.tasks)
+    short = {"task_id", "name", "level", "status", "reason", "milestone", "speedup", "degenerate"}
+    return {
+        "suite": after.suite,
+        "suite_digest": after.suite_digest,
+        "policy_digest": after.policy_digest,
+        "device": after.device,
+        "precision": after.precision,
+        "run": meta,
+        "table_1": [row.model_dump(mode="json") for row in table_one(before, after)],
+        "overall": after.overall.model_dump(mode="json"),
+        "before": before.overall.model_dump(mode="json") if before is not None else None,
+        "levels": {level: summary.model_dump(mode="json") for level, summary in after.levels.items()},
+        "without_degenerate": sound.model_dump(mode="json") if sound is not None else None,
+        "degenerate": {row.task_id: row.degenerate for row in after.tasks if row.degenerate},
+        "best": [row.task_id for row in best(after.tasks)],
+        "worst": [row.task_id for row in worst(after.tasks)],
+        "gates": gates,
+        "environment": environment_of,
+        "device_seconds": costs,
+        "tasks": [row.model_dump(mode="json", include=short) for row in after.tasks],
+    }

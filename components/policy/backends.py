@@ -1,0 +1,34 @@
+"""The sampling backend that the parameters name, for a checkpoint as it is: evaluation and `optimize` sample with it.
+
+Training samples from weights that change: `components.training.publish`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from components.config import Params
+from components.policy.generate import Sampler, TransformersSampler
+from components.policy.model import load_model
+from components.policy.vllm_local import LocalVllm
+from components.policy.vllm_sampler import VllmSampler
+from components.policy.vllm_server import VllmServer
+
+
+def open_sampler(params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str) -> Sampler:
+    """A sampler of the model in `folder`; `version` names its weights. A server is given them, whatever it held before."""
+    settings, dtype = params.policy, params.engine.dtype
+    match settings.backend:
+        case "transformers":
+            model = load_model(folder, dtype=getattr(torch, dtype), device=params.device)
+            return TransformersSampler(model, tokenizer, batch=settings.batch, device=params.device, version=version)
+        case "vllm":
+            return VllmSampler(LocalVllm(folder, settings, dtype=dtype, seed=params.seed), tokenizer, settings, version=version)
+        case "vllm-server":
+            sampler = VllmSampler(VllmServer(settings.server), tokenizer, settings, version=version)
+            weights = load_model(folder, dtype=getattr(torch, dtype), device=params.device if settings.weight_transfer == "ipc" else "cpu")
+            sampler.push(list(weights.named_parameters()), version=version, folder=folder)
+            return sampler

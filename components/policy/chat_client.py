@@ -1,0 +1,192 @@
+"""Asking an OpenAI-compatible server for an assistant's turn: POST /chat/completions, nothing else of the protocol.
+
+A busy or stumbling server (429, 5xx, no connection) is asked again with growing pauses; a server that answers nonsense
+is not. The key is read from OPENAI_API_KEY and never written anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from components.config import BadInput
+
+TRIES = 6
+FIRST_TRIES = 2
+"""Of the first request, which a mistyped address meets."""
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+MAX_REPLY_BYTES = 16 << 20
+REQUEST_SECONDS = 600.0
+Message = dict[str, Any]
+
+
+class ServerFailed(Exception):
+    """The server gave no usable turn; one sentence that names it and what it did."""
+
+
+class ToolsUnknown(Exception):
+    """The server refuses requests that describe tools."""
+
+
+class _Lenient(BaseModel):
+    """Servers add fields of their own; those are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _Function(_Lenient):
+    name: str = ""
+    arguments: str | dict[str, Any] | None = None
+
+
+class NativeCall(_Lenient):
+    """A tool call as the server parsed it; `arguments` is JSON text, or already an object."""
+
+    id: str = ""
+    function: _Function = _Function()
+
+
+class _Message(_Lenient):
+    content: str | None = None
+    tool_calls: tuple[NativeCall, ...] | None = None
+
+
+class _Choice(_Lenient):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(_Lenient):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Reply(_Lenient):
+    choices: tuple[_Choice, ...] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
+class ChatTurn(_Lenient):
+    """One sampled turn. `prompt_tokens` and `completion_tokens` are the server's count, 0 where it does not count."""
+
+    content: str
+    calls: tuple[NativeCall, ...]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatClient:
+    """One server and one of its models; may be used from many threads. `version` names both."""
+
+    def __init__(self, url: str, model: str = "", *, pause: Callable[[float], None] = time.sleep):
+        """`model` may be empty: then the server's first one is taken at the first request. `pause` waits between tries."""
+        base = url.rstrip("/")
+        base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
+        key = os.environ.get("OPENAI_API_KEY", "")
+        self.url = base
+        self.model = model
+        self.pause = pause
+        self.choosing = threading.Lock()
+        try:
+            self.http = httpx.Client(
+                base_url=base,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),
+                limits=httpx.Limits(max_connections=256),
+            )
+            if self.http.base_url.scheme not in ("http", "https") or not self.http.base_url.host:
+                raise httpx.InvalidURL("http://HOST:PORT is expected")
+        except httpx.InvalidURL as error:
+            raise BadInput(f"--policy {url}: not an address ({error}); give for instance http://localhost:8000/v1.") from error
+
+    @property
+    def version(self) -> str:
+        return f"{self.url} {self.model}".strip()
+
+    def choose_model(self) -> str:
+        """The model that will be asked; BadInput when the server cannot be reached or serves none."""
+        with self.choosing:
+            if not self.model:
+                try:
+                    found = self._request("GET", "/models", None, FIRST_TRIES)["data"]
+                    self.model = str(found[0]["id"])
+                except ServerFailed as error:
+                    raise BadInput(f"--policy {self.url}: {error}; start the server or mend the address.") from error
+                except (KeyError, IndexError, TypeError) as error:
+                    raise BadInput(f"--policy {self.url}: the server names no model; give one with --model.") from error
+            return self.model
+
+    def turn(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], max_new_tokens: int, temperature: float, seed: int) -> ChatTurn:
+        """The assistant's next turn. Raises ServerFailed after the last try, ToolsUnknown when `tools` were the trouble."""
+        body = {"model": self.choose_model(), "messages": list(messages), "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        answer = self._request("POST", "/chat/completions", body | ({"tools": list(tools)} if tools else {}))
+        try:
+            reply = _Reply.model_validate(answer)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ServerFailed(f"the server's answer is no chat completion ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
+        choice, usage = reply.choices[0], reply.usage or _Usage()
+        return ChatTurn(
+            content=choice.message.content or "",
+            calls=choice.message.tool_calls or (),
+            finish_reason=choice.finish_reason or "stop",
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, tries: int = TRIES) -> Any:
+        said, asked_to_wait = "", 0.0
+        for attempt in range(tries):
+            if attempt:
+                longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
+                self.pause(max(asked_to_wait, longest * random.uniform(0.5, 1.0)))
+            try:
+                with self.http.stream(method, path, json=body) as response:
+                    text = _read(response)
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                said = f"no answer ({type(error).__name__}: {str(error)[:200]})"
+                continue
+            status = response.status_code
+            if status == 200:
+                return _json(response, text)
+            said = f"the server answers {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
+            if status == 429 or status >= 500:
+                header = response.headers.get("retry-after", "")
+                asked_to_wait = min(LONGEST_PAUSE_SECONDS, float(header)) if header.replace(".", "", 1).isdigit() else 0.0
+                continue
+            if status in (400, 422) and body is not None and "tools" in body:
+                raise ToolsUnknown(said)
+            raise ServerFailed(said)
+        raise ServerFailed(f"{said}, {tries} times")
+
+    def close(self) -> None:
+        self.http.close()
+
+
+def _read(response: httpx.Response) -> bytes:
+    """The body, up to a limit: a server may send without end."""
+    text, begun = bytearray(), time.monotonic()
+    for part in response.iter_bytes():
+        text += part
+        if time.monotonic() - begun > REQUEST_SECONDS:
+            raise ServerFailed(f"the server's answer took longer than {REQUEST_SECONDS:g} s")
+        if len(text) > MAX_REPLY_BYTES:
+            raise ServerFailed(f"the server's answer is longer than {MAX_REPLY_BYTES} bytes")
+    return bytes(text)
+
+
+def _json(response: httpx.Response, text: bytes) -> Any:
+    try:
+        return httpx.Response(200, content=text).json()
+    except (ValueError, RecursionError) as error:
+        raise ServerFailed(f"the server's answer is not JSON ({text[:80]!r})") from error

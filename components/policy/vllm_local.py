@@ -1,0 +1,90 @@
+"""vLLM in this process's environment (it runs its engine in a child process of its own)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from components.config import BadInput, Policy
+from components.policy.generate import Completion
+from components.policy.vllm_sampler import EXTENSION, Request
+from components.policy.vllm_server import completion
+
+
+class LocalVllm:
+    """`Vllm` around `vllm.LLM`."""
+
+    def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
+        """Load the checkpoint `folder`; BadInput where vLLM is not installed."""
+        # Weights arrive as pickled handles of CUDA memory, from this process and nobody else.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        try:
+            from vllm import LLM, SamplingParams
+            from vllm.config import WeightTransferConfig
+        except ImportError as error:
+            raise BadInput(
+                f"policy.backend: vLLM cannot be imported here ({error}); install the extra vllm, or start a server and set policy.backend to vllm-server."
+            ) from error
+        self.sampling_params = SamplingParams
+        self.llm = LLM(
+            model=str(folder),
+            dtype=dtype,
+            seed=seed,
+            max_model_len=settings.context,
+            gpu_memory_utilization=settings.gpu_memory_share,
+            logprobs_mode="processed_logprobs",
+            # No defaults out of the model's generation_config: they would cut the distribution that is trained.
+            generation_config="vllm",
+            # Only where it is used: vLLM 0.24's ipc engine imports ray, which vLLM does not bring along.
+            weight_transfer_config=WeightTransferConfig(backend="ipc") if settings.weight_transfer == "ipc" else None,
+            worker_extension_cls=EXTENSION,
+            enable_sleep_mode=settings.sleep,
+        )
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        chosen = [
+            self.sampling_params(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                seed=request.seed,
+                stop_token_ids=[request.stop],
+                logprobs=0,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": list(request.prompt)} for request in requests], chosen, use_tqdm=False)
+        found = [output.outputs[0] for output in outputs]
+        return [
+            completion(
+                list(one.token_ids), [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)], one.finish_reason or "nothing"
+            )
+            for one in found
+        ]
+
+    def init_weight_transfer_engine(self) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": {}})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self.llm.finish_weight_update()
+
+    def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
+        found: list[Any] = self.llm.collective_rpc(method, kwargs=dict(arguments))
+        return found
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        self.llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        self.llm.wake_up()

@@ -1,0 +1,126 @@
+"""A client of a vLLM server that runs in an environment of its own: its fastapi window excludes Prefect's.
+
+The routes for weights, sleep and workers need a server that was started with VLLM_SERVER_DEV_MODE=1; docs/training.md
+has the whole command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from components.config import BadInput
+from components.policy.generate import Completion
+from components.policy.vllm_sampler import Request
+
+CONNECTIONS = 256
+"""Requests in flight; more wait here instead of in the server's queue."""
+SECONDS = 3600.0
+"""Longest wait for one answer: a turn of 32,768 tokens in a full batch takes minutes."""
+
+
+class Refused(BadInput):
+    """The server answered that it cannot."""
+
+
+class VllmServer:
+    """`Vllm` over HTTP."""
+
+    def __init__(self, url: str):
+        """`url` is the server's root, such as http://127.0.0.1:8000; BadInput when no vLLM answers there."""
+        self.url = url.rstrip("/")
+        if not self.url:
+            raise BadInput("policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000.")
+        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
+        self.client = httpx.Client(base_url=self.url, timeout=httpx.Timeout(SECONDS, connect=10.0), limits=limits)
+        self._call("GET", "/health")
+        if self._call("GET", "/is_sleeping").get("is_sleeping"):
+            # A trainer that was killed left it so.
+            self.wake_up()
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """One HTTP request each: a list of prompts in one would share its seed, and equal prompts their completion."""
+        with ThreadPoolExecutor(max_workers=max(1, min(CONNECTIONS, len(requests))), thread_name_prefix="vllm") as threads:
+            return list(threads.map(self._complete, requests))
+
+    def _complete(self, request: Request) -> Completion:
+        answer = self._call(
+            "POST",
+            "/v1/completions",
+            {
+                "prompt": list(request.prompt),
+                "max_tokens": request.max_tokens,
+                "temperature": request.temperature,
+                "seed": request.seed,
+                "stop_token_ids": [request.stop],
+                # Explicit: a model's generation_config would otherwise cut the distribution that is trained.
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "logprobs": 0,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                "add_special_tokens": False,
+            },
+        )
+        choice = answer["choices"][0]
+        return completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+    def init_weight_transfer_engine(self) -> None:
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+
+    def start_weight_update(self) -> None:
+        try:
+            self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
+        except Refused:
+            # A trainer that was killed in the middle of an update left it open; all weights are sent again now.
+            self.finish_weight_update()
+            self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("POST", "/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._call("POST", "/finish_weight_update")
+
+    def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
+        found: list[Any] = self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments}).get("results", [])
+        return found
+
+    def reset_prefix_cache(self) -> None:
+        self._call("POST", "/reset_prefix_cache")
+
+    def sleep(self) -> None:
+        self._call("POST", "/sleep?level=1")
+
+    def wake_up(self) -> None:
+        self._call("POST", "/wake_up")
+
+    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer's JSON object, empty when there is none; BadInput when the server is not there or refuses."""
+        try:
+            response = self.client.request(method, route, json=body)
+        except httpx.TransportError as error:
+            raise BadInput(
+                f"policy.server: no vLLM server answers at {self.url} ({type(error).__name__}); "
+                "start it as docs/training.md says, then run the same command again."
+            ) from error
+        if response.status_code == 404:
+            raise BadInput(f"policy.server: {self.url} has no route {route}; start vLLM with VLLM_SERVER_DEV_MODE=1 and as docs/training.md says.")
+        if response.is_error:
+            raise Refused(f"policy.server: {self.url}{route} answered {response.status_code}, {' '.join(response.text.split())[:400]}.")
+        answer: dict[str, Any] = response.json() if response.content else {}
+        return answer
+
+
+def completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
+    """What vLLM sampled; BadInput when it is not the whole of it."""
+    if len(ids) != len(logprobs) or finish_reason not in ("stop", "length"):
+        raise BadInput(
+            f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, ended by {finish_reason}; run the same command again."
+        )
+    return Completion(tuple(ids), tuple(logprobs), finish_reason)

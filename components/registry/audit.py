@@ -1,0 +1,144 @@
+"""The audit chain: who changed what about the champion, when, and on which evidence, as files that cannot be changed unnoticed.
+
+One file an entry, `000012.json`, in one folder a registered model. An entry names the digest of the one before it, and
+its own digest covers everything else in it. So an entry that is changed, taken out or put in breaks the chain at a
+known place. Entries cut off at the end leave a sound but shorter chain: against that the newest entry is named in the
+registry too (`anchor`), in another place under other permissions.
+
+An entry is written before the registry is changed (write-ahead): what it says the aliases are after it is what they have
+to become, and whoever holds the lock next finishes what a killed process had begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import os
+import re
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from components.config import BadInput
+from components.files import digest_json, read_json, write_json
+from components.sandbox.verdict import Frozen
+
+Action = Literal["gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"]
+"""`refused` is the gates' answer, `declined` a person's; `found` records aliases that somebody moved without this program."""
+FIRST = "0" * 64
+FILE = re.compile(r"(\d{6})\.json")
+DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
+"""What decides a version; the newest of these is its state."""
+
+
+class Entry(Frozen):
+    """One act. `aliases` are champion and previous after it, as version numbers."""
+
+    number: int
+    before: str
+    """Digest of the entry before this one; zeros for the first."""
+    when: str
+    """UTC, ISO 8601, seconds."""
+    who: str
+    """The operating system's user and host, or what a person gave with their decision."""
+    action: Action
+    model: str
+    version: str
+    aliases: dict[str, str]
+    reason: str = ""
+    evidence: dict[str, Any] = Field(default_factory=dict)
+    """Digests, figures with intervals, thresholds: what the act rests on."""
+    key: str = ""
+    """Names the act, so that a repetition after a kill adds nothing; empty where each call is an act of its own."""
+    digest: str
+
+    @property
+    def anchor(self) -> str:
+        return f"{self.number}:{self.digest}"
+
+
+class BrokenChain(BadInput):
+    """The chain is not what was written; the sentence names the first entry that is wrong."""
+
+
+def person() -> str:
+    """Who acts: the operating system's user and host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user often has no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+class Chain:
+    """The chain of one registered model, in `folder`. Entries are read whole and checked every time: there are few."""
+
+    def __init__(self, folder: Path, model: str):
+        self.model = model
+        self.folder = folder / digest_json(model)[:12] if not re.fullmatch(r"[\w.-]+", model) else folder / model
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One act at a time, over every process that sees the folder; the lock of a killed process is free at once."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def append(self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any) -> Entry:
+        """Write the next entry; call with the lock held. `rest` are reason, evidence and key."""
+        entries = self.entries()
+        content = {
+            "number": len(entries) + 1,
+            "before": entries[-1].digest if entries else FIRST,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "who": who,
+            "action": action,
+            "model": self.model,
+            "version": version,
+            "aliases": aliases,
+        } | rest
+        # Filled in first: the digest covers the defaults too.
+        content = Entry.model_validate(content | {"digest": ""}).model_dump(mode="json", exclude={"digest"})
+        entry = Entry.model_validate(content | {"digest": digest_json(content)})
+        write_json(self.folder / f"{entry.number:06d}.json", entry.model_dump(mode="json"))
+        return entry
+
+    def entries(self) -> list[Entry]:
+        """Every entry in order; BrokenChain names the first that was changed, taken out or put in."""
+        names = sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name)) if self.folder.is_dir() else []
+        found: list[Entry] = []
+        for number, name in enumerate(names, 1):
+            path = self.folder / name
+            if name != f"{number:06d}.json":
+                raise BrokenChain(f"{self.folder / f'{number:06d}.json'}: this audit entry is missing; restore the folder from its backup.")
+            try:
+                content = read_json(path)
+                entry = Entry.model_validate(content)
+            except (OSError, ValueError, ValidationError) as error:
+                raise BrokenChain(f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); restore it from its backup.") from error
+            body = {key: value for key, value in content.items() if key != "digest"}
+            before = found[-1].digest if found else FIRST
+            if digest_json(body) != entry.digest or entry.number != number or entry.before != before or entry.model != self.model:
+                raise BrokenChain(f"{path}: this audit entry was changed after it was written; restore it from its backup.")
+            found.append(entry)
+        return found
+
+    def state(self, version: str) -> Entry | None:
+        """The newest entry that decided `version`; None for a version that nobody decided."""
+        return next((entry for entry in reversed(self.entries()) if entry.version == version and entry.action in DECISIONS), None)
+
+
+def check_anchor(entries: list[Entry], anchor: str) -> None:
+    """See that the entry which the registry names is in the chain; BrokenChain when the end was cut off or replaced.
+
+    The anchor may be older than the newest entry: a process can be killed between the two writes.
+    """
+    number, _, digest = anchor.partition(":")
+    if anchor and (not number.isdigit() or int(number) > len(entries) or int(number) < 1 or entries[int(number) - 1].digest != digest):
+        raise BrokenChain(f"audit: the registry names entry {number}, which the chain does not hold any more; restore the folder from its backup.")

@@ -1,0 +1,17 @@
+"""Which pool of judges a run uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from components.config import Params
+from components.sandbox.pool import LocalPool
+
+
+def open_pool(params: Params, verdicts: Path) -> LocalPool:
+    """The judges of this machine, or those of a Ray cluster where `sandbox.pool` says so; `verdicts` is the journal's folder."""
+    if params.sandbox.pool == "ray":
+        from components.sandbox.ray_pool import RayPool
+
+        return RayPool(params, verdicts)
+    return LocalPool(params, verdicts)

@@ -1,0 +1,87 @@
+"""The store as files below one folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from components import telemetry
+from components.files import digest_file
+from components.storage.keys import checked, taken
+from components.storage.store import Entry
+
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without hard links answer."""
+
+
+class FolderStore:
+    """Objects as files. Two writers of one key are ordered by the file system's hard links."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def put(self, key: str, source: Path) -> str:
+        target = self.root / checked(key)
+        with telemetry.moving("put") as moved:
+            if not target.exists() and _copy(source, target, replace=False):
+                moved.append(source.stat().st_size)
+            elif digest_file(target) != digest_file(source):
+                raise taken(str(target))
+        return str(target)
+
+    def get(self, key: str, target: Path) -> None:
+        path = self.root / checked(key)
+        if not path.is_file():
+            raise KeyError(key)
+        with telemetry.moving("get") as moved:
+            _copy(path, target, replace=True)
+            moved.append(path.stat().st_size)
+
+    def exists(self, key: str) -> bool:
+        return (self.root / checked(key)).is_file()
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        for path in sorted(self.root.rglob("*")):
+            key = path.relative_to(self.root).as_posix()
+            if path.is_file() and key.startswith(prefix) and not any(part.startswith(".") for part in key.split("/")):
+                status = path.stat()
+                yield Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+
+    def digests(self, key: str) -> tuple[str, str]:
+        return digest_file(self.root / checked(key)), ""
+
+    def remove(self, key: str) -> None:
+        path = self.root / checked(key)
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self.root or not folder.is_dir() or any(folder.iterdir()):
+                return
+            folder.rmdir()
+
+
+def _copy(source: Path, target: Path, *, replace: bool) -> bool:
+    """Copy a file in one step, without holding it in memory; False when the target is there and must stay."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+        copy = Path(folder) / "object"
+        shutil.copyfile(source, copy)
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+        if replace:
+            copy.replace(target)
+            return True
+        try:
+            os.link(copy, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            # Without hard links two writers at the same instant are not told apart; the home's lock still orders runs.
+            copy.replace(target)
+    return True

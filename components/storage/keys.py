@@ -1,0 +1,21 @@
+"""Which keys a store takes: POSIX paths that cannot leave it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from components.config import BadInput
+
+KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
+
+
+def checked(key: str) -> str:
+    """The key itself; BadInput when it is none."""
+    if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
+        raise BadInput(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
+    return key
+
+
+def taken(address: str) -> BadInput:
+    return BadInput(f"{address}: holds other bytes already and is never overwritten; remove it by hand if it is wrong.")

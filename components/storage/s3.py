@@ -1,0 +1,244 @@
+"""The store in a bucket of any S3-compatible server; credentials, region and endpoint come from boto3's usual settings.
+
+Every write carries checksums that the server compares (SHA-256 of the object, or of each part of a large one), the
+object's SHA-256 as metadata that every read compares, and `If-None-Match: *`, so that of two writers one is refused.
+Servers that ignore the condition exist, so the key is looked up first as well. Large objects go up in parts and come
+down in ranges; both go on where they were interrupted.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from components import telemetry
+from components.config import BadInput
+from components.files import digest_bytes, digest_file, read_json, write_json
+from components.storage.keys import checked, taken
+from components.storage.store import Entry
+
+PART_BYTES = 64 << 20
+"""Objects larger than this go up in parts of this size. S3 takes 10,000 parts of at least 5 MiB."""
+MOST_PARTS = 10_000
+BLOCK_BYTES = 1 << 20
+REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
+MISSING = ("NoSuchKey", "NotFound", "404")
+PASSING = ("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "RequestTimeTooSkewed", "500", "502", "503", "504")
+
+
+class StoreUnavailable(BadInput, ConnectionError):
+    """The store does not answer; the same call later continues."""
+
+
+class S3Store:
+    """`uploads` is the folder that remembers unfinished uploads of this writer; without it they start anew."""
+
+    def __init__(self, url: str, endpoint: str, *, uploads: Path | None = None, part_bytes: int = PART_BYTES):
+        # boto3 belongs to the orchestrating machine: a GPU node that only judges never imports it.
+        import boto3
+        from botocore.config import Config
+
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise BadInput(f"store.url: {url} names no bucket; write s3://bucket/prefix.")
+        self.bucket = bucket
+        self.prefix = prefix.strip("/")
+        self.uploads = uploads
+        self.part_bytes = part_bytes
+        # AWS_RETRY_MODE and AWS_MAX_ATTEMPTS win where a person has set them.
+        retries: Any = None if {"AWS_RETRY_MODE", "AWS_MAX_ATTEMPTS"} & set(os.environ) else {"mode": "standard", "max_attempts": 6}
+        self.client: Any = boto3.client("s3", endpoint_url=endpoint or None, config=Config(retries=retries, connect_timeout=10, read_timeout=60))
+
+    def put(self, key: str, source: Path) -> str:
+        name = self._name(key)
+        address, sha256, size = self._address(name), digest_file(source), source.stat().st_size
+        with telemetry.moving("put") as moved, self._faults(address, "write"):
+            present = self._recorded(name)
+            if present is None:
+                present = self._write(name, source, sha256, size)
+                moved.append(size)
+            if present != sha256:
+                raise taken(address)
+        return address
+
+    def get(self, key: str, target: Path) -> None:
+        name = self._name(key)
+        with telemetry.moving("get") as moved, self._faults(self._address(name), "read"):
+            head = self._head(name)
+            if head is None:
+                raise KeyError(key)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.parent / f".{target.name}.{digest_bytes(head['ETag'].encode())[:12]}.part"
+            have = part.stat().st_size if part.is_file() else 0
+            if have < head["ContentLength"] or have == 0:
+                asked = {"Range": f"bytes={have}-"} if have else {}
+                answer = self.client.get_object(Bucket=self.bucket, Key=name, IfMatch=head["ETag"], **asked)
+                with part.open("ab") as file:
+                    for block in answer["Body"].iter_chunks(BLOCK_BYTES):
+                        file.write(block)
+                        moved.append(len(block))
+                    file.flush()
+                    os.fsync(file.fileno())
+            recorded = head["Metadata"].get("sha256", "")
+            if part.stat().st_size != head["ContentLength"] or (recorded and digest_file(part) != recorded):
+                part.unlink()
+                raise BadInput(f"{self._address(name)}: what came does not match its SHA-256; fetch it again, and if it stays so restore it from a good copy.")
+            part.replace(target)
+
+    def exists(self, key: str) -> bool:
+        name = self._name(key)
+        with self._faults(self._address(name), "look-up"):
+            return self._head(name) is not None
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        start = f"{self.prefix}/" if self.prefix else ""
+        with self._faults(self._address(start + prefix), "listing"):
+            for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=start + prefix):
+                for item in page.get("Contents", ()):
+                    yield Entry(item["Key"].removeprefix(start), item["Size"], item["LastModified"])
+
+    def digests(self, key: str) -> tuple[str, str]:
+        name, sha256 = self._name(key), hashlib.sha256()
+        with self._faults(self._address(name), "read"):
+            answer = self.client.get_object(Bucket=self.bucket, Key=name)
+            for block in answer["Body"].iter_chunks(BLOCK_BYTES):
+                sha256.update(block)
+        return sha256.hexdigest(), answer["Metadata"].get("sha256", "")
+
+    def remove(self, key: str) -> None:
+        name = self._name(key)
+        with self._faults(self._address(name), "removal"):
+            self.client.delete_object(Bucket=self.bucket, Key=name)
+
+    def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
+        """(key, upload id) of uploads in parts that nobody finished; they cost room and no listing shows them."""
+        start = f"{self.prefix}/" if self.prefix else ""
+        limit = datetime.now(UTC) - older_than
+        with self._faults(self._address(start), "listing"):
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=start)
+            found = [item for page in pages for item in page.get("Uploads", ())]
+        return [(item["Key"].removeprefix(start), item["UploadId"]) for item in found if item["Initiated"] < limit]
+
+    def abandon(self, key: str, upload: str) -> None:
+        name = self._name(key)
+        with self._faults(self._address(name), "removal"):
+            self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
+
+    def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
+        """Write the object unless somebody else has; the SHA-256 of what stands there afterwards."""
+        from botocore.exceptions import ClientError
+
+        try:
+            if size > self.part_bytes:
+                self._write_parts(name, source, sha256, size)
+            else:
+                with source.open("rb") as body:
+                    self.client.put_object(
+                        Bucket=self.bucket, Key=name, Body=body, ChecksumSHA256=_base64(sha256), IfNoneMatch="*", Metadata={"sha256": sha256}
+                    )
+        except ClientError as error:
+            # NoSuchUpload: another process of this home finished the same upload.
+            if error.response["Error"]["Code"] not in (*REFUSED, "NoSuchUpload"):
+                raise
+        found = self._recorded(name)
+        if found is None:
+            raise StoreUnavailable(f"{self._address(name)}: was written and is not there; try again.")
+        return found
+
+    def _write_parts(self, name: str, source: Path, sha256: str, size: int) -> None:
+        journal = None if self.uploads is None else self.uploads / f"{digest_bytes(self._address(name).encode())[:24]}.json"
+        part_bytes = max(self.part_bytes, -(-size // MOST_PARTS))
+        upload, present = self._unfinished(journal, name, sha256, part_bytes)
+        if not upload:
+            created = self.client.create_multipart_upload(Bucket=self.bucket, Key=name, ChecksumAlgorithm="SHA256", Metadata={"sha256": sha256})
+            upload = created["UploadId"]
+            if journal is not None:
+                write_json(journal, {"upload": upload, "sha256": sha256, "part_bytes": part_bytes})
+        parts = []
+        with source.open("rb") as file:
+            for number in range(1, -(-size // part_bytes) + 1):
+                body = file.read(part_bytes)
+                checksum = _base64(digest_bytes(body))
+                tag = present[number]["ETag"] if number in present and _same(present[number], body, checksum) else ""
+                if not tag:
+                    where = {"Bucket": self.bucket, "Key": name, "UploadId": upload, "PartNumber": number}
+                    tag = self.client.upload_part(**where, Body=body, ChecksumSHA256=checksum)["ETag"]
+                parts.append({"PartNumber": number, "ETag": tag, "ChecksumSHA256": checksum})
+        self.client.complete_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
+        if journal is not None:
+            journal.unlink(missing_ok=True)
+
+    def _unfinished(self, journal: Path | None, name: str, sha256: str, part_bytes: int) -> tuple[str, dict[int, Any]]:
+        """The upload of these very bytes that was begun and not finished, and what the server says of its parts by number."""
+        from botocore.exceptions import ClientError
+
+        if journal is None or not journal.is_file():
+            return "", {}
+        noted = read_json(journal)
+        where = {"Bucket": self.bucket, "Key": name, "UploadId": noted["upload"]}
+        try:
+            if (noted["sha256"], noted["part_bytes"]) != (sha256, part_bytes):
+                self.client.abort_multipart_upload(**where)
+                return "", {}
+            pages = self.client.get_paginator("list_parts").paginate(**where)
+            parts = [part for page in pages for part in page.get("Parts", ())]
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "NoSuchUpload":
+                raise
+            return "", {}
+        return noted["upload"], {part["PartNumber"]: part for part in parts}
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}/{checked(key)}" if self.prefix else checked(key)
+
+    def _address(self, name: str) -> str:
+        return f"s3://{self.bucket}/{name}"
+
+    def _head(self, name: str) -> Any:
+        from botocore.exceptions import ClientError
+
+        try:
+            return self.client.head_object(Bucket=self.bucket, Key=name)
+        except ClientError as error:
+            if error.response["Error"]["Code"] in MISSING:
+                return None
+            raise
+
+    def _recorded(self, name: str) -> str | None:
+        """SHA-256 that the object was written with, empty when another program left none; None when there is no object."""
+        head = self._head(name)
+        return None if head is None else str(head["Metadata"].get("sha256", ""))
+
+    @contextlib.contextmanager
+    def _faults(self, address: str, act: str) -> Iterator[None]:
+        """boto3's errors as one sentence: StoreUnavailable where waiting mends it, BadInput where a person has to."""
+        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError, ResponseStreamingError
+        from botocore.exceptions import ConnectionError as NoConnection
+
+        try:
+            yield
+        except ClientError as error:
+            if error.response["Error"]["Code"] in PASSING:
+                raise StoreUnavailable(f"{address}: the store cannot serve the {act} now ({error}); try again later.") from error
+            raise BadInput(f"{address}: the store refused the {act} ({error}); check the bucket and the credentials.") from error
+        except (NoConnection, HTTPClientError, IncompleteReadError, ResponseStreamingError) as error:
+            raise StoreUnavailable(f"{address}: the store broke off the {act} ({error}); what was done is kept, try again later.") from error
+        except BotoCoreError as error:
+            raise BadInput(f"{address}: the {act} is not possible ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region.") from error
+
+
+def _base64(sha256: str) -> str:
+    return base64.b64encode(bytes.fromhex(sha256)).decode()
+
+
+def _same(part: Any, body: bytes, checksum: str) -> bool:
+    """Whether a part that is up holds these bytes; servers that list no SHA-256 give the part's MD5 as its tag."""
+    if "ChecksumSHA256" in part:
+        return bool(part["ChecksumSHA256"] == checksum)
+    return bool(part["ETag"].strip('"') == hashlib.md5(body, usedforsecurity=False).hexdigest())

@@ -1,0 +1,55 @@
+"""What a store is.
+
+Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: writing equal bytes again is fine,
+writing different bytes under a key that is taken is refused, so that no run can change what another one published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object. `modified` has a time zone."""
+
+    key: str
+    bytes: int
+    modified: datetime
+
+
+class Store(Protocol):
+    def put(self, key: str, source: Path) -> str:
+        """Store the file under `key` and return its address; BadInput when the key holds other bytes."""
+        ...
+
+    def get(self, key: str, target: Path) -> None:
+        """Write the object to `target` in one step; KeyError when there is none, BadInput when it is damaged."""
+        ...
+
+    def exists(self, key: str) -> bool: ...
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object whose key starts with `prefix`, by key."""
+        ...
+
+    def digests(self, key: str) -> tuple[str, str]:
+        """SHA-256 of the object as it is read now, and as it was written (empty where the store keeps none)."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Delete the object; nothing happens when there is none."""
+        ...
+
+
+def put_folder(store: Store, prefix: str, folder: Path) -> dict[str, str]:
+    """Store every file below `folder` under `prefix`, manifest.json last; address by relative path.
+
+    Whoever finds the manifest finds the rest: a folder whose writing was interrupted has none.
+    """
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "manifest.json", path))
+    return {name: store.put(f"{prefix}/{name}", folder / name) for name in (path.relative_to(folder).as_posix() for path in files)}

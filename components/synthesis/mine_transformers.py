@@ -1,0 +1,401 @@
+"""Mining the installed transformers: norms, activations, attention, feed-forward blocks, rotary embeddings, routers.
+
+A module becomes a task on its own (it is composed of operators already). Its source is cut out of the library's file
+together with everything of that file that it uses; annotations, decorators and caches go, the configuration becomes a
+namespace of the values that the source reads. What still needs another part of the library is left out, with its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components.synthesis.operators import LeftOut, Module
+
+FAMILIES = tuple(
+    """albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2 deepseek_v2 deepseek_v3 diffllama dinov2 electra esm
+    falcon funnel gemma gemma2 gemma3 glm glm4 gpt2 gpt_neox gpt_oss gptj granite granitemoe helium jamba layoutlmv3 levit llama llama4 mamba mamba2 mixtral
+    mobilevit modernbert mpt nemotron olmo olmo2 olmoe opt persimmon phi phi3 phimoe poolformer qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next resnet roberta sam
+    segformer siglip stablelm starcoder2 swin t5 vit wav2vec2 whisper xglm zamba2""".split()
+)
+"""Folders of transformers.models that are looked at; most others copy a module of one of these."""
+ROLE = re.compile(
+    r"\w*(Norm|MLP|Mlp|FeedForward|FFN|ActDense|RotaryEmbedding|PositionalEmbedding|Attention|Router|Gate|Experts|MoeBlock|MoE|GLU|Activation|Intermediate|Output"
+    r"|LayerScale|GRN|Pooling|Pooler|Mixer|SquizeExcite|ConvLayer|Gelu|GELU)(\w{0,3})"
+)
+ACTIVATIONS = {
+    "gelu": "nn.GELU()",
+    "gelu_new": 'nn.GELU(approximate="tanh")',
+    "gelu_pytorch_tanh": 'nn.GELU(approximate="tanh")',
+    "gelu_fast": 'nn.GELU(approximate="tanh")',
+    "silu": "nn.SiLU()",
+    "swish": "nn.SiLU()",
+    "relu": "nn.ReLU()",
+    "tanh": "nn.Tanh()",
+    "sigmoid": "nn.Sigmoid()",
+}
+NO_PART = re.compile(r"Model|ForC|ForM|ForQ|Flash|Sdpa|Outputs?With|Encoder$")
+STANDARD = {
+    "torch": "import torch",
+    "nn": "import torch.nn as nn",
+    "F": "import torch.nn.functional as F",
+    "functional": "import torch.nn.functional as functional",
+    "math": "import math",
+    "Tensor": "from torch import Tensor",
+    "OrderedDict": "from collections import OrderedDict",
+    "partial": "from functools import partial",
+    "Parameter": "from torch.nn import Parameter",
+    "SimpleNamespace": "from types import SimpleNamespace",
+    "logger": "logger = None",
+    "ACT2FN": "ACT2FN = {" + ", ".join(f'"{name}": {made}' for name, made in ACTIVATIONS.items()) + "}",
+    "ROPE_INIT_FUNCTIONS": "ROPE_INIT_FUNCTIONS = {}",
+}
+SCALED: dict[str, float] = {
+    # Configuration values that follow the hidden size, as multiples of it.
+    **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0),
+    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size shared_expert_intermediate_size".split(), 2.0),
+    **dict.fromkeys("moe_intermediate_size mlp_intermediate_size".split(), 0.5),
+    **dict.fromkeys("num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads".split(), 1 / 64),
+    **dict.fromkeys("num_key_value_heads num_kv_heads".split(), 1 / 128),
+}
+FIXED: dict[str, Any] = {
+    "head_dim": 64,
+    "d_kv": 64,
+    "n_inner": None,
+    "max_position_embeddings": 2048,
+    **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 8),
+    **dict.fromkeys("num_experts_per_tok moe_top_k top_k num_experts_per_token".split(), 2),
+    "n_group": 1,
+    "topk_group": 1,
+    "vocab_size": 1000,
+    "_attn_implementation": "eager",
+    "attn_implementation": "eager",
+    "use_cache": False,
+    "output_attentions": False,
+    "chunk_size_feed_forward": 0,
+}
+VECTOR, IMAGE = "torch.randn({batch}, {length}, {hidden})", "torch.randn({batch}, {hidden}, {side}, {side})"
+INPUTS = frozenset("hidden_states x hidden_state inputs input hidden features input_tensor hidden_states_gate residual pixel_values query embeddings".split())
+MADE_WITH = {
+    "config": "config",
+    "layer_idx": "0",
+    "layer_id": "0",
+    "layer_number": "0",
+    "block_size": "64",
+    "eps": "1e-6",
+    "dtype": "torch.float32",
+    **dict.fromkeys("hidden_size dim d_model normalized_shape in_features embed_dim num_features channels in_channels num_channels".split(), "{hidden}"),
+    **dict.fromkeys("intermediate_size hidden_features ffn_dim out_channels".split(), "{twice}"),
+    **dict.fromkeys("num_heads num_attention_heads".split(), "{heads}"),
+}
+SEVERAL = "gives no single float32 tensor back"
+SIZE = {"batch": 2, "length": 16, "hidden": 256}
+SOURCE = """{code}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+{config}        self.block = {init}
+
+    def forward(self, {arguments}):
+        return {call}
+
+
+def get_inputs():
+    return [{inputs}]
+
+
+def get_init_inputs():
+    return []
+"""
+
+
+class _Missing(Exception):
+    """A part of the library that a cut-out source would still need."""
+
+
+def scaled(config: dict[str, Any], hidden: int) -> dict[str, Any]:
+    """The configuration for this hidden size."""
+    grown = {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
+    return config | {key: FIXED[key] for key in config if key in FIXED} | grown
+
+
+def write_source(module: Module, batch: int, length: int, hidden: int) -> str:
+    """The task's source for inputs of these sizes."""
+    values = {"batch": batch, "length": length, "hidden": hidden, "twice": 2 * hidden, "heads": max(1, hidden // 64), "side": math.isqrt(length)}
+    given = ", ".join(f"{key}={value!r}" for key, value in scaled(module.config, hidden).items())
+    config = f"        config = SimpleNamespace({given})\n" if "config" in module.init else ""
+    names = ("x", "y", "z", "w")[: len(module.inputs)]
+    return SOURCE.format(
+        code=module.code,
+        config=config,
+        init=module.init.format(**values),
+        arguments=", ".join(names),
+        call=module.call,
+        inputs=", ".join(text.format(**values) for text in module.inputs),
+    )
+
+
+def mine() -> tuple[list[Module], list[LeftOut]]:
+    """Modules in the order of families, and every class of a mined role that was left out. About a minute of one core."""
+    found: list[Module] = []
+    left_out: list[LeftOut] = []
+    meanings: dict[str, str] = {}
+    importlib.import_module("transformers.utils.logging").set_verbosity_error()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for family, path in _files():
+            library = _Library(path)
+            config = None if family == "activations" else _config(family)
+            for name in [*library.classes(), *library.rotations()]:
+                try:
+                    module = _module(library, family, name, config) if name in library.classes() else _rotation(library, family, name)
+                    meaning = re.sub(rf"\b{library.prefix}(?=[A-Z])", "", module.code).replace(library.prefix, "") + module.call
+                    if meaning in meanings:
+                        raise _Missing(f"the same as {meanings[meaning]}")
+                    meanings[meaning] = f"{family}.{name}"
+                    found.append(module)
+                except _Missing as reason:
+                    left_out.append(LeftOut(f"transformers.{family}.{name}", str(reason)))
+    return found, left_out
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent
+    yield "activations", root / "activations.py"
+    for family in FAMILIES:
+        path = root / "models" / family / f"modeling_{family}.py"
+        if path.is_file():
+            yield family, path
+
+
+def _config(family: str) -> Any:
+    """The family's default configuration, the text model's where there are several; None where there is none."""
+    try:
+        library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+        classes = [thing for name, thing in vars(library).items() if name.endswith("Config") and getattr(thing, "__module__", "") == library.__name__]
+        classes.sort(key=lambda thing: ("Text" not in thing.__name__, len(thing.__name__)))
+        return classes[0]() if classes else None
+    except (ImportError, TypeError, ValueError, AttributeError):
+        return None
+
+
+class _Library:
+    """One file of the library: its definitions by name, and where its other names come from."""
+
+    def __init__(self, path: Path):
+        self.tree = ast.parse(path.read_text())
+        self.defined = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        self.imported = {alias.asname or alias.name for node in self.tree.body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
+        heads = [
+            node.name.removesuffix("PreTrainedModel") for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("PreTrainedModel")
+        ]
+        self.prefix = heads[0] if heads else "Family"
+
+    def classes(self) -> list[str]:
+        return [name for name, node in self.defined.items() if isinstance(node, ast.ClassDef) and ROLE.fullmatch(name) and not NO_PART.search(name)]
+
+    def rotations(self) -> list[str]:
+        """The functions that turn queries and keys by cosine and sine: the part of a rotary embedding that has inputs."""
+        return [name for name, node in self.defined.items() if isinstance(node, ast.FunctionDef) and re.fullmatch(r"apply_\w*rotary\w*", name)]
+
+    def cut(self, name: str) -> str:
+        """Source of a class with everything that it uses, self-contained; _Missing names what would still be needed."""
+        order: list[str] = []
+        outside: set[str] = set()
+
+        def visit(wanted: str) -> None:
+            if wanted in order:
+                return
+            node = _Clean().visit(ast.parse(ast.unparse(self.defined[wanted])).body[0])
+            self.defined[wanted] = node
+            order.append(wanted)
+            for used in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}):
+                if used in self.defined and used != wanted:
+                    visit(used)
+                elif used in STANDARD and (used in self.imported or used in ("logger", "SimpleNamespace")):
+                    outside.add(used)
+                elif used in self.imported:
+                    raise _Missing(f"needs {used} from elsewhere in transformers")
+
+        visit(name)
+        parts = [ast.unparse(self.defined[wanted]) for wanted in self.defined if wanted in order]
+        body = "\n\n\n".join(parts)
+        # The order of the file defines a base class before its child.
+        head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
+        head.sort(key=lambda line: (not line.startswith(("import", "from")), line))
+        return "\n".join(head) + "\n\n\n" + body
+
+
+class _Clean(ast.NodeTransformer):
+    """Without annotations, docstrings and decorators that only a library needs; attention falls to the file's own eager form."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *filter(None, (node.args.vararg, node.args.kwarg))]:
+            argument.annotation = None
+        node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) in ("staticmethod", "classmethod", "property")]
+        return self._undocumented(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.decorator_list = []
+        node.bases = [ast.parse("nn.Module", mode="eval").body if ast.unparse(base) == "GradientCheckpointingLayer" else base for base in node.bases]
+        return self._undocumented(node)
+
+    def _undocumented(self, node: Any) -> Any:
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        self.generic_visit(node)
+        return ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno) if node.value is not None else None
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = ast.unparse(node.func)
+        if function == "ALL_ATTENTION_FUNCTIONS.get_interface":
+            return node.args[1]
+        if function == "nn.Parameter" and ast.unparse(node.args[0]).startswith(("torch.empty(", "torch.zeros(")):
+            # The library fills such weights later, normally distributed; here they must not be whatever lay in memory.
+            shape = [ast.unparse(argument) for argument in getattr(node.args[0], "args", [])]
+            return ast.parse(f"nn.Parameter(torch.randn({', '.join(shape)}) * 0.02)", mode="eval").body
+        return node
+
+
+def _module(library: _Library, family: str, name: str, config: Any) -> Module:
+    """The module, run once for each way that its inputs may be meant; _Missing says why none works."""
+    code = library.cut(name)
+    node = library.defined[name]
+    assert isinstance(node, ast.ClassDef)
+    made = [_made_with(argument) for argument in _required(node, "__init__", library)]
+    init = f"{name}({', '.join(made)})"
+    read = sorted(set(re.findall(r"config\.(\w+)|getattr\([\w.]*config, '(\w+)'", code)))
+    values: dict[str, Any] = {}
+    for key in ("".join(pair) for pair in read):
+        value = FIXED[key] if config is None or key.startswith("_") else getattr(config, key, FIXED.get(key, _NOTHING))
+        if value is not _NOTHING and _is_plain(value):
+            values[key] = value
+    given = _required(node, "forward", library)
+    reason = ""
+    for main in (VECTOR, IMAGE):
+        try:
+            inputs, call = _called(given, main)
+            for form in (call, f"{call}[0]", f"{call}[1]", f"{call}[2]"):
+                module = Module(name, family, code, values, init, form, tuple(inputs))
+                fault = _why_not(module)
+                if not fault:
+                    return module
+                reason = fault if reason in ("", SEVERAL) else reason
+                if fault != SEVERAL:
+                    break
+        except _Missing as missing:
+            reason = reason or str(missing)
+    raise _Missing(reason)
+
+
+def _rotation(library: _Library, family: str, name: str) -> Module:
+    """A function of (q, k, cos, sin), all of one head size; its two results are joined, or one of them would not matter."""
+    code = library.cut(name)
+    inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
+    for call in (f"torch.cat({name}(x, y, z, w), dim=-1)", f"{name}(x, y, z)"):
+        module = Module(name, family, code, {}, "None", call, inputs if "w" in call else inputs[1:])
+        reason = _why_not(module)
+        if not reason:
+            return module
+    raise _Missing(reason)
+
+
+_NOTHING = object()
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _required(node: ast.ClassDef, method: str, library: _Library) -> list[str]:
+    """Names of the arguments without a default, and of the position embeddings, which attention cannot do without."""
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == method:
+            names = [argument.arg for argument in item.args.args[1:]]
+            required = names[: len(names) - len(item.args.defaults)]
+            return [*required, *(name for name in names[len(required) :] if name == "position_embeddings")]
+    for base in node.bases:
+        if isinstance(parent := library.defined.get(ast.unparse(base)), ast.ClassDef):
+            return _required(parent, method, library)
+    return ["input"] if method == "forward" else []
+
+
+def _made_with(argument: str) -> str:
+    if argument not in MADE_WITH:
+        raise _Missing(f"is made with {argument}, and no rule says what to give")
+    return MADE_WITH[argument]
+
+
+def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
+    """The inputs as expressions, and the call that takes them under the names x, y, z, w."""
+    inputs: list[str] = []
+    given: list[str] = []
+
+    def add(text: str) -> str:
+        if len(inputs) == 4:
+            raise _Missing("takes more than four tensors")
+        inputs.append(text)
+        return ("x", "y", "z", "w")[len(inputs) - 1]
+
+    for argument in arguments:
+        if argument in INPUTS:
+            given.append(f"{argument}={add(main)}")
+        elif argument == "position_ids":
+            given.append(f"{argument}={add('torch.arange({length}).unsqueeze(0)')}")
+        elif argument == "position_embeddings":
+            given.append(f"{argument}=({add('torch.randn(1, {length}, 64)')}, {add('torch.randn(1, {length}, 64)')})")
+        elif argument == "attention_mask":
+            given.append("attention_mask=None")
+        else:
+            raise _Missing(f"is called with {argument}, and no rule says what to give")
+    return inputs, f"self.block({', '.join(given)})"
+
+
+def _why_not(module: Module) -> str:
+    """Why this form of the module makes no task; empty when it runs, is deterministic and depends on its first input."""
+    scope: dict[str, Any] = {"__name__": "mined"}
+    try:
+        exec(compile(write_source(module, **SIZE), module.name, "exec"), scope)
+        torch.manual_seed(1)
+        model = scope["Model"]().eval()
+        inputs = scope["get_inputs"]()
+        out, again = model(*inputs), model(*inputs)
+        other = model(*scope["get_inputs"]())
+    except Exception as error:  # the library's own code on arguments that we guessed: anything may be raised
+        return f"does not run on guessed arguments ({type(error).__name__}: {' '.join(str(error).split())[:90]})"
+    if isinstance(out, tuple):
+        return SEVERAL
+    if not isinstance(out, torch.Tensor) or not isinstance(other, torch.Tensor) or out.dtype != torch.float32 or out.dim() < 2:
+        return "gives no float32 tensor back"
+    if not torch.equal(out, again):
+        return "is not deterministic"
+    if not torch.isfinite(out).all() or out.std() <= 1e-3 * out.abs().mean():
+        return "gives a constant or something not finite"
+    if out.shape == other.shape and torch.equal(out, other):
+        return "does not depend on its input"
+    if out.shape == inputs[0].shape and torch.equal(out, inputs[0]):
+        return "gives its input back when not training"
+    return ""

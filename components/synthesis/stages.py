@@ -1,0 +1,86 @@
+"""The commands of the DVC stages.
+
+python -m components.synthesis.stages seeds --params params.yaml --out data/seeds
+python -m components.synthesis.stages tasks --params params.yaml --seeds data/seeds --out data/tasks
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from components.config import BadInput, Params, resolve
+
+
+class Lines:
+    """Progress as plain lines on standard error, one every few seconds and the last one."""
+
+    def __init__(self, seconds: float = 5.0):
+        self.seconds = seconds
+        self.last = 0.0
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        now = time.monotonic()
+        if step == total or now - self.last >= self.seconds:
+            self.last = now
+            print(f"{stage} {step}/{total}", *(f"{name}={value:g}" for name, value in figures.items()), file=sys.stderr, flush=True)
+
+
+def read_params(path: Path) -> Params:
+    """Parameters of a resolved file, or of one with profiles: then CUDA_AGENT_PROFILE names one, and none is the base."""
+    try:
+        profiles = "profiles" in (yaml.safe_load(path.read_text()) or {})
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError):
+        profiles = False  # resolve() says what is wrong with the file
+    return resolve(os.environ.get("CUDA_AGENT_PROFILE", "") if profiles else "", path=path).params
+
+
+def seeds(params: Params, out: Path) -> str:
+    """Mine the table; for the core operators the folder stays empty and torch is not even imported."""
+    out.mkdir(parents=True, exist_ok=True)
+    if params.data.operators == "core":
+        return "seeds: the core table, nothing to mine"
+    from components.synthesis.mining import mined
+
+    table = mined(out, Lines())
+    return f"seeds: {len(table.operators)} operators in {len(table.forms)} forms, {len(table.modules)} modules; {len(table.left_out)} left out"
+
+
+def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
+    """Compose, hold against the rubric and the judge, and write the data set."""
+    from components.synthesis.dataset import build, open_pool
+
+    pool = open_pool(params, verdicts)
+    try:
+        summary = build(params, out, pool, Lines(), seeds)
+    finally:
+        pool.close()
+    refused = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
+    return f"data set {summary.version[:16]}: {len(summary.admitted)} tasks of {summary.candidates} candidates; refused: {refused}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m components.synthesis.stages", description="A stage of dvc.yaml.")
+    parser.add_argument("stage", choices=("seeds", "tasks"))
+    parser.add_argument("--params", type=Path, required=True, help="resolved parameters, or params.yaml with its profiles")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seeds", type=Path, default=Path("data/seeds"), help="folder of the mined table")
+    parser.add_argument("--verdicts", type=Path, default=Path(os.environ.get("CUDA_AGENT_VERDICTS", "verdicts")), help="journal of verdicts")
+    options = parser.parse_args(arguments)
+    try:
+        params = read_params(options.params)
+        said = seeds(params, options.out) if options.stage == "seeds" else tasks(params, options.seeds, options.out, options.verdicts)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(said, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

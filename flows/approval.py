@@ -1,0 +1,68 @@
+"""Approval in Prefect: the flow pauses with a form and the report's address, and acts on what the person answers.
+
+The commands `cuda-agent models approve` and `refuse` do the same without it; whoever is first decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, pause_flow_run
+from prefect.deployments import run_deployment
+from prefect.exceptions import FlowPauseTimeout, ObjectNotFound
+from prefect.input import RunInput
+from pydantic import Field
+
+from components.config import resolve
+from components.registry import models
+from components.registry.promotion import Promotion
+from components.registry.tracking import connect
+
+POLL_SECONDS = 10
+DEPLOYMENT = "approval/approval"
+
+
+class Answer(RunInput):
+    """The form. Prefect refuses an answer of another type before the flow sees it."""
+
+    approve: bool = Field(description="whether this version becomes the champion")
+    who: str = Field(min_length=1, description="your name, for the audit chain")
+    reason: str = Field(default="", description="why")
+
+
+@flow(name="approval", flow_run_name="approval-{version}", persist_result=False)
+def approval(version: str, profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", poll_seconds: int = POLL_SECONDS) -> dict[str, Any]:
+    """Ask a person about a version that waits; the entry of the audit chain that came of it.
+
+    BadInput when the version does not wait (any more). Past its deadline the version expires.
+    """
+    params = resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ()))).params
+    place = Path(params.home).expanduser().resolve()
+    client = connect(params.registry, place)
+    office = Promotion(client, params.registry, place)
+    number, waiting = office.waiting(version)
+    report = models.describe(client, office.model, number)["tags"].get("report", "none")
+    left = (datetime.fromisoformat(waiting.evidence["deadline"]) - datetime.now(UTC)).total_seconds()
+    question = f"Version {number} of {office.model} passed its gates. Report: {report}. Undecided by {waiting.evidence['deadline']} it expires."
+    try:
+        form = Answer.with_initial_data(description=question)
+        # A second more than is left: when Prefect gives up, the deadline has passed for certain.
+        answer = pause_flow_run(wait_for_input=form, timeout=max(0, math.ceil(left)) + 1, poll_interval=poll_seconds)
+    except FlowPauseTimeout:
+        expired = [entry for entry in office.expire() if entry.version == number]
+        return (expired[0] if expired else office.waiting(version)[1]).model_dump(mode="json")
+    decide = office.approve if answer.approve else office.decline
+    return decide(number, who=answer.who, reason=answer.reason).model_dump(mode="json")
+
+
+def ask(version: str, profile: str, sets: list[str]) -> bool:
+    """Start the deployed flow for a version that waits; False where nobody deployed it, so that the commands remain."""
+    try:
+        run_deployment(DEPLOYMENT, parameters={"version": version, "profile": profile, "sets": sets}, timeout=0, as_subflow=False)
+    except ObjectNotFound:
+        return False
+    return True

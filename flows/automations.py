@@ -1,0 +1,122 @@
+"""Prefect's automations as code: zombies, resumption, and the alarms of an operator.
+
+An alarm sends a notification where `cuda-agent deploy --alert` names a notification block; without one it still stands
+in Prefect's event feed. Times are in seconds and belong to nights of hours; a deployment of minutes has them too.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from uuid import UUID
+
+from prefect.automations import AutomationCore
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from flows.signals import COLLAPSING, PROGRESS
+
+HEARTBEATS_SECONDS = 90
+"""Three heartbeats of 30 s (infra/prefect/pools.yaml) missed in a row."""
+START_SECONDS = 15 * 60
+STALL_SECONDS = 60 * 60
+NIGHT_SECONDS = 26 * 3600
+ENDS = {"prefect.flow-run.Completed", "prefect.flow-run.Failed", "prefect.flow-run.Cancelled", "prefect.flow-run.Crashed", "prefect.flow-run.Paused"}
+FLOW_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
+EACH_RUN = {"prefect.resource.id"}
+
+SUBJECT = "CUDA Agent: {{ automation.name }}"
+BODY = "{{ automation.description }}\nFlow run {{ flow_run.name }} is {{ flow_run.state.name }}: {{ flow_run.state.message }}\n{{ flow_run | ui_url }}"
+
+
+def of_deployment(name: str) -> ResourceSpecification:
+    return ResourceSpecification({"prefect.resource.name": name, "prefect.resource.role": "deployment"})
+
+
+def automations(block: UUID | None) -> list[AutomationCore]:
+    """Every automation of the project; alarms notify through `block`."""
+    alarm = SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) if block is not None else DoNothing()
+    return [
+        AutomationCore(
+            name="cuda-agent-zombie",
+            description="No heartbeat for 90 s: the run was killed and nobody said so; it is marked as crashed.",
+            trigger=EventTrigger(
+                match=FLOW_RUN,
+                after={"prefect.flow-run.heartbeat"},
+                expect={"prefect.flow-run.heartbeat", *ENDS, "prefect.flow-run.AwaitingRetry"},
+                for_each=EACH_RUN,
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=HEARTBEATS_SECONDS),
+            ),
+            actions=[ChangeFlowRunState(name="Crashed", state=StateType.CRASHED, force=False, message="no heartbeat: the run's process is gone")],
+        ),
+        AutomationCore(
+            name="cuda-agent-resume",
+            description="A crashed night goes back to a worker, which continues it where it was. A run that crashes again and again ends itself.",
+            trigger=EventTrigger(
+                match=FLOW_RUN,
+                match_related=of_deployment("nightly"),
+                expect={"prefect.flow-run.Crashed"},
+                for_each=EACH_RUN,
+                posture=Posture.Reactive,
+                threshold=1,
+            ),
+            actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="crashed; continued by a worker", force=True)],
+        ),
+        AutomationCore(
+            name="cuda-agent-failed",
+            description="A run failed or crashed.",
+            trigger=EventTrigger(match=FLOW_RUN, expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, for_each=EACH_RUN, posture=Posture.Reactive),
+            actions=[alarm],
+        ),
+        AutomationCore(
+            name="cuda-agent-late",
+            description="A scheduled run was late and did not start within 15 minutes: no worker serves its pool, or the one before it is not done.",
+            trigger=EventTrigger(
+                match=FLOW_RUN,
+                after={"prefect.flow-run.Late"},
+                expect={"prefect.flow-run.Running", "prefect.flow-run.Pending", "prefect.flow-run.Cancelled"},
+                for_each=EACH_RUN,
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=START_SECONDS),
+            ),
+            actions=[alarm],
+        ),
+        AutomationCore(
+            name="cuda-agent-missed",
+            description="No night was completed for 26 hours.",
+            trigger=EventTrigger(
+                match=FLOW_RUN,
+                match_related=of_deployment("nightly"),
+                after={"prefect.flow-run.Completed"},
+                expect={"prefect.flow-run.Completed"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=NIGHT_SECONDS),
+            ),
+            actions=[alarm],
+        ),
+        AutomationCore(
+            name="cuda-agent-stalled",
+            description="A run reported progress and then nothing for an hour.",
+            trigger=EventTrigger(
+                match=FLOW_RUN,
+                after={PROGRESS},
+                expect={PROGRESS, *ENDS},
+                for_each=EACH_RUN,
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=STALL_SECONDS),
+            ),
+            actions=[alarm],
+        ),
+        AutomationCore(
+            name="cuda-agent-collapsing",
+            description="Training begins to collapse: entropy, length-clipped share or explained variance near their limits.",
+            trigger=EventTrigger(match=FLOW_RUN, expect={COLLAPSING}, for_each=EACH_RUN, posture=Posture.Reactive),
+            actions=[alarm],
+        ),
+    ]

@@ -1,0 +1,193 @@
+"""Bring everything that a server needs to it: work pools, limits, deployments, automations. Safe to repeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import yaml
+from prefect.blocks.core import Block
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+
+from components.config import PROJECT, BadInput, resolve
+from flows.automations import automations
+from flows.runs import HOME_SLOT
+
+PREFECT = PROJECT / "infra" / "prefect"
+Workers = Literal["process", "kubernetes"]
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What one deploy changes of prefect.yaml; empty leaves it as it is written there."""
+
+    workers: Workers = "process"
+    profile: str = ""
+    sets: tuple[str, ...] = ()
+    home: str = ""
+    pool: str = ""
+    cron: str = ""
+    timezone: str = ""
+    alert: str = ""
+    paused: bool = False
+    variables: tuple[str, ...] = ()
+    """NAME=VALUE for the environment of every flow run, for instance RAY_ADDRESS."""
+
+
+def deploy(choices: Choices) -> Record:
+    """Make or update everything on the server that PREFECT_API_URL names; returns what is there afterwards."""
+    url = PREFECT_API_URL.value()
+    if not url:
+        raise BadInput("PREFECT_API_URL is not set: deployments need a server that stays; start one (prefect server start) and name its address.")
+    file = deployments_file(choices)
+    with get_client(sync_client=True) as client:
+        try:
+            client.hello()
+        except httpx.HTTPError as error:
+            raise BadInput(f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it or mend the address.") from error
+        block = notification_block(choices.alert)
+        pools = make_pools(client, choices.workers)
+        client.upsert_global_concurrency_limit_by_name(HOME_SLOT, 1)
+        make_deployments(file)
+        names = make_automations(client, block)
+        found = [client.read_deployment_by_name(f"{entry['name']}/{entry['name']}") for entry in file["deployments"]]
+    return {
+        "server": url,
+        "pools": pools,
+        "deployments": [
+            {
+                "name": entry.name,
+                "pool": entry.work_pool_name,
+                "parameters": entry.parameters,
+                "schedules": [f"{getattr(item.schedule, 'cron', '')} {getattr(item.schedule, 'timezone', '')}" for item in entry.schedules if item.active],
+            }
+            for entry in found
+        ],
+        "automations": names,
+    }
+
+
+def deployments_file(choices: Choices) -> Record:
+    """prefect.yaml with the choices laid over it; BadInput when a parameter or the cron line is not accepted."""
+    values: Record = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
+    values.pop("definitions", None)
+    for entry in values["deployments"]:
+        parameters = entry["parameters"]
+        parameters["profile"] = choices.profile or parameters["profile"]
+        parameters["sets"] = [*parameters["sets"], *choices.sets]
+        resolved = resolve(parameters["profile"], tuple(parameters["sets"]))
+        home = Path(choices.home or resolved.params.home).expanduser()
+        # A worker and a pod start elsewhere: the home has to mean the same place there.
+        home = home if home.is_absolute() else (Path("/srv/cuda-agent") if choices.workers == "kubernetes" else PROJECT / home)
+        parameters["home"] = str(home)
+        # Cached results lie in the home too, so that another worker finds them.
+        results = {"PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "prefect" / "results")}
+        entry["work_pool"]["job_variables"] = {"env": environment() | results | pairs(choices.variables)}
+        if choices.pool:
+            entry["work_pool"]["name"] = choices.pool
+        for schedule in entry["schedules"]:
+            schedule["timezone"] = choices.timezone or schedule["timezone"]
+            schedule["active"] = not choices.paused
+            if entry["name"] == "nightly" and choices.cron:
+                schedule["cron"] = choices.cron
+    known = read_pools()
+    for entry in values["deployments"]:
+        if entry["work_pool"]["name"] not in known:
+            raise BadInput(f"prefect.yaml: {entry['name']} names the work pool {entry['work_pool']['name']}; give one of {', '.join(known)}.")
+    return values
+
+
+def pairs(variables: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE as a mapping; BadInput for anything else."""
+    for variable in variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*=.*", variable):
+            raise BadInput(f"--env {variable}: NAME=VALUE is expected, for instance RAY_ADDRESS=ray://judges-head-svc:10001.")
+    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
+
+
+def environment() -> dict[str, str]:
+    """What every flow run needs in its environment, those that reach the services among them."""
+    found: dict[str, str] = yaml.safe_load((PREFECT / "pools.yaml").read_text())["environment"]
+    return found
+
+
+def read_pools() -> Record:
+    pools: Record = yaml.safe_load((PREFECT / "pools.yaml").read_text())["pools"]
+    return pools
+
+
+def base_job_template(pool: str, workers: Workers) -> Record:
+    """The pool's template: infra/prefect/<workers>.json with this pool's values as the defaults of its variables."""
+    template: Record = json.loads((PREFECT / f"{workers}.json").read_text())
+    variables = template["variables"]["properties"]
+    values = {"env": environment()} | (read_pools()[pool].get("kubernetes", {}) if workers == "kubernetes" else {})
+    for name, value in values.items():
+        if name not in variables:
+            raise BadInput(f"{PREFECT / 'pools.yaml'}: pool {pool} sets {name}, which {workers}.json does not know; give one of {', '.join(variables)}.")
+        variables[name]["default"] = value
+    return template
+
+
+def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
+    made = []
+    for name, pool in read_pools().items():
+        try:
+            present = client.read_work_pool(name).type
+        except ObjectNotFound:
+            present = workers
+        if present != workers:
+            raise BadInput(f"work pool {name}: on the server it is of type {present}, which cannot change its type; run prefect work-pool delete {name} first.")
+        client.create_work_pool(
+            WorkPoolCreate(name=name, type=workers, description=pool["description"], base_job_template=base_job_template(name, workers)), overwrite=True
+        )
+        made.append({"name": name, "type": workers})
+    return made
+
+
+def make_deployments(values: Record) -> None:
+    """`prefect deploy --all` on these deployments: one reader of the format, Prefect's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prefect.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        command: Sequence[str] = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path))
+        environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
+        done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+    # Prefect skips a deployment with invalid fields and still exits with 0.
+    missing = [entry["name"] for entry in values["deployments"] if f"'{entry['name']}/{entry['name']}' successfully" not in " ".join(done.stdout.split())]
+    if done.returncode or missing:
+        raise BadInput(f"prefect.yaml: {', '.join(missing) or 'a deployment'} was not accepted: {' '.join((done.stdout + done.stderr).split())[-600:]}")
+
+
+def make_automations(client: SyncPrefectClient, block: Any) -> list[str]:
+    wanted = automations(block)
+    for automation in wanted:
+        present = client.read_automations_by_name(automation.name)
+        if present:
+            client.update_automation(present[0].id, automation)
+        else:
+            client.create_automation(automation)
+    return [automation.name for automation in wanted]
+
+
+def notification_block(name: str) -> Any:
+    """The id of the notification block `type/name`; None without a name."""
+    if not name:
+        return None
+    try:
+        block: Any = Block.load(name)
+        return block._block_document_id
+    except ValueError as error:
+        raise BadInput(f"--alert {name}: the server has no such block; make one (prefect block create slack-webhook) and give it as type/name.") from error

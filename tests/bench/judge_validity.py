@@ -1,0 +1,104 @@
+"""How true the judge's figures are: equal code, a known difference, doubled work. For bench_judge.py and judge_corpus.py.
+
+Both arms of a comparison are candidates that repeat the same work a given number of times, each in a runner of its own,
+measured in the judge's own rounds and with its own estimator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import judge_world as world
+
+from components.sandbox.baselines import Arm
+from components.sandbox.build import SUFFIX
+from components.sandbox.judge import Judge
+from components.sandbox.timing import net, paired_ratio
+from components.sandbox.verdict import MARGIN, Ratio
+from components.task import KernelTask
+
+RUNNER_SECONDS = 300
+REPEATS_PER_RUNNER = 10
+"""Fresh runners now and then: two processes of the same code can differ by where their memory lies."""
+
+
+def small_task(device: str) -> KernelTask:
+    return world.CUDA_TASK if device == "cuda" else world.TASK
+
+
+def repeating(device: str, times: int) -> dict[str, str]:
+    """A candidate that does the whole work of the small task `times` times in each call."""
+    cuda = device == "cuda"
+    header, name = ("answer.cuh", "forward.cu") if cuda else ("raw.h", "forward.cpp")
+    call = "answer(t, stream);" if cuda else 'answer(t); asm volatile("" ::: "memory");'
+    folder = world.HERE / ("exploits_cuda" if cuda else "exploits")
+    kernel = f'#include "{header}"\nKERNEL(forward) {{ for (int i = 0; i < {times}; ++i) {{ {call} }} }}\n'
+    return {"model_new.py": world.MODEL_NEW, f"kernels/{name}": kernel, f"kernels/{header}": (folder / header).read_text()}
+
+
+@contextlib.contextmanager
+def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterator[list[Arm]]:
+    """Two candidates in runners of their own, on the small task."""
+    arms: list[Arm] = []
+    with judge._bench(small_task(judge.params.device)) as bench:
+        try:
+            for files in (first, second):
+                library = judge.builder.build(files).library
+                assert library is not None
+                header = {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX}
+                with library.open("rb") as file:
+                    arms.append(Arm(bench, header, file.fileno(), seconds=RUNNER_SECONDS))
+                arms[-1].round("check", bench.correctness_sets())
+                arms[-1].round("time", bench.fresh_sets())
+            yield arms
+        finally:
+            for arm in arms:
+                arm.close()
+
+
+def measured(judge: Judge, arms: list[Arm]) -> Ratio:
+    """Seconds of the second arm over those of the first, as a verdict would say it."""
+    bench = arms[0].bench
+    raw, failure = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")})
+    assert failure is None, failure
+    return paired_ratio(net(raw["eager"], raw["noop"]), net(raw["candidate"], raw["noop"]))
+
+
+@dataclass(frozen=True)
+class Validity:
+    """Comparisons of candidates whose true ratio of work is `true`."""
+
+    true: float
+    ratios: list[Ratio]
+
+    def __str__(self) -> str:
+        estimates = sorted(ratio.estimate for ratio in self.ratios)
+        faster = sum(estimate > MARGIN for estimate in estimates)
+        covered = sum(ratio.low <= self.true <= ratio.high for ratio in self.ratios)
+        middle = estimates[len(estimates) // 2]
+        return (
+            f"true {self.true:.3f}: median {middle:.3f} ({middle / self.true - 1:+.1%}), {estimates[0]:.3f} to {estimates[-1]:.3f}; "
+            f"called more than 5 % faster {faster} of {len(estimates)}; interval holds the truth {covered} of {len(estimates)}"
+        )
+
+
+def validity(judge: Judge, first: int, second: int, repeats: int) -> Validity:
+    """`repeats` comparisons of `first` with `second` times the work."""
+    one, other = repeating(judge.params.device, first), repeating(judge.params.device, second)
+    ratios: list[Ratio] = []
+    while len(ratios) < repeats:
+        with pair(judge, one, other) as arms:
+            ratios += [measured(judge, arms) for _ in range(min(REPEATS_PER_RUNNER, repeats - len(ratios)))]
+    return Validity(second / first, ratios)
+
+
+def report(judge: Judge, repeats: int) -> None:
+    """Equal code, ten per cent more work, twice the work."""
+    for name, first, second in (("A/A", 10, 10), ("10 % more work", 10, 11), ("twice the work", 10, 20)):
+        print(f"{name}: {validity(judge, first, second, repeats)}", flush=True)

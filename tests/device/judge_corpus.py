@@ -1,0 +1,110 @@
+"""The judge's corpus on a device: every honest candidate and every exploit, one line each, then how true the figures are.
+
+    python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [NAME...]
+
+Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured. Ends with 1
+unless every line is OK; lines marked `open` are exploits that are known to succeed and count apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import judge_validity
+import judge_world as world
+
+from components.config import resolve
+from components.sandbox.judge import Judge
+from components.sandbox.nursery import InfrastructureError
+from components.sandbox.verdict import Verdict
+
+
+def judged(judge: Judge, group: str, name: str, run_seconds: float | None = None, *, always_compile: bool = False) -> Verdict:
+    """The verdict; the judge's own failure is one too, as the pool makes of it."""
+    sandbox = judge.params.sandbox
+    if run_seconds is not None:
+        judge.params = judge.params.model_copy(update={"sandbox": sandbox.model_copy(update={"run_seconds": run_seconds})})
+    try:
+        return judge.verdict(world.task(group, name), world.files(group, name), always_compile=always_compile)
+    except InfrastructureError as error:
+        return Verdict(status="infrastructure", reason="judge", log=str(error)[:500])
+    finally:
+        judge.params = judge.params.model_copy(update={"sandbox": sandbox})
+
+
+def eager_speedup(verdict: Verdict) -> float:
+    return verdict.speedup.eager.estimate if verdict.speedup.eager else 0.0
+
+
+def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) -> None:
+    ratios = [f"{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else "-" for ratio in (verdict.speedup.eager, verdict.speedup.compile)]
+    print(f"{mark:5} {name:42} {expected:34} {verdict.status + ' ' + verdict.reason:40.40} {ratios[0]:22} {ratios[1]:22} {seconds:6.1f}", flush=True)
+    if mark == "FAIL" and verdict.log:
+        print("      " + verdict.log.strip()[-400:].replace("\n", "\n      "), flush=True)
+
+
+def honest(judge: Judge, names: list[str], suffix: str) -> list[str]:
+    marks = []
+    for name in names:
+        started = time.monotonic()
+        verdict = judged(judge, f"honest{suffix}", name, always_compile=True)
+        marks.append("OK" if verdict.status == "correct" else "FAIL")
+        line(f"honest/{name}", "correct", verdict, time.monotonic() - started, marks[-1])
+    return marks
+
+
+def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
+    marks = []
+    for name in names:
+        wanted, started = world.expected(name, f"exploits{suffix}"), time.monotonic()
+        verdict = judged(judge, f"exploits{suffix}", name, wanted.get("run_seconds"))
+        good = verdict.status in wanted["status"].split("|") and verdict.reason.startswith(wanted["reason"])
+        says = f"{wanted['status']} {wanted['reason']}"
+        if good and "times_honest" in wanted and verdict.status == "correct":
+            plain = "plain" if suffix else "simd"
+            limit = wanted["times_honest"] * eager_speedup(judged(judge, f"honest{suffix}", wanted.get("honest", plain)))
+            good, says = eager_speedup(verdict) <= limit, f"{says} <= {limit:.2f}x"
+        marks.append("OK" if good else "open" if "open" in wanted else "FAIL")
+        line(name, says, verdict, time.monotonic() - started, marks[-1])
+    return marks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--repeats", type=int, default=200, help="comparisons of each kind for the measurement's own validity")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    arguments = parser.parse_args()
+    suffix = "_cuda" if arguments.device == "cuda" else ""
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(resolve("smoke" if suffix else "ci", (f"device={arguments.device}",)).params, Path(folder))
+        try:
+
+            def chosen(group: str) -> list[str]:
+                return [n for n in world.names(group + suffix) if not arguments.names or n in arguments.names]
+
+            print(f"{'':5} {'name':42} {'expected':34} {'got':40} {'eager':22} {'compile':22} seconds", flush=True)
+            started = time.monotonic()
+            marks = honest(judge, chosen("honest"), suffix)
+            judged_in = time.monotonic() - started
+            marks += hostile(judge, [n for n in chosen("exploits") if world.expected(n, "exploits" + suffix).get("together", 1) == 1], suffix)
+            if not arguments.names:
+                marks += honest(judge, ["plain" if suffix else "simd"], suffix)  # the sentinel: nothing that came before has harmed the judge
+                print(f"{3600 * len(chosen('honest')) / judged_in:.0f} honest candidates an hour, one after the other, compile measured for each", flush=True)
+                judge_validity.report(judge, arguments.repeats)
+        finally:
+            judge.close()
+    print(f"{marks.count('OK')} OK, {marks.count('FAIL')} FAIL, {marks.count('open')} open")
+    return 1 if "FAIL" in marks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Both vLLM backends on a GPU against the trainer's own network: agreement, speed, and the cost of new weights.
+
+    PYTHONPATH=. python tests/device/vllm_backends.py [--checkpoint FOLDER] [--sequences 256] [--limit 256]
+
+Needs a GPU, vllm (0.24; for ipc ray too) in this environment, and this project's base packages; no pytest, no DeepSpeed, no judge. Without
+a checkpoint a random policy of the base parameters' size is made. Each backend runs in a process of its own: it is
+opened on the checkpoint, the trainer's weights are then changed and pushed (the push checks the worker's fingerprint and
+fails when it differs), and everything is sampled once more. One line for each backend:
+
+    difference   mean absolute log-probability difference between sampler and trainer, nats per token, after a push
+    stale        the same against weights that were not pushed: what a lost push would look like
+    tokens/s     sampled tokens per second, one batch of all sequences
+    push s       seconds of one push, mean of three
+
+Exit code 1 when a backend failed or agrees no better than stale weights do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from components.config import PROJECT, Params, resolve
+from components.policy.backends import open_sampler
+from components.policy.coldstart import new_model
+from components.policy.generate import Completion, Sampler
+from components.policy.model import load_model, load_tokenizer
+from components.policy.tokenizer import train_tokenizer
+from components.policy.vllm_sampler import EXTENSION, VllmSampler
+from components.training.batches import pad
+from components.training.networks import Actor
+
+CASES = ("transformers", "vllm ipc", "vllm disk", "vllm-server ipc", "vllm-server disk")
+NOISE = 0.02
+"""Relative size of the change between pushes: large against rounding, small enough that sampling stays alike."""
+
+
+def params_of(case: str, url: str, dtype: str) -> Params:
+    backend, _, transfer = case.partition(" ")
+    sets = [f"policy.backend={backend}", f"policy.server={url}", f"policy.weight_transfer={transfer or 'ipc'}", "policy.sleep=true"]
+    return resolve("", (*sets, "policy.context=4096", f"engine.dtype={dtype}", "policy.batch=256")).params
+
+
+def make_checkpoint(folder: Path) -> None:
+    """A random policy of the base parameters' size that vLLM loads."""
+    params = params_of("transformers", "", "bfloat16")
+    tokenizer = train_tokenizer([{"role": "user", "content": "x"}], 320, params.policy.context)
+    model = new_model(params, len(tokenizer), tokenizer)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def server(case: str, folder: Path, dtype: str, log: Path) -> Iterator[str]:
+    """The address of a vLLM server in a process of its own, started as docs/training.md says; empty for other backends."""
+    if not case.startswith("vllm-server"):
+        yield ""
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {
+        "model": folder,
+        "dtype": dtype,
+        "max-model-len": 4096,
+        "gpu-memory-utilization": 0.4,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "worker-extension-cls": EXTENSION,
+        "host": "127.0.0.1",
+        "port": port,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-sleep-mode"]
+    command += ["--weight-transfer-config", '{"backend": "ipc"}'] if case.endswith("ipc") else []
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    python_path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": python_path}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 400
+        while True:
+            with socket.socket() as probe:
+                probe.settimeout(1)
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the vLLM server did not start:\n{log.read_text()[-4000:]}")
+            time.sleep(1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def difference(actor: Actor, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> float:
+    """Mean absolute difference of the own tokens' log-probabilities (nats)."""
+    total, tokens = 0.0, 0
+    for first in range(0, len(prompts), 16):
+        rows = [([*p, *c.ids], [0] * len(p) + [1] * len(c.ids)) for p, c in zip(prompts[first : first + 16], completions[first : first + 16], strict=True)]
+        batch = pad(rows).to(torch.device("cuda"))
+        with torch.no_grad():
+            logprob, _ = actor(batch.ids, batch.action_mask)
+        for row, completion in enumerate(completions[first : first + 16]):
+            own = logprob[row][batch.action_mask[row]].double().cpu()
+            total += float((own - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().sum())
+            tokens += len(completion.ids)
+    return total / tokens
+
+
+def change(model: PreTrainedModel, seed: int) -> None:
+    """Move every weight a little, as an optimizer step does."""
+    source = torch.Generator("cuda").manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=source, device="cuda", dtype=torch.float32)
+            parameter.add_((NOISE * parameter.float().std().nan_to_num(0.01) * noise).to(parameter.dtype))
+
+
+def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> dict[str, Any]:
+    """One backend's line of the table."""
+    with server(case, folder, dtype, folder.parent / f"{case.replace(' ', '-')}.log") as url:
+        params = params_of(case, url, dtype)
+        tokenizer = load_tokenizer(folder)
+        sampler: Sampler = open_sampler(params, folder, tokenizer, version="0")
+        trained = load_model(folder, dtype=getattr(torch, dtype), device="cuda")
+        publish: Callable[[int], float]
+        if isinstance(sampler, VllmSampler):
+            vllm = sampler
+            published = folder.parent / f"published-{case.replace(' ', '-')}"
+
+            def publish(number: int) -> float:
+                started = time.monotonic()
+                if params.policy.weight_transfer == "disk":
+                    trained.save_pretrained(published)
+                vllm.push(list(trained.named_parameters()), version=str(number), folder=published)
+                return time.monotonic() - started
+
+        else:
+
+            def publish(number: int) -> float:
+                started = time.monotonic()
+                sampler.model.load_state_dict(trained.state_dict())  # type: ignore[attr-defined]
+                return time.monotonic() - started
+
+        source = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(3, 200, (int(torch.randint(32, 256, (1,), generator=source)),), generator=source).tolist() for _ in range(sequences)]
+        actor = Actor(trained, 1.0)
+        sampler.generate(prompts[:8], max_new_tokens=8, temperature=1.0, seed=0)
+        seconds = []
+        for number in range(1, 4):
+            change(trained, number)
+            if isinstance(sampler, VllmSampler):
+                sampler.sleep()
+            seconds.append(publish(number))
+        started = time.monotonic()
+        found = sampler.generate(prompts, max_new_tokens=limit, temperature=1.0, seed=1)
+        elapsed = time.monotonic() - started
+        agreement = difference(actor, prompts, found)
+        greedy = sampler.generate(prompts[:16], max_new_tokens=limit, temperature=0.0, seed=1)
+        agreement_greedy = difference(actor, prompts[:16], greedy)
+        change(trained, 9)
+        return {
+            "backend": case,
+            "difference": agreement,
+            "greedy": agreement_greedy,
+            "stale": difference(actor, prompts, found),
+            "tokens/s": sum(len(completion.ids) for completion in found) / elapsed,
+            "push s": sum(seconds) / len(seconds),
+            "parameters": sum(parameter.numel() for parameter in trained.parameters()),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--limit", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--case", choices=CASES, help="one backend, in this process; prints its figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.case:
+        print("RESULT " + json.dumps(measure(arguments.case, arguments.checkpoint, arguments.sequences, arguments.limit, arguments.dtype)), flush=True)
+        # vLLM's threads and child processes may outlive the interpreter's patience.
+        os._exit(0)
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.checkpoint
+        if folder is None:
+            folder = Path(temporary) / "policy"
+            make_checkpoint(folder)
+        print(f"{'backend':<18}{'difference':>12}{'greedy':>12}{'stale':>12}{'tokens/s':>12}{'push s':>10}", flush=True)
+        for case in CASES:
+            if case.endswith("ipc") and importlib.util.find_spec("ray") is None:
+                print(f"{case:<18} left out: vLLM 0.24's ipc engine imports ray, which is not installed here", flush=True)
+                continue
+            command = [sys.executable, __file__, "--case", case, "--checkpoint", str(folder), "--sequences", str(arguments.sequences)]
+            command += ["--limit", str(arguments.limit), "--dtype", arguments.dtype]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+            lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+            if not lines:
+                print(f"{case:<18} failed (exit code {ran.returncode}):\n{(ran.stdout + ran.stderr)[-3000:]}", flush=True)
+                failed = True
+                continue
+            row = json.loads(lines[-1].removeprefix("RESULT "))
+            figures = f"{row['difference']:>12.5f}{row['greedy']:>12.5f}{row['stale']:>12.5f}{row['tokens/s']:>12.0f}{row['push s']:>10.3f}"
+            print(f"{case:<18}{figures}", flush=True)
+            failed |= not row["difference"] < 0.5 * row["stale"]
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Faults of the store, each with real servers and processes: what was published is whole, once, and what is left continues."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from components.config import BadInput
+from components.files import digest_bytes
+from components.storage import S3Store, StoreUnavailable
+from flows.faults import patiently
+
+PART = 5 << 20
+WEIGHTS = os.urandom(1 << 16) * 320
+"""20 MiB: four parts."""
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def moto() -> Iterator[tuple[str, int]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="nights")
+    yield host, port
+    server.stop()
+
+
+class Wire:
+    """A wire to the server that can be cut, and that can flip one bit of what comes back."""
+
+    def __init__(self, server: tuple[str, int]):
+        self.server = server
+        self.flip_after: int | None = None
+        self.cut_after: int | None = None
+        self.up = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self.server)
+            threading.Thread(target=self._up, args=(near, far), daemon=True).start()
+            threading.Thread(target=self._down, args=(far, near), daemon=True).start()
+
+    def _up(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far:
+            while data := self._read(near):
+                self.up += len(data)
+                if self.cut_after is not None and self.up > self.cut_after:
+                    return
+                far.sendall(data)
+
+    def _down(self, far: socket.socket, near: socket.socket) -> None:
+        passed = 0
+        while data := self._read(far):
+            passed += len(data)
+            if self.flip_after is not None and passed > self.flip_after:
+                self.flip_after = None
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            try:
+                near.sendall(data)
+            except OSError:
+                return
+
+    @staticmethod
+    def _read(source: socket.socket) -> bytes:
+        try:
+            return source.recv(1 << 16)
+        except OSError:
+            return b""
+
+
+@contextmanager
+def wire(server: tuple[str, int]) -> Iterator[Wire]:
+    made = Wire(server)
+    try:
+        yield made
+    finally:
+        made.listener.close()
+
+
+def weights(folder: Path) -> Path:
+    path = folder / "weights"
+    path.write_bytes(WEIGHTS)
+    return path
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_is_cut_off_in_an_upload_gets_the_rest_when_it_is_back(moto: tuple[str, int], tmp_path: Path) -> None:
+    with wire(moto) as line:
+        line.cut_after = 2 * PART + PART // 2
+        store = S3Store("s3://nights", line.url, uploads=tmp_path / "uploads", part_bytes=PART)
+        told: list[str] = []
+
+        def back(_: float) -> None:
+            told.append(f"{line.up}")
+            line.cut_after = None
+
+        patiently(lambda: store.put("weights", weights(tmp_path)), told.append, back)
+        assert told and "service fault" in told[0]
+        assert store.digests("weights") == (digest_bytes(WEIGHTS), digest_bytes(WEIGHTS)) and not store.abandoned(timedelta(0))
+        assert line.up < len(WEIGHTS) + 2 * PART, "parts that were up were not sent again"
+
+
+@pytest.mark.timeout(60)
+def test_a_bit_that_flips_on_the_way_is_noticed_and_the_next_try_is_whole(moto: tuple[str, int], tmp_path: Path) -> None:
+    with wire(moto) as line:
+        store = S3Store("s3://nights", line.url, part_bytes=PART)
+        store.put("weights", weights(tmp_path))
+        line.flip_after = PART
+        with pytest.raises((BadInput, StoreUnavailable)):
+            store.get("weights", tmp_path / "back")
+        assert not (tmp_path / "back").exists()
+        store.get("weights", tmp_path / "back")
+        assert (tmp_path / "back").read_bytes() == WEIGHTS
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from components.storage import S3Store
+print("up", flush=True)
+S3Store("s3://nights", sys.argv[1], uploads=Path(sys.argv[3]), part_bytes=int(sys.argv[4])).put("weights", Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_writer_that_is_killed_again_and_again_leaves_one_whole_object_and_no_upload(moto: tuple[str, int], tmp_path: Path) -> None:
+    url, source = "http://{}:{}".format(*moto), weights(tmp_path)
+    command = [sys.executable, "-c", WRITER, url, str(source), str(tmp_path / "uploads"), str(PART)]
+    for delay in (0.05, 0.15, 0.3):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "up\n"
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    store = S3Store("s3://nights", url)
+    assert store.digests("weights") == (digest_bytes(WEIGHTS), digest_bytes(WEIGHTS)) and not store.abandoned(timedelta(0))
+
+
+@pytest.mark.timeout(60)
+def test_of_ten_writers_at_once_one_wins_and_the_others_are_told(moto: tuple[str, int], tmp_path: Path) -> None:
+    url, outcomes = "http://{}:{}".format(*moto), []
+
+    def write(number: int) -> None:
+        path = tmp_path / f"writer-{number}"
+        path.write_bytes(f"writer {number}".encode() * 100)
+        try:
+            S3Store("s3://nights", url).put("decision", path)
+            outcomes.append(number)
+        except BadInput as error:
+            assert "never overwritten" in str(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = outcomes
+    assert S3Store("s3://nights", url).digests("decision")[0] == digest_bytes(f"writer {winner}".encode() * 100)

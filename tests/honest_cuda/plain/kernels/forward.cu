@@ -1,0 +1,3 @@
+#include "answer.cuh"
+
+KERNEL(forward) { answer(t, stream); }

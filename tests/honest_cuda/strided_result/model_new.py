@@ -1,0 +1,14 @@
+import torch
+import torch.nn as nn
+import cuda_extension
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x):
+        columns = torch.empty(x.size(1), x.size(0), device=x.device)
+        cuda_extension.forward(x, self.scale, columns)
+        return columns.t()

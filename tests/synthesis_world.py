@@ -1,0 +1,49 @@
+"""Admission of our own composed sources in this process, for tests of synthesis: a small real judge, without the sandbox."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from components.config import Params, resolve
+from components.sandbox.judge import Admission
+
+CI = ("data.numel=[4096, 65536]", "data.tasks=12", "data.held_out=4", "data.eager_seconds=[1e-9, 10]")
+
+
+def parameters(*sets: str) -> Params:
+    return resolve("ci", (*CI, *sets)).params
+
+
+class InProcess:
+    """Admission of our own composed sources in this process: a small real judge, for tests only. It may finish them in
+    any order."""
+
+    def __init__(self, shuffled: bool = False, refuse: str = ""):
+        self.executor = ThreadPoolExecutor(3)
+        self.delay = random.Random(time.monotonic_ns()) if shuffled else None
+        self.refuse = refuse
+        self.asked: list[str] = []
+
+    def admit(self, code: str) -> Future[Admission]:
+        self.asked.append(code)
+        return self.executor.submit(self._admit, code)
+
+    def _admit(self, code: str) -> Admission:
+        if self.delay is not None:
+            time.sleep(self.delay.random() * 0.05)
+        if self.refuse and self.refuse in code:
+            return Admission(False, "half_precision_passes", {"detail": "refused by the test"})
+        namespace: dict = {}
+        exec(code, namespace)
+        model, inputs = namespace["Model"](), namespace["get_inputs"]()
+        with torch.no_grad():
+            first, other = model(*inputs), model(*namespace["get_inputs"]())
+        if torch.equal(first, other):
+            return Admission(False, "seeds_agree", {})
+        forms = [{"shape": list(x.shape), "dtype": "float32"} for x in inputs]
+        # A figure made from the source, so that verdicts are equal between runs.
+        return Admission(True, "", {"inputs": forms, "outputs": [], "parameters": list(model.state_dict()), "eager_seconds": 1e-3 * len(code)})

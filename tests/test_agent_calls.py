@@ -1,0 +1,98 @@
+"""Claims about reading tool calls: three textual forms and native calls are read, what was meant as one and cannot be read is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from components.agent.calls import MAX_ARGUMENT_CHARACTERS, MAX_CALLS, native_calls, parse_calls
+from components.policy.chat_client import NativeCall
+
+ARGUMENTS = {"file_path": "kernels/forward.cu", "content": 'printf("</b>");\n'}
+BODY = json.dumps({"name": "Write", "arguments": ARGUMENTS})
+QWEN = """<tool_call>
+<function=Write>
+<parameter=file_path>
+kernels/forward.cu
+</parameter>
+<parameter=content>
+int a;
+</parameter>
+</function>
+</tool_call>"""
+
+
+def native(arguments: object, name: str = "Write") -> tuple[NativeCall, ...]:
+    return (NativeCall.model_validate({"id": "a", "function": {"name": name, "arguments": arguments}}),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Let me write it.\n<tool_call>\n{BODY}\n</tool_call>",
+        f"<tool_call>{BODY}",
+        f"I write:\n```json\n{BODY}\n```\nDone.",
+        f"```tool_call\n{BODY}\n```",
+        f"```\n{BODY}\n```",
+        BODY,
+        json.dumps([json.loads(BODY)]),
+        json.dumps({"name": "Write", "parameters": ARGUMENTS}),
+        f"<think>I could <tool_call>nonsense</tool_call></think><tool_call>\n{BODY}\n</tool_call>",
+    ],
+    ids=["hermes", "hermes_unclosed", "fenced", "fenced_tool_call", "fenced_bare", "bare", "list", "parameters", "after_a_thought"],
+)
+def test_every_form_of_a_call_is_read(text: str) -> None:
+    (request,) = parse_calls(text)
+    assert (request.name, request.arguments, request.error) == ("Write", ARGUMENTS, "")
+
+
+def test_the_qwen_form_keeps_text_as_it_is() -> None:
+    (request,) = parse_calls(QWEN)
+    assert request.arguments == {"file_path": "kernels/forward.cu", "content": "int a;"}
+
+
+@pytest.mark.parametrize("text", ["Done.", "", "```cpp\nint a;\n```", '```json\n{"a": 1}\n```', '{"answer": 42}', "```json\n[1, 2]\n```"])
+def test_text_that_was_not_meant_as_a_call_is_none(text: str) -> None:
+    assert parse_calls(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n{'name': 'Write'}\n</tool_call>",
+        '<tool_call>\n{"name": "Write", "arguments": {"content": "int a',
+        "<tool_call>\n<function=Write>\n<parameter=content>\nint",
+        "<tool_call></tool_call>",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "Write", "arguments": 7}</tool_call>',
+        '```json\n{"name": "Write", "arguments": {"content": }}\n```',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_a_broken_call_is_a_request_with_an_error(text: str) -> None:
+    (request,) = parse_calls(text)
+    assert request.error
+
+
+def test_a_megabyte_of_arguments_is_refused_and_named() -> None:
+    text = f"<tool_call>{json.dumps({'name': 'Write', 'arguments': {'content': 'x' * (MAX_ARGUMENT_CHARACTERS + 1)}})}</tool_call>"
+    (request,) = parse_calls(text)
+    assert str(MAX_ARGUMENT_CHARACTERS) in request.error
+    (request,) = native_calls(native(json.dumps({"content": "x" * (MAX_ARGUMENT_CHARACTERS + 1)})))
+    assert str(MAX_ARGUMENT_CHARACTERS) in request.error
+
+
+def test_a_policy_that_never_stops_calling_is_held_at_the_limit() -> None:
+    assert len(parse_calls(f"<tool_call>{BODY}</tool_call>" * 1000)) == MAX_CALLS
+    assert len(native_calls(native("{}") * 1000)) == MAX_CALLS
+
+
+@pytest.mark.parametrize(
+    ("given", "fine"), [(json.dumps(ARGUMENTS), True), (ARGUMENTS, True), (None, True), ("", True), ("{", False), ("[1]", False), ("[" * 100_000, False)]
+)
+def test_native_arguments_are_text_or_an_object(given: object, fine: bool) -> None:
+    (request,) = native_calls(native(given))
+    assert (request.error == "") is fine
+    assert request.call_id == "a"

@@ -1,0 +1,248 @@
+"""Data sets of others and versions of ours: every planted fault is refused for its own reason, an independent audit finds
+nothing in what we built, and a version comes back by its digest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import audit
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+from synthesis_world import InProcess, parameters
+from typer.testing import CliRunner
+
+from components.cli import app
+from components.config import BadInput, resolve
+from components.progress import Quiet
+from components.sandbox.pool import LocalPool
+from components.synthesis.dataset import build, readmit
+from components.synthesis.importing import examine, neighbours, operators, read_public
+from components.task import KernelTask, read_tasks
+from flows import data, runs, versions
+
+TASK = """import os_or_nothing
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        {body}
+
+def get_inputs():
+    return [torch.randn(256, 1024)]
+
+def get_init_inputs():
+    return []
+""".replace("import os_or_nothing\n", "")
+
+
+def task(body: str) -> str:
+    return TASK.format(body=body)
+
+
+def parquet(path: Path, rows: list[tuple[Any, str, str]]) -> Path:
+    ops = [json.dumps(names) if isinstance(names, list) else names for names, _, _ in rows]
+    pyarrow.parquet.write_table(pyarrow.table({"ops": ops, "data_source": [row[1] for row in rows], "code": [row[2] for row in rows]}), path)
+    return path
+
+
+EVALUATION = task("return torch.softmax(F.gelu(x), dim=1)")
+PLANTS: list[tuple[list[str], str, str, str]] = [
+    # operators, data_source, code, the reason that it must be refused for ("" for the honest ones)
+    (["torch.sigmoid", "torch.mul"], "torch#2", task("return torch.mul(torch.sigmoid(x), x)"), ""),
+    (["tanh", "softplus"], "torch#2", task("return F.softplus(torch.tanh(x))"), ""),
+    (["torch.sigmoid", "torch.mul"], "torch#2", "# a copy\n" + task("return torch.mul(torch.sigmoid(x), x)"), "duplicate_source"),
+    (["torch.sigmoid", "torch.mul"], "torch#2", task("gate = torch.sigmoid(x)\n        return torch.mul(gate, x)"), "duplicate_graph"),
+    (["torch.relu", "torch.cumsum"], "torch#2", task("return torch.relu(x) * 2.0"), "mislabelled"),
+    (["torch.abs"], "torch#2", task("return torch.abs(x) * 0.5"), "mislabelled"),
+    (["gelu", "softmax"], "torch#2", task("return torch.softmax(F.gelu(x), dim=-1)").replace("256, 1024", "128, 512"), "similar_to_evaluation"),
+    (["silu"], "torch#1", task("import os\n        os.system('true')\n        return F.silu(x)"), "hostile"),
+    (["elu"], "torch#1", task("open('/etc/passwd').read()\n        return F.elu(x)"), "hostile"),
+    (["selu"], "torch#1", task("return F.selu(x)").replace("class Model", "class Other"), "contract"),
+    (["celu"], "torch#1", "class Model(:", "contract"),
+    (["rand_like"], "torch#1", task("return x + torch.rand_like(x)"), "not_deterministic"),
+    (["zeros_like"], "torch#1", task("return torch.zeros_like(x)"), "zeros_pass"),
+    (["mish"], "torch#1", task("return F.mish(torch.ones_like(x))"), "mean_passes"),
+    (["matmul"], "torch#1", task("return torch.matmul(x, x)"), "does_not_run"),
+]
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite" / "1.py").write_text(EVALUATION)
+    return parquet(tmp_path / "public.parquet", [plant[:3] for plant in PLANTS])
+
+
+def test_every_plant_is_refused_for_its_own_reason(planted: Path, tmp_path: Path) -> None:
+    params = resolve("ci", (f"data.against=[{tmp_path / 'suite'}]", "data.eager_seconds=[1e-7, 10]")).params
+    pool = LocalPool(params, tmp_path / "verdicts")
+    try:
+        tasks = read_public(planted, params.data.seed)
+        summary = readmit(params, tasks, len(tasks), tmp_path / "out", pool, Quiet())
+    finally:
+        pool.close()
+    found = {int(item.task.name.removeprefix("row ")): item.reason for item in summary.rejected}
+    assert found == {row: reason for row, (*_, reason) in enumerate(PLANTS) if reason}
+    assert len(summary.admitted) == 2 and summary.candidates == len(PLANTS)
+    assert all(0 < item.evidence["nearest"]["similarity"] <= 0.9 for item in summary.admitted)
+    histogram = (tmp_path / "out" / "plots" / "similarity.csv").read_text().splitlines()[1:]
+    assert sum(int(line.split(",")[1]) for line in histogram) == 7, "the whole distribution, refused ones too"
+
+
+def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["data", "check", str(planted), "--against", str(tmp_path / "suite"), "--json"])
+    assert done.exit_code == 1
+    record = json.loads(done.stdout)
+    static = {"duplicate_source", "duplicate_graph", "mislabelled", "similar_to_evaluation", "hostile", "contract"}
+    assert {row["row"]: row["reason"] for row in record["rows"]} == {row: reason for row, (*_, reason) in enumerate(PLANTS) if reason in static}
+    assert record["candidates"] == len(PLANTS) and sum(record["rejected"].values()) == len(record["rows"])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import subprocess",
+        "from socket import socket",
+        "__import__('os')",
+        "eval('1')",
+        "torch.load('x')",
+        "().__class__",
+        "import torch.utils.cpp_extension as c\nc = torch.utils.cpp_extension",
+    ],
+)
+def test_hostile_sources_are_named(code: str) -> None:
+    rows = [KernelTask(code=task("return x") + code + "\n")]
+    assert [finding.reason for finding in examine(rows, parameters().data)] == ["hostile"]
+
+
+def test_labels_are_read_as_lists_and_as_texts_of_lists() -> None:
+    for value in (["a", "b"], '["a", "b"]', "['a', 'b']", "a, b"):
+        assert operators(value) == ("a", "b")
+    assert operators(None) == ()
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"code": ["x"], "ops": ["y"]}), tmp_path / "x.parquet")
+    with pytest.raises(BadInput, match="data_source"):
+        read_public(tmp_path / "x.parquet", 0)
+
+
+def test_an_import_that_admits_nothing_writes_nothing(tmp_path: Path) -> None:
+    rows = [KernelTask(code=task("return torch.tanh(x)"))]
+    with pytest.raises(BadInput, match="no task was admitted"):
+        readmit(parameters(), rows, 1, tmp_path / "out", InProcess(refuse="tanh"), Quiet())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_build_comes_to_the_same_digest(tmp_path: Path) -> None:
+    """kill -9 in the middle of judging; the journal of verdicts is all that the second run has of the first."""
+    sets = ("data.tasks=6", "data.held_out=2", "data.eager_seconds=[1e-7, 10]", f"home={tmp_path}")
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(resolve("ci", sets).params.model_dump(mode="json")))
+    places = ["--params", tmp_path / "params.yaml", "--verdicts", tmp_path / "verdicts"]
+    command = [sys.executable, "-m", "components.synthesis.stages", "tasks", *places, "--out", tmp_path / "tasks"]
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while len(list((tmp_path / "verdicts").glob("*/*.json"))) < 3:
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    known = set((tmp_path / "verdicts").glob("*/*.json"))
+    assert not (tmp_path / "tasks").exists()
+    subprocess.run(command, check=True, capture_output=True)
+    assert known <= set((tmp_path / "verdicts").glob("*/*.json"))
+    again = [*command[:-1], tmp_path / "undisturbed"]
+    subprocess.run(again, check=True, capture_output=True)
+    assert (tmp_path / "tasks" / "tasks.parquet").read_bytes() == (tmp_path / "undisturbed" / "tasks.parquet").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "tasks"
+    build(parameters("data.tasks=24", "data.held_out=6"), folder, InProcess(), Quiet())
+    return folder
+
+
+def test_an_independent_audit_finds_nothing(built: Path) -> None:
+    script = Path(audit.__file__)
+    assert "components" not in script.read_text(), "the audit shares no code with what it audits"
+    found = json.loads(subprocess.run([sys.executable, script, built / "tasks.parquet"], check=True, capture_output=True, text=True).stdout)
+    assert found == {
+        "rows": 30,
+        **dict.fromkeys(("duplicates", "mislabelled", "similar", "constant", "independent", "held_out_trained_on"), 0),
+        "mix_error": 0.0,
+    }
+
+
+def test_the_audit_would_notice(built: Path, tmp_path: Path) -> None:
+    rows = pyarrow.parquet.read_table(built / "tasks.parquet").to_pylist()
+    spoilt = [("code", rows[0]["code"]), ("ops", ["torch.cumsum"] * len(rows[2]["ops"])), ("code", task("return torch.zeros_like(x)"))]
+    for row, (column, value) in zip(rows[1:], spoilt, strict=False):
+        row[column] = value
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "spoilt.parquet")
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite" / "1.py").write_text(rows[5]["code"])
+    found = audit.audit(tmp_path / "spoilt.parquet", [tmp_path / "suite"], {"torch#5": 0.9})
+    assert found["duplicates"] == 1 and found["constant"] == 1 and found["similar"] >= 1 and found["mix_error"] > 0.5  # type: ignore[operator]
+    assert found["mislabelled"] >= 1  # type: ignore[operator]
+
+
+def test_stats_and_show(built: Path) -> None:
+    stats = json.loads(CliRunner().invoke(app, ["data", "stats", str(built), "--json"]).stdout)
+    assert stats["tasks"] == 30 and stats["splits"] == {"train": 24, "held_out": 6} and stats["eager_seconds"]["median"] > 0
+    tasks = read_tasks(built / "tasks.parquet")
+    shown = json.loads(CliRunner().invoke(app, ["data", "show", tasks[3].task_id[:10], "--dataset", str(built), "--json"]).stdout)
+    assert shown["code"] == tasks[3].code and shown["evidence"]["eager_seconds"] > 0 and len(shown["neighbours"]) == 5
+    near = neighbours(tasks[3], tasks, 5)
+    assert [item["task_id"] for item in shown["neighbours"]] == [other.task_id for _, other in near] and near[0][0] >= near[-1][0]
+
+
+def test_the_card_says_where_the_rows_are(built: Path) -> None:
+    front = yaml.safe_load((built / "README.md").read_text().split("---")[1])
+    assert [file["path"] for config in front["configs"] for file in config["data_files"]] == ["tasks.parquet"]
+
+
+def test_a_version_comes_back_by_its_digest(built: Path, tmp_path: Path) -> None:
+    home = ["--home", str(tmp_path / "home"), "--json"]
+    pushed = CliRunner().invoke(app, ["data", "push", str(built), *home])
+    version = json.loads(pushed.stdout)["version"]
+    for text in (version[:10], version):
+        pulled = json.loads(CliRunner().invoke(app, ["data", "pull", text, *home]).stdout)
+        folder = Path(pulled["path"])
+        assert folder.name == version and (folder / "tasks.parquet").read_bytes() == (built / "tasks.parquet").read_bytes()
+        assert (folder / "README.md").is_file()
+        shutil.rmtree(folder)
+    unknown = CliRunner().invoke(app, ["data", "pull", "0" * 64, *home])
+    assert isinstance(unknown.exception, BadInput) and "holds no version" in str(unknown.exception)
+
+
+def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
+    """What the flow does after DVC has made the data set, without the judge."""
+    night = runs.open_night(resolve("ci", (f"home={tmp_path}",)))
+    workspace = data.prepare_workspace(night)
+    data.dvc(workspace, ["repro", "seeds"], night, None)
+    build(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
+    data.dvc(workspace, ["commit", "--force", "tasks"], night, None)
+    data.dvc(workspace, ["push"], night, None)
+    kept = data.keep_version(night, workspace)
+    versions.keep_pointer(night.params, night.home, kept["version"], workspace / "dvc.lock", data.OUTPUT.as_posix())
+    before = (night.home / kept["folder"] / "tasks.parquet").read_bytes()
+    shutil.rmtree(night.home / "datasets")
+    shutil.rmtree(workspace)
+    folder = versions.pull(night.params, night.home, kept["version"][:8])
+    assert folder.name == kept["version"] and (folder / "tasks.parquet").read_bytes() == before

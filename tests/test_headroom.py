@@ -1,0 +1,72 @@
+"""Headroom: torch.compile's time over the physical floor, measured once, and what it does to a pass of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.config import BadInput, resolve
+from components.sandbox.pool import LocalPool
+from components.synthesis.headroom import HeadroomPool, headroom, measure_rates, weighed
+from components.task import KernelTask
+
+RATES = {"bandwidth": 1e9, "flops": 1e10}
+CODE = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x):
+        return torch.sigmoid(self.linear(x))
+
+def get_inputs():
+    return [torch.randn(512, 256)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
+    evidence = {"compile_seconds": 0.01, "compulsory_bytes": 4_000_000, "rates": RATES}
+    assert headroom(evidence, 0) == {"headroom": 2.5, "operations": 0}
+    assert headroom(evidence, 50_000_000) == {"headroom": 2.0, "operations": 50_000_000}
+    assert headroom(evidence, None) == {"headroom": 2.5, "operations": None}
+    assert headroom({"eager_seconds": 1.0}, 5) == {}
+
+
+def test_tasks_with_headroom_come_more_often() -> None:
+    tasks = [KernelTask(code=f"x = {left}", evidence={"headroom": left} if left else {}) for left in (0, 0.7, 1.9, 2.0, 4.1, 500.0)]
+    assert [weighed(tasks).count(task) for task in tasks] == [1, 1, 1, 2, 3, 4]
+
+
+def test_weighing_needs_the_measurement() -> None:
+    with pytest.raises(BadInput, match=r"data\.headroom"):
+        resolve("ci", ("data.weigh_by_headroom=true",))
+
+
+def test_rates_are_those_of_a_machine() -> None:
+    rates = measure_rates("cpu")
+    assert 1e8 < rates.bandwidth < 1e12 and 1e8 < rates.flops < 1e13
+
+
+def test_compile_is_measured_once_and_kept(tmp_path: Path) -> None:
+    params = resolve("ci", ("data.eager_seconds=[1e-7, 10]", "data.headroom=true")).params
+    pool = HeadroomPool(LocalPool(params, tmp_path / "verdicts"), params)
+    try:
+        first = pool.admit(CODE).result()
+        assert first.admitted and first.evidence["compile_seconds"] > 0
+        assert first.evidence["compulsory_bytes"] == 4 * (2 * 512 * 256 + 256 * 256 + 256)
+        assert headroom(first.evidence, 2 * 512 * 256 * 256)["headroom"] > 0
+    finally:
+        pool.close()
+    again = HeadroomPool(LocalPool(params, tmp_path / "verdicts"), params)
+    try:
+        assert again.admit(CODE).result() == first and again.pool._judge is None
+    finally:
+        again.close()

@@ -1,0 +1,178 @@
+"""With any one defence of the judge switched off, an exploit of the corpus begins to succeed: so each is needed, and tested."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import judge_world as world
+import pytest
+
+from components.sandbox import baselines, buffers, correctness, isolation, nursery
+from components.sandbox import judge as judge_module
+from components.sandbox.baselines import Arm, Bench
+from components.sandbox.build import SUFFIX
+from components.sandbox.judge import Judge
+from components.sandbox.nursery import Nursery, Runner
+from components.sandbox.verdict import Verdict
+
+SANDBOX = Path(nursery.__file__).parent
+
+
+@pytest.fixture
+def own(judge: Judge) -> Iterator[Judge]:
+    """The session's judge with benches of its own, so that no other test meets what a mutation left in them."""
+    other = copy.copy(judge)
+    other.benches, other.bench_locks = OrderedDict(), {}
+    yield other
+    for bench in other.benches.values():
+        bench.close()
+
+
+def verdict(judge: Judge, name: str) -> Verdict:
+    return judge.verdict(world.task("exploits", name), world.files("exploits", name))
+
+
+def test_same_inputs_in_every_round(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round's inputs were never seen before."""
+    monkeypatch.setattr(Bench, "fresh_sets", lambda self: self.correctness_sets()[: self.per_round])
+    assert verdict(own, "pointer_cache").status == "correct"
+
+
+def test_timed_outputs_unchecked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very outputs that were timed are checked, and once more after them."""
+    check, looks = Bench.wrong, iter([True])
+
+    def first_only(self: Bench, sets: Any, taken: Any, **how: Any) -> str | None:
+        return check(self, sets, taken, **how) if how or next(looks, False) else None
+
+    monkeypatch.setattr(Bench, "differs", lambda self, taken, reference, count: None)
+    assert verdict(own, "stale_after_calls").status == "wrong_output"
+    monkeypatch.setattr(Bench, "wrong", first_only)
+    assert verdict(own, "stale_after_calls").status == "correct"
+
+
+def test_inputs_not_compared(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arm, "_inputs_differ", lambda self, sets: False)
+    assert verdict(own, "changed_input").status == "correct"
+
+
+def test_inputs_not_marked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result is memory of its own."""
+    monkeypatch.setattr(buffers, "marked", lambda memory: contextlib.nullcontext())
+    assert verdict(own, "mapped_input").status == "correct"
+
+
+def test_one_family_of_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "FAMILIES", ("given",))
+    assert verdict(own, "given_family_only").status == "correct"
+
+
+def test_tolerance_of_the_public_harnesses(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "FLOAT32_FLOOR", 1e-2)
+    sandbox = own.params.sandbox.model_copy(update={"absolute_tolerance": 1e-2})
+    own.params = own.params.model_copy(update={"sandbox": sandbox})
+    assert verdict(own, "half_precision").status == "correct"
+
+
+def test_comparison_that_nan_passes(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = correctness._too_large
+    monkeypatch.setattr(correctness, "_too_large", lambda error, most, rms: honest(error.nan_to_num(0.0), most, rms))
+    assert verdict(own, "nan_answer").status == "correct"
+
+
+def test_clock_of_one_thread(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts every thread of the runner."""
+
+    def main_thread(self: Runner) -> float:
+        return 1e-9 * int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0])
+
+    monkeypatch.setattr(Runner, "cpu_seconds", main_thread)
+    said = verdict(own, "thread_does_it")
+    assert said.status == "correct" and said.speedup.eager is not None, said
+    assert said.speedup.eager.estimate > 1  # with the whole clock about 0.1
+
+
+def test_no_system_call_filter(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(own, "common_lock").status == "correct"  # it answers only if it gets no lock
+    program = isolation.seccomp_program
+    monkeypatch.setattr(isolation, "seccomp_program", lambda role, device="cpu": b"" if role == "candidate" else program(role, device))
+    assert verdict(own, "common_lock").status == "wrong_output"
+
+
+def seconds_between_rounds(judge: Judge) -> float:
+    """CPU seconds that a candidate takes while nobody measures it."""
+    files = world.files("exploits", "loud_neighbour")
+    library = judge.builder.build(files).library
+    assert library is not None
+    with judge._bench(world.TASK) as bench, library.open("rb") as file:
+        arm = Arm(bench, {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX}, file.fileno(), seconds=30)
+        try:
+            arm.round("check", bench.correctness_sets())
+            assert arm.runner is not None
+            before = arm.runner.cpu_seconds()
+            time.sleep(0.2)
+            return arm.runner.cpu_seconds() - before
+        finally:
+            arm.close()
+
+
+def test_no_stop_between_rounds(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its rounds a candidate stands still, whatever its threads would do to the baselines."""
+    assert seconds_between_rounds(own) < 0.002
+    monkeypatch.setattr(Arm, "_freeze", lambda self: None)
+    assert seconds_between_rounds(own) > 0.01
+
+
+def test_no_screen_of_symbols(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(own, "fork_symbol").status == "forbidden"
+    monkeypatch.setattr(judge_module, "screen_symbols", lambda symbols, binding: None)
+    assert verdict(own, "fork_symbol").status == "correct"
+
+
+def test_no_screen_of_the_syntax_tree(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(own, "patched_time").status == "forbidden"
+    monkeypatch.setattr(judge_module, "screen_python", lambda code: None)
+    assert verdict(own, "patched_time").status == "correct"
+
+
+@pytest.fixture
+def mutated(own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], Judge]]:
+    """A judge whose runners have `old` replaced by `new` in one file that runs inside the sandbox."""
+    nurseries: list[Nursery] = []
+
+    def make(file: str, old: str, new: str) -> Judge:
+        for name in ("runner.py", "arms.py", "buffers.py"):
+            shutil.copy(SANDBOX / name, tmp_path)
+        text = (tmp_path / file).read_text()
+        assert text.count(old) == 1, f"{file} has changed: {old}"
+        (tmp_path / file).write_text(text.replace(old, new))
+        monkeypatch.setattr(nursery, "HERE", tmp_path)
+        nurseries.append(Nursery(own.params.sandbox, own.params.device, tmp_path / "home"))
+        own.nursery = nurseries[-1]
+        return own
+
+    yield make
+    for bench in own.benches.values():
+        bench.close()
+    own.benches.clear()
+    for each in nurseries:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "name"),
+    [
+        ("arms.py", "if name not in ALLOCATION_AND_VIEWS:", "if False:", "operators"),  # the dispatch mode that refuses compute
+        ("arms.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
+        ("arms.py", "if not value.is_floating_point() or (only", "if only is None or (only", "ignored_parameter"),  # randomised parameters
+    ],
+)
+def test_without_a_defence_inside_the_runner(file: str, old: str, new: str, name: str, mutated: Callable[[str, str, str], Judge]) -> None:
+    assert verdict(mutated(file, old, new), name).status == "correct"

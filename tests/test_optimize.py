@@ -1,0 +1,285 @@
+"""Claims about `cuda-agent optimize`: what it takes, what it leaves, and that its answer is honest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_world import EVIDENCE, MEASURE, TASK, Script, World, call, params, tokenizer, verdict_of, write
+from test_cli import command, one_sentence
+
+from components.agent.handover import check_out, drop_in, hand_over, headline
+from components.agent.loop import run_episodes
+from components.agent.modules import user_task
+from components.agent.optimize import Outcome, optimize
+from components.agent.policies import Effort, FolderPolicy, folder_policy, with_policy
+from components.agent.trajectory import Trajectory
+from components.config import PROJECT, BadInput, Params
+from components.policy.demonstrations import write_kernel
+from components.policy.operators_source import composed_form
+from components.progress import Quiet
+from components.sandbox.judge import Admission, Judge
+from components.sandbox.pool import Job, LocalPool
+from components.sandbox.verdict import Verdict
+from components.synthesis.compose import stream
+from components.task import KernelTask, load_task
+
+EXAMPLES = PROJECT / "docs" / "examples"
+TOKENIZER = tokenizer()
+Lines = Callable[[int, int], str]
+
+
+def scripted(lines: Lines, params: Params, tokenizer: Any = TOKENIZER) -> Any:
+    def policy(task: KernelTask, count: int, pool: Any, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]) -> list[Trajectory]:
+        return run_episodes(
+            [task] * count,
+            params=params,
+            sampler=Script(tokenizer, lines),
+            tokenizer=tokenizer,
+            pool=pool,
+            epoch=epoch,
+            seed=0,
+            max_turns=3,
+            max_new_tokens=2048,
+            temperature=1.0,
+            deadline=deadline,
+            on_progress=on_progress,
+        )
+
+    return policy
+
+
+def search(lines: Lines, world: Any = None, attempts: int = 2, task: KernelTask = TASK) -> Outcome:
+    settings = params(context=4096)
+    return optimize(
+        settings, task, scripted(lines, settings), world or World(), attempts=attempts, budget_seconds=None, identity=["test"], origin="my.py", progress=Quiet()
+    )
+
+
+# --- the search --------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_kernel_counts_also_when_a_trajectory_ends_worse() -> None:
+    world = World()
+    outcome = search(lambda i, t: f"{write([3.0, 1.2, 0.5][t] + i)}\n{call('Bash', command=MEASURE)}", world)
+    assert outcome.found and outcome.files["kernels/forward.cpp"] == "// 4.0\n"
+    epochs = [epoch.rpartition("/")[0] for candidate, epoch in world.judged if dict(candidate.files) == outcome.files]
+    assert epochs == ["optimize", "evaluation/choice", "evaluation/reported"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "says"),
+    [(0.8, "runs at 0.80 times the speed of eager"), ("wrong", "no kernel was right"), (1.04, "runs at 1.04 times")],
+)
+def test_what_is_no_gain_is_called_none(speed: float | str, says: str) -> None:
+    outcome = search(lambda i, t: write(speed) if t == 0 else "Done.")
+    assert not outcome.found and headline(outcome).startswith("No gain found") and says in headline(outcome)
+
+
+def test_a_gain_that_torch_compile_gives_as_well_is_said_to_be_so() -> None:
+    assert "torch.compile alone is the better choice" in headline(search(lambda i, t: write(1.5)))
+    assert headline(search(lambda i, t: write(4.0))) == "Found: 4.00 times as fast as eager PyTorch, 2.00 times as fast as torch.compile."
+
+
+def test_a_kernel_that_fails_when_measured_anew_is_no_gain() -> None:
+    class Fickle(World):
+        def submit(self, job: Job) -> Future[Verdict]:
+            done: Future[Verdict] = Future()
+            fails = job.epoch.startswith("evaluation/reported")
+            done.set_result(Verdict(status="wrong_output", reason="max_error:wide") if fails else verdict_of(dict(job.candidate.files)))
+            return done
+
+    outcome = search(lambda i, t: write(3.0), Fickle())
+    assert not outcome.found and "failed when it was measured again (wrong_output: max_error:wide)" in headline(outcome)
+
+
+@pytest.mark.parametrize(
+    ("reason", "evidence", "says"),
+    [
+        ("does_not_run", {"detail": "No module named 'mine'"}, "the module does not run by itself (No module named 'mine')"),
+        ("zeros_pass", EVIDENCE, "an output of zeros would pass as right"),
+        ("not_deterministic", EVIDENCE, "dropout and batch norm belong in evaluation mode"),
+    ],
+)
+def test_a_module_that_cannot_be_judged_is_refused_in_one_sentence(reason: str, evidence: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=r"^my\.py: ") as raised:
+        search(lambda i, t: "Done.", World(Admission(False, reason, evidence)))
+    assert says in str(raised.value)
+
+
+def test_an_input_that_makes_no_difference_is_noted() -> None:
+    outcome = search(lambda i, t: write(3.0), World(Admission(False, "input_1_does_not_matter", EVIDENCE)))
+    assert outcome.found and "input 1 makes no difference" in outcome.notes[0]
+
+
+# --- what it takes -----------------------------------------------------------------------------------------------------
+
+LAYER = """
+import torch.nn as nn
+
+class Layer(nn.Module):
+    def __init__(self, width=8):
+        super(Layer, self).__init__()
+        self.width = width
+
+    def forward(self, x):
+        return x * self.width
+"""
+
+
+def test_a_class_of_any_file_becomes_a_task(tmp_path: Path) -> None:
+    file = tmp_path / "layer.py"
+    file.write_text(LAYER)
+    for inputs in ("torch.ones(2, 3)", "[torch.ones(2, 3)]", "torch.ones(2, 3),"):
+        space: dict[str, Any] = {}
+        exec(user_task(file, "Layer", inputs, "[4]").code, space)
+        assert torch.equal(space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]()), torch.full((2, 3), 4.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("Lair", "torch.ones(2)", ""), "the file has no class of this name; it has Layer"),
+        (("Layer", "", ""), "--inputs: missing"),
+        (("Layer", "torch.ones(", ""), "not a Python expression"),
+        (("Layer", "torch.ones(2)", "4 4"), "--init 4 4: not a Python expression"),
+        (("", "torch.ones(2)", ""), "name it with --class"),
+        (("", "", ""), "add Model, get_inputs(), get_init_inputs()"),
+    ],
+)
+def test_a_mistake_in_what_is_given_is_one_sentence(tmp_path: Path, arguments: tuple[str, str, str], says: str) -> None:
+    file = tmp_path / "layer.py"
+    file.write_text(LAYER)
+    with pytest.raises(BadInput) as raised:
+        user_task(file, *arguments)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["class Layer(:", "\0", "(" * 100_000])
+def test_a_file_that_is_no_python_is_bad_input(tmp_path: Path, text: str) -> None:
+    (tmp_path / "layer.py").write_text(text)
+    with pytest.raises(BadInput, match="not valid Python"):
+        user_task(tmp_path / "layer.py", "Layer", "torch.ones(2)", "")
+
+
+def example(name: str) -> KernelTask:
+    path = EXAMPLES / f"{name}.py"
+    return user_task(path, "Block", "torch.randn(256, 1024)", "") if name == "normalised_mish" else load_task(path)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_the_examples_speak_the_language_of_the_small_policy(name: str) -> None:
+    form = composed_form(example(name).code)
+    assert form is not None and write_kernel(form, "simd", "cpu") is not None
+
+
+def test_what_a_policy_was_made_for_comes_with_it_and_a_persons_choice_stays() -> None:
+    base = params()
+    full = with_policy(base, {"prompt": "full", "context": 32_768}, frozenset())
+    assert (full.policy.prompt, full.policy.context, full.evaluation.max_new_tokens) == ("full", 32_768, 8192)
+    chosen = with_policy(base, {"prompt": "full", "context": 32_768}, frozenset({"policy.context", "evaluation.max_new_tokens"}))
+    assert (chosen.policy.context, chosen.evaluation.max_new_tokens) == (base.policy.context, base.evaluation.max_new_tokens)
+
+
+def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"config\.json is missing"):
+        folder_policy(tmp_path, params(), frozenset(), Effort())
+
+
+# --- what it leaves ----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(BadInput, match="it holds other files"):
+        check_out(tmp_path)
+    check_out(tmp_path / "new")
+
+
+def test_no_gain_leaves_a_report_of_what_was_tried(tmp_path: Path, judge: Judge) -> None:
+    outcome = search(lambda i, t: write(["build_failed", 0.5][t]) if t < 2 else "Done.")
+    record = hand_over(outcome, params(), tmp_path / "out", judge.builder.cache, "script")
+    assert not record["found"] and record["speedup"]["eager"]["estimate"] == 0.5
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.py", "report.md", "result.json", "trajectories"]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "No gain found" in text and "| 1 | 3 | 1 | correct | 0.50 | stop |" in text
+
+
+def test_the_drop_in_loads_its_library_before_anything_needs_it() -> None:
+    source = '"""Words."""\nfrom __future__ import annotations\nimport torch\nimport cuda_extension\n'
+    text = drop_in(source)
+    compile(text, "model_new.py", "exec")
+    assert text.index("from __future__") < text.index("spec_from_file_location") < text.index("\nimport cuda_extension\n")
+
+
+@pytest.fixture
+def pool(judge: Judge, tmp_path: Path) -> Iterator[LocalPool]:
+    """A pool over the judge that all tests share."""
+    made = LocalPool(judge.params, tmp_path / "verdicts")
+    made._judge = judge
+    yield made
+    made.executor.shutdown()
+
+
+def test_a_module_of_ones_own_ends_as_a_drop_in_that_computes_the_same(tmp_path: Path, judge: Judge, pool: LocalPool) -> None:
+    task = example("gated_gelu")
+    kernels = {style: write_kernel(composed_form(task.code) or "", style, "cpu") for style in ("passes", "simd")}
+    said = [call("Write", file_path="kernels/forward.cpp", content=kernels[style]) for style in ("passes", "simd")]
+    outcome = search(lambda i, t: f"{said[t]}\n{call('Bash', command=MEASURE)}" if t < 2 else "Done.", pool, attempts=1, task=task)
+    assert outcome.verdict is not None and outcome.verdict.status == "correct" and outcome.files["kernels/forward.cpp"] == kernels["simd"]
+    assert outcome.found, headline(outcome)
+    record = hand_over(outcome, params(), tmp_path / "out", judge.builder.cache, "script")
+    assert record["found"] and json.loads((tmp_path / "out" / "result.json").read_text()) == record
+    probe = (
+        "import sys, torch; sys.path.insert(0, 'out'); from model_new import ModelNew\n"
+        "sys.path.insert(0, 'out/workspace'); from model import Model, get_inputs\n"
+        "old, new = Model(), ModelNew(); new.load_state_dict(old.state_dict()); x = get_inputs()\n"
+        "torch.testing.assert_close(new(*x), old(*x)); print('same')"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout == "same\n", done.stderr
+
+
+def test_the_loop_of_a_folder_policy_is_made_of_its_own_parameters() -> None:
+    policy = FolderPolicy(Path("nowhere"), params(prompt="compact"), "digest", Effort())
+    assert (policy.attempts, policy.turns) == (24, params().evaluation.max_turns)
+    full = FolderPolicy(Path("nowhere"), params(prompt="full"), "digest", Effort(turns=7))
+    assert (full.attempts, full.turns) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere.py"], "nowhere.py: the task file cannot be read"),
+        ([str(EXAMPLES / "gated_gelu.py"), "--policy", "nowhere"], "--policy nowhere: no such folder"),
+        ([str(EXAMPLES / "gated_gelu.py"), "--model", "tiny"], "--model tiny: only a server has several models"),
+        ([str(EXAMPLES / "gated_gelu.py"), "--policy", "http://127.0.0.1:9", "--model", ""], "start the server or mend the address"),
+        ([str(EXAMPLES / "normalised_mish.py")], "a task needs class Model(nn.Module)"),
+    ],
+    ids=["no_file", "no_policy", "no_server", "server_is_down", "no_contract"],
+)
+def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, arguments: list[str], says: str) -> None:
+    assert says in one_sentence(command("optimize", *arguments, "--home", str(tmp_path / "home"), cwd=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_composed_task_comes_back_as_it_is() -> None:
+    for task in itertools.islice(stream(5, params().data), 40):
+        assert composed_form(task.code) == task.code
+
+
+def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
+    inputs = "def get_inputs():\n    return [torch.randn(256, 512)]\n"
+    mine = f'class Model(nn.Module):\n    """Words."""\n    def forward(self, x):\n        return torch.sqrt(torch.abs(x * 2.0) + 1.0)  # a comment\n{inputs}'
+    form = composed_form(mine)
+    assert form is not None and "        x = x * 2.0\n        x = torch.sqrt(torch.abs(x) + 1.0)\n        return x\n" in form
+    for other in ("x @ x", "x.relu()", "F.relu(x) + F.relu(x)", "F.conv2d(x, x)"):
+        assert composed_form(f"class Model(nn.Module):\n    def forward(self, x):\n        return {other}\n{inputs}") is None

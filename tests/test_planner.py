@@ -1,0 +1,114 @@
+"""Claims about the plan: its memory is ZeRO's, its queue is a queue, and it says what it assumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components import planner
+from components.config import PROJECT, BadInput, resolve
+from components.queueing import Load, enough_judges, simulate
+
+SMALL = Load(
+    trajectories=40,
+    turns=4,
+    turns_spread=0.5,
+    max_turns=12,
+    tokens=100,
+    tokens_spread=0.5,
+    max_tokens=400,
+    context=100_000,
+    observation_tokens=50,
+    judged_share=0.5,
+    judge_seconds=2,
+    judge_spread=0.3,
+    tool_seconds=1,
+    sequence_rate=50,
+    total_rate=1e9,
+)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_memory_is_that_of_the_zero_papers_first_figure(stage: int, gigabytes: float) -> None:
+    assert planner.zero_memory(7.5e9, 64, stage, trained=1, frozen=0) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_with_one_judge_the_step_lasts_as_long_as_all_judgements() -> None:
+    load = replace(SMALL, turns=1, turns_spread=0, tokens=1, tokens_spread=0, judge_spread=0)
+    found = simulate(load, 1, seed=0)
+    assert found.seconds == pytest.approx(40 * 2, rel=0.03) and found.judgements == 40
+    assert found.busy == pytest.approx(1, abs=0.03) and found.wait_mean == pytest.approx(39, rel=0.05)
+    assert np.diff(found.ends) == pytest.approx(2, rel=0.03), "first come, first served"
+
+
+def test_without_a_queue_nobody_waits_and_time_is_the_longest_trajectory() -> None:
+    load = replace(SMALL, turns=5, turns_spread=0, tokens_spread=0, judge_spread=0, judged_share=1.0)
+    found = simulate(load, 40, seed=0)
+    assert found.seconds == pytest.approx(5 * (100 / 50 + 2), rel=0.03) and found.wait_p95 < 0.1 and found.longest_queue == 0
+
+
+def test_sequences_share_the_samplers_rate() -> None:
+    load = replace(SMALL, turns=1, turns_spread=0, tokens_spread=0, judge_seconds=0.01, total_rate=500)
+    assert simulate(load, 40, seed=0).seconds == pytest.approx(40 * 100 / 500, rel=0.03)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 39), st.integers(0, 1000))
+def test_more_judges_judge_the_same_and_hardly_ever_later(judges: int, seed: int) -> None:
+    few, many = simulate(SMALL, judges, seed), simulate(SMALL, judges + 1, seed)
+    assert few.judgements == many.judgements and few.tokens == many.tokens
+    # A list schedule may lose a little by an extra server (Graham's anomaly), never half.
+    assert many.seconds <= few.seconds * 1.5
+
+
+def test_the_judges_needed_are_the_fewest_that_do() -> None:
+    needed = enough_judges(SMALL, 1.05, seed=0)
+    free = simulate(SMALL, SMALL.trajectories, seed=0).seconds
+    assert simulate(SMALL, needed, seed=0).seconds <= 1.05 * free < simulate(SMALL, needed - 1, seed=0).seconds
+
+
+def test_every_input_says_where_it_comes_from_and_can_be_replaced() -> None:
+    inputs = planner.default_inputs(resolve("h20-pool").params, planner.GPUS["h20"])
+    assert {item.origin for item in inputs.values()} == {"parameter", "measured", "datasheet", "assumed"}
+    changed = planner.assume(inputs, ["parameters=230e9", "price=3"])
+    assert changed["active_parameters"].value == 230e9 and changed["price"].origin == "assumed"
+    for wrong in ("prize=3", "price=cheap", "price=-1"):
+        with pytest.raises(BadInput, match="--assume"):
+            planner.assume(inputs, [wrong])
+
+
+def test_a_slow_judge_is_named_as_the_bottleneck_and_more_judges_are_asked_for() -> None:
+    params = resolve("h20-pool", ("sandbox.judges=4", "warmup.rollouts.tasks=64", "agentic.rollouts.tasks=64")).params
+    found = planner.plan(params, planner.assume(planner.default_inputs(params, planner.GPUS["h20"]), ["judge_seconds=60"]))
+    assert found["stages"]["agentic"]["bottleneck"] == "judging" and found["judges"]["needed"] > 4
+    assert found["cost"] == pytest.approx(found["gpu_hours"] * found["inputs"]["price"]["value"])
+    tail = found["stages"]["agentic"]["tail"]
+    assert tail["half_done"] < tail["p90"] <= tail["p99"] <= tail["last"]
+
+
+def test_the_papers_model_does_not_fit_without_zero_3() -> None:
+    params = resolve("h20-pool", ("warmup.rollouts.tasks=8", "agentic.rollouts.tasks=8", "engine.tokens_per_microbatch=16384")).params
+    choices = ["parameters=230e9", "active_parameters=23e9", "layers=60", "hidden=6144", "trainer_gpus=256"]
+    memory = planner.plan(params, planner.assume(planner.default_inputs(params, planner.GPUS["h20"]), choices))["memory_bytes_per_gpu"]
+    assert [memory[f"zero-{stage}"]["fits"] for stage in range(4)] == [False, False, False, True]
+
+
+def test_what_the_trajectories_of_a_home_measured_takes_the_place_of_what_was_assumed() -> None:
+    found = planner.measured_inputs([1, 4, 16], [100, 100, 100])
+    assert found["turns"].value == pytest.approx(4) and found["tokens_spread"].value == 0
+    assert all(item.origin == "measured" for item in found.values())
+
+
+def test_the_command_prints_one_object_and_refuses_a_profile_of_the_cpu() -> None:
+    command = [sys.executable, "-m", "components.cli", "plan", "--json", "--set", "warmup.rollouts.tasks=16", "--set", "agentic.rollouts.tasks=16"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)) >= {"memory_bytes_per_gpu", "stages", "judges", "gpu_hours", "cost", "inputs", "left_out"}
+    refused = subprocess.run([*command, "--profile", "smoke"], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "device=cuda" in refused.stderr and len(refused.stderr.splitlines()) == 1

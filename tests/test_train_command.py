@@ -1,0 +1,82 @@
+"""`cuda-agent train`: one stage on a bare node, alone or as ranks of a launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from training_world import episodes, stage
+
+from components.config import PROJECT, resolve
+from components.training import critic, warmup
+
+SETS = (
+    *("critic.epochs=2", "critic.learning_rate=0.01", "critic.min_explained_variance=-100", "critic.batch=8"),
+    *("engine.tokens_per_microbatch=64", "policy.batch=64"),
+)
+# A node without an orchestrator: an import of one of these fails.
+BARE = "import sys; sys.modules.update(dict.fromkeys(('prefect', 'mlflow', 'dvc')))\nfrom components.cli import main\nmain()"
+
+
+def train(*words: str, program: tuple[str, ...] = ("-c", BARE)) -> subprocess.CompletedProcess[str]:
+    chosen = [word for value in SETS for word in ("--set", value)]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *program, "train", *words, "--profile", "ci", *chosen]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    warmup.run(stage(folder, "warmup", "warmup.steps=1"), episodes)
+    return folder
+
+
+def words(world: Path, out: Path, name: str = "critic") -> list[str]:
+    inputs = ["--input", str(world / "start"), "--dataset", str(world / "data"), "--trajectories", str(world / "warmup")]
+    return [name, *inputs, "--output", str(out / name), "--home", str(out / "home"), "--json"]
+
+
+def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(world: Path, tmp_path: Path) -> None:
+    ran = train(*words(world, tmp_path))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    result = json.loads(ran.stdout)
+    assert result["name"] == "critic" and result["checkpoint"] == "checkpoint" and result["figures"]["trajectories"] > 0
+    made = dataclasses.replace(
+        stage(tmp_path / "here", "critic", actor=world / "start"), dataset=world / "data", trajectories=(world / "warmup",), params=resolve("ci", SETS).params
+    )
+    critic.run(made)
+    here, there = (load_file(folder / "checkpoint" / "value_head.safetensors") for folder in (made.out, tmp_path / "critic"))
+    assert all(tensor.equal(there[name]) for name, tensor in here.items())
+    again = train(*words(world, tmp_path))
+    assert json.loads(again.stdout) == result, "a finished stage is only reported"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["--ranks", "torchrun"])
+def test_two_ranks_make_what_one_makes(launcher: str, world: Path, tmp_path: Path) -> None:
+    one = train(*words(world, tmp_path / "one"))
+    assert one.returncode == 0, one.stderr[-3000:]
+    both = words(world, tmp_path / "two")
+    if launcher == "torchrun":
+        two = train(*both, program=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "components.cli"))
+    else:
+        two = train(*both, "--ranks", "2", program=("-m", "components.cli"))
+    assert two.returncode == 0, two.stderr[-3000:]
+    assert json.loads(two.stdout)["figures"]["trajectories"] == json.loads(one.stdout)["figures"]["trajectories"]
+    heads = [load_file(tmp_path / kind / "critic" / "checkpoint" / "value_head.safetensors") for kind in ("one", "two")]
+    for name, tensor in heads[0].items():
+        assert float((tensor - heads[1][name]).abs().max()) < 1e-5, name
+
+
+def test_what_a_person_got_wrong_is_one_sentence(world: Path, tmp_path: Path) -> None:
+    ran = train(*words(world, tmp_path, "agentic"))
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "needs the critic of stage 3" in ran.stderr and "Traceback" not in ran.stderr
+    assert not (tmp_path / "agentic" / "checkpoint").exists()
