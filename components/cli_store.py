@@ -108,22 +108,25 @@ def store_gc(
     """Remove checkpoints and runs that no alias, no unfinished night and no audit entry refers to."""
     with answer(as_json) as out:
         from components.cli_models import registry_client
-        from components.registry.references import references
-        from components.storage.collect import audit_references, plan, reason_to_keep, remove
+        from components.registry.promotion import Promotion
+        from components.registry.references import evidence, references
+        from components.storage.collect import plan, reason_to_keep, remove
         from components.storage.s3 import S3Store
 
         resolved = resolved_params(profile, sets, home, params_file)
         store, client, age, console = _open(resolved), registry_client(resolved), timedelta(days=older_than), people()
 
-        def named() -> dict[str, str]:
-            return audit_references(home_of(resolved)) | references(client, resolved.params.registry.model)
+        chain = Promotion(client, resolved.params.registry, home_of(resolved)).chain
 
-        found = plan(store, named(), datetime.now(UTC), age)
+        def named() -> dict[str, str]:
+            return references(client, resolved.params.registry.model)
+
+        found = plan(store, named(), evidence(chain), datetime.now(UTC), age)
         removed: list[dict[str, Any]] = []
         for group in found.remove:
             # Asked anew each time: what has got a reference meanwhile stays.
             if delete:
-                if reason_to_keep(group.id, named()):
+                if reason_to_keep(group.id, named() | evidence(chain)):
                     continue
                 remove(store, group)
             removed.append({"group": group.name, "bytes": group.bytes})

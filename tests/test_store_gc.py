@@ -15,25 +15,35 @@ from components.cli_store import store_gc
 from components.config import BadInput, resolve
 from components.files import digest_file, digest_json, write_json
 from components.registry import models
-from components.registry.references import references
+from components.registry.gates import Decision
+from components.registry.promotion import Promotion
 from components.registry.tracking import NightRun, connect
 from components.storage import FolderStore
-from components.storage.collect import audit_references, damaged, plan, reason_to_keep
+from components.storage.collect import damaged, plan, reason_to_keep
 
 OLD = timedelta(days=90)
+NAMES = ("predecessor", "champion", "declined", "undecided", "running", "forgotten")
+ALL = {kind: set(NAMES) for kind in ("warm_up", "agentic", "runs")}
+WAITING = Decision(verdict="waiting", gates=(), reasons=("a person has to approve.",))
 
 
-def publish(home: Path, store: FolderStore, name: str) -> str:
-    """A checkpoint and its run as a night leaves them, ninety days old; the checkpoint's digest."""
-    folder = home / "made" / name
+def checkpoint(folder: Path, store: FolderStore, content: str) -> str:
+    """Make a checkpoint and publish it; its digest."""
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(name.encode() * 100)
+    (folder / "model.safetensors").write_bytes(content.encode() * 100)
     files = {"model.safetensors": digest_file(folder / "model.safetensors")}
     digest = digest_json(files)
     write_json(folder / "manifest.json", {"files": files, "digest": digest})
-    write_json(folder / "run-manifest.json", {"checkpoint.agentic": digest})
     for file in ("model.safetensors", "manifest.json"):
         store.put(f"checkpoints/{digest}/{file}", folder / file)
+    return digest
+
+
+def publish(home: Path, store: FolderStore, name: str) -> str:
+    """A night's run and its two checkpoints as it leaves them, ninety days old; the last checkpoint's digest."""
+    folder = home / "made" / name
+    digest, warm_up = checkpoint(folder / "agentic", store, name), checkpoint(folder / "warm_up", store, f"{name} warm-up")
+    write_json(folder / "run-manifest.json", {"checkpoint.warm_up": warm_up, "checkpoint.agentic": digest})
     store.put(f"runs/{key_of(name)[:12]}/0/manifest.json", folder / "run-manifest.json")
     then = (datetime.now(UTC) - OLD).timestamp()
     for path in store.root.rglob("*"):
@@ -47,12 +57,13 @@ def key_of(name: str) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home with a champion, its predecessor, a refused version, a night that goes on, and one that only the audit names."""
+    """A home with a champion, its predecessor, a version that a person declined, one that nobody decided, and a night that goes on."""
     registry = resolve("ci").params.registry
     client, store = connect(registry, tmp_path), FolderStore(tmp_path / "store")
-    for name in ("predecessor", "champion", "refused", "running", "audited", "forgotten"):
+    office = Promotion(client, registry, tmp_path)
+    for name in NAMES:
         digest = publish(tmp_path, store, name)
-        if name in ("audited", "forgotten"):
+        if name == "forgotten":
             continue
         night = NightRun(client, registry, tmp_path, key_of(name), name)
         tags = {"checkpoint.digest": digest}
@@ -62,48 +73,54 @@ def home(tmp_path: Path) -> Path:
             run_key=key_of(name),
             run_id=night.run_id,
             experiment_id=night.experiment_id,
-            checkpoint=tmp_path / "made" / name,
+            checkpoint=tmp_path / "made" / name / "agentic",
             tags=tags,
             figures={},
         )
         if name in ("predecessor", "champion"):
-            models.promote(client, registry.model, version, tmp_path / "lock")
+            office.promote(version, override=True, reason="for the test")
+        if name == "declined":
+            champion = models.aliases(client, registry.model)[models.CHAMPION]
+            office.settle(version, WAITING, champion=champion, approval_seconds=3600, key=key_of(name))
+            office.decline(version)
         if name != "running":
             night.finish()
-    write_json(tmp_path / "audit" / "0001.json", {"who": "somebody", "evidence": key_of("audited")})
     return tmp_path
 
 
-def stored(home: Path) -> set[str]:
-    """Names whose run is still in the store, each with its checkpoint."""
-    keys = {entry.key.split("/")[1] for entry in FolderStore(home / "store").entries("runs/")}
-    names = {name for name in ("predecessor", "champion", "refused", "running", "audited", "forgotten") if key_of(name)[:12] in keys}
-    digests = {entry.key.split("/")[1] for entry in FolderStore(home / "store").entries("checkpoints/")}
-    assert digests == {json.loads((home / "made" / name / "manifest.json").read_text())["digest"] for name in names}
-    return names
+def digest_of(home: Path, name: str, stage: str) -> str:
+    return json.loads((home / "made" / name / stage / "manifest.json").read_text())["digest"]
 
 
-ALL = {"predecessor", "champion", "refused", "running", "audited", "forgotten"}
+def stored(home: Path) -> dict[str, set[str]]:
+    """What is still in the store, by kind: names of nights."""
+    present = {"/".join(entry.key.split("/")[:2]) for entry in FolderStore(home / "store").entries()}
+    found = {stage: {name for name in NAMES if f"checkpoints/{digest_of(home, name, stage)}" in present} for stage in ("warm_up", "agentic")}
+    return found | {"runs": {name for name in NAMES if f"runs/{key_of(name)[:12]}" in present}}
 
 
-def test_only_what_nothing_refers_to_goes(home: Path) -> None:
-    client = connect(resolve("ci").params.registry, home)
-    named = audit_references(home) | references(client, "cuda-agent")
-    found = plan(FolderStore(home / "store"), named, datetime.now(UTC), timedelta(days=30))
-    gone = {group.name for group in found.remove}
-    assert gone == {
-        f"runs/{key_of('refused')[:12]}",
-        f"runs/{key_of('forgotten')[:12]}",
-        *(f"checkpoints/{json.loads((home / 'made' / name / 'manifest.json').read_text())['digest']}" for name in ("refused", "forgotten")),
-    }
-    assert {reason.split(" in ")[0] for reason in found.keep.values()} >= {"audit entry", "a night that is not finished"}
-
-
-def test_a_dry_run_removes_nothing_and_delete_does(home: Path) -> None:
+def test_what_an_alias_or_a_night_refers_to_stays_whole_and_evidence_keeps_what_was_decided(home: Path) -> None:
     store_gc(profile="ci", home=str(home), as_json=False)
-    assert stored(home) == ALL
+    assert stored(home) == ALL  # only said what would go
     store_gc(delete=True, profile="ci", home=str(home), as_json=False)
-    assert stored(home) == ALL - {"refused", "forgotten"}
+    # Each champion was promoted by an entry of the chain, so that an alias that moves on leaves evidence behind.
+    assert stored(home)["agentic"] == set(NAMES) - {"undecided", "forgotten"}
+    assert stored(home)["warm_up"] == {"predecessor", "champion", "running"}
+
+
+def test_evidence_is_found_in_the_folder_that_the_parameters_name(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("shared") / "audit"
+    (home / "audit").rename(elsewhere)
+    store_gc(delete=True, profile="ci", home=str(home), sets=[f"registry.audit={elsewhere}"], as_json=False)
+    assert "declined" in stored(home)["agentic"]
+
+
+def test_a_broken_chain_stops_the_removal(home: Path) -> None:
+    entry = next((home / "audit").rglob("000002.json"))
+    entry.write_text(entry.read_text().replace("for the test", "for the best"))
+    with pytest.raises(BadInput, match="was changed after it was written"):
+        store_gc(delete=True, profile="ci", home=str(home), as_json=False)
+    assert stored(home)["agentic"] == set(NAMES)
 
 
 def test_what_is_young_stays(home: Path) -> None:
@@ -115,7 +132,7 @@ def test_without_a_registry_nothing_can_go(tmp_path: Path) -> None:
     publish(tmp_path, FolderStore(tmp_path / "store"), "alone")
     with pytest.raises(BadInput, match="no run was registered here"):
         store_gc(delete=True, profile="ci", home=str(tmp_path), as_json=False)
-    assert len(list(FolderStore(tmp_path / "store").entries())) == 3
+    assert len(list(FolderStore(tmp_path / "store").entries())) == 5
 
 
 def test_objects_of_others_in_the_bucket_are_never_touched(tmp_path: Path) -> None:
@@ -123,12 +140,12 @@ def test_objects_of_others_in_the_bucket_are_never_touched(tmp_path: Path) -> No
     (tmp_path / "x").write_bytes(b"x")
     for key in ("dvc/files/md5/ab/cd", "mlflow/1/artifacts/x", "checkpoints/loose"):
         store.put(key, tmp_path / "x")
-    assert plan(store, {}, datetime.now(UTC) + OLD, timedelta(0)).remove == ()
+    assert plan(store, {}, {}, datetime.now(UTC) + OLD, timedelta(0)).remove == ()
 
 
 def test_verify_names_what_is_damaged_missing_or_unfinished(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
-    sound, flipped, short, unfinished = (publish(tmp_path, store, name) for name in ("sound", "flipped", "short", "unfinished"))
+    sound, flipped, short, unfinished = (checkpoint(tmp_path / name, store, name) for name in ("sound", "flipped", "short", "unfinished"))
     weights = tmp_path / "store" / "checkpoints" / flipped / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     store.remove(f"checkpoints/{short}/model.safetensors")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from mlflow import MlflowClient
 
+from components.registry.audit import Chain
 from components.registry.models import aliases
 from components.registry.tracking import KIND, RUN_KEY
+from components.storage.collect import words
 
 PAGE = 500
 
@@ -22,6 +24,11 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
             if version.tags.get(RUN_KEY) == key:
                 found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
     return found
+
+
+def evidence(chain: Chain) -> dict[str, str]:
+    """Every run key and digest that an entry of the audit chain mentions: what a decision rests on is kept as long as the decision is."""
+    return {word: f"audit entry {entry.number}" for entry in chain.entries() for word in words(entry.model_dump_json())}
 
 
 def _named(tags: dict[str, str]) -> list[str]:

@@ -60,20 +60,20 @@ def groups(entries: Iterable[Entry]) -> list[Group]:
     return [Group(name, tuple(members)) for name, members in sorted(found.items())]
 
 
-def plan(store: Store, references: dict[str, str], now: datetime, older_than: timedelta) -> Plan:
-    """What can go: old, and referred to by nothing. `references` holds run ids and digests with who refers to them.
+def plan(store: Store, references: dict[str, str], evidence: dict[str, str], now: datetime, older_than: timedelta) -> Plan:
+    """What can go: old, and referred to by nothing. `references` and `evidence` hold run ids and digests with who refers to them.
 
-    A run that stays keeps the checkpoints that its manifest names.
+    A run that stays by a reference keeps every checkpoint that its manifest names. One that stays as evidence of a past
+    decision does not: the decision rests on the checkpoint that it names itself, not on the stages before it.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}
-    for group in found:
-        reason = reason_to_keep(group.id, references) or ("younger than the limit" if now - group.newest < older_than else "")
-        if reason:
-            keep[group.name] = reason
     named: dict[str, str] = {}
     for group in found:
-        if group.name in keep and group.name.startswith("runs/"):
+        used = reason_to_keep(group.id, references) or ("younger than the limit" if now - group.newest < older_than else "")
+        if reason := used or reason_to_keep(group.id, evidence):
+            keep[group.name] = reason
+        if used and group.name.startswith("runs/"):
             for entry in group.entries:
                 if entry.key.endswith(f"/{MANIFEST}"):
                     named |= dict.fromkeys(words(json.dumps(_read(store, entry.key))), f"named by {group.name}")
@@ -116,16 +116,6 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
 def words(text: str) -> set[str]:
     """Every run id and digest that a text mentions."""
     return set(WORD.findall(text))
-
-
-def audit_references(home: Path) -> dict[str, str]:
-    """Whatever an audit file of this home mentions: evidence of a decision is kept as long as the decision is."""
-    found: dict[str, str] = {}
-    for path in sorted({*home.glob("audit*"), *home.glob("*/audit*")}):
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-        for file in files:
-            found |= dict.fromkeys(words(file.read_text(errors="replace")), f"audit entry in {file.relative_to(home)}")
-    return found
 
 
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
