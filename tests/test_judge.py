@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from components.config import Params
-from components.sandbox import baselines
+from components.sandbox import rounds
 from components.sandbox.correctness import Expected, Near
 from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError, Nursery
@@ -46,7 +46,7 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
     evidence = judge.verdict(world.TASK, SIMD).evidence
     assert evidence["isolation"] == "bubblewrap"
     assert len(evidence["seeds"]) == 1 + judge.params.sandbox.correctness_sets
-    assert len(evidence["raw_seconds"]["candidate"]) == judge.params.sandbox.rounds
+    assert judge.params.sandbox.rounds <= len(evidence["raw_seconds"]["candidate"]) <= judge.params.sandbox.most_rounds
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_candidate_with_a_lone_surrogate_has_a_digest() -> None:
 
 def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first calls are quick: only the baseline that is measured meets the endless one."""
-    monkeypatch.setattr(baselines, "BASELINE_LIMITS", 2)
+    monkeypatch.setattr(rounds, "BASELINE_LIMITS", 2)
     count = """    calls = 0
 
     def count(self, y):

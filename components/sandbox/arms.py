@@ -1,113 +1,38 @@
 """The parts that a runner can play. This file runs inside the sandbox only; the judge never imports it.
 
-`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `oracle` makes inputs and expected outputs from
-the task's own source, which is as untrusted as the candidate's.
+`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `oracle` is in oracle.py.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import itertools
 import json
-import math
 import os
 import socket
 import struct
 import sys
-import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import buffers
+import oracle
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from refusal import Forbidden, refuse_compute
+from shared import Shared, flat, module_of, quiet
 
 Receive = Callable[[socket.socket], tuple[dict, list[int]]]
-
-ALLOCATION_AND_VIEWS = frozenset(
-    """empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros view _unsafe_view reshape alias detach
-    as_strided slice select unsqueeze squeeze expand permute transpose t contiguous clone split unbind narrow lift_fresh
-    _reshape_alias is_pinned""".split()
-)
-
-
-class Forbidden(Exception):
-    """The candidate asked torch for a computation that SKILL.md forbids."""
-
-
-class RefuseCompute(TorchDispatchMode):
-    """A tripwire during verification: only allocation and views may be dispatched."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in ALLOCATION_AND_VIEWS:
-            raise Forbidden(f"torch_compute:{func}")
-        return func(*args, **(kwargs or {}))
 
 
 class Fault(Exception):
     """The candidate's output has not the form of the reference's; the text is the verdict's reason."""
 
 
-def module_of(name: str, code: str) -> types.ModuleType:
-    """The module that `code` defines, findable by name, since dataclasses and torch.compile look it up."""
-    module = types.ModuleType(name)
-    module.__file__ = f"{os.getcwd()}/{name}.py"
-    Path(module.__file__).write_text(code)
-    sys.modules[name] = module
-    exec(compile(code, module.__file__, "exec"), module.__dict__)
-    return module
-
-
-def flat(value: Any) -> list[Any]:
-    """Tensors of an output: a tensor, or a tuple or list of outputs."""
-    if type(value) in (tuple, list):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value]
-
-
-class Shared:
-    """The shared memory of one arm: parameters, and `sets` of inputs and outputs, each set at its own stride."""
-
-    def __init__(self, header: dict, descriptors: list[int]):
-        self.device = header["device"]
-        self.layout = header["layout"]
-        names = [name for name in ("parameters", "inputs", "outputs", "expected") if "bytes" in self.layout.get(name, {})]
-        self.buffers = {name: buffers.make(self.device, self.layout[name]["bytes"], descriptor) for name, descriptor in zip(names, descriptors, strict=True)}
-
-    def tensors(self, name: str, index: int = 0) -> list[torch.Tensor]:
-        part = self.layout[name]
-        base = index * part["stride"]
-        return [self.buffers[name].tensor(buffers.Slot(base + offset, tuple(shape), dtype)) for offset, shape, dtype in part["slots"]]
-
-    def outputs(self, sets: int) -> list[list[torch.Tensor]]:
-        """Zeros in the form of the outputs of each of `sets` calls, in memory that is not shared."""
-        form = [(tuple(shape), getattr(torch, dtype)) for _, shape, dtype in self.layout["outputs"]["slots"]]
-        return [[torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in form] for _ in range(sets)]
-
-    def arguments(self, index: int) -> list[Any]:
-        """Arguments of one call: tensors out of the shared memory, other values from the layout."""
-        tensors = iter(self.tensors("inputs", index))
-        return [next(tensors) if scalar is None else scalar[0] for scalar in self.layout["scalars"]]
-
-    def load(self, module: torch.nn.Module) -> None:
-        """Give `module` the judge's parameters by name; its own copy, so that it may not change theirs."""
-        state = {name: tensor.clone() for name, tensor in zip(self.layout["names"], self.tensors("parameters"), strict=True)}
-        module.load_state_dict(state, strict=True)
-
-
 def settings(precision: str) -> None:
     tf32 = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
-
-
-def quiet(module: torch.nn.Module, device: str) -> torch.nn.Module:
-    return module.to(device).eval().requires_grad_(False)
 
 
 def make_candidate(header: dict, shared: Shared, descriptors: list[int]) -> Callable:
@@ -223,6 +148,8 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
     gc.collect()
     gc.freeze()
     gc.disable()
+    if header["role"] == "candidate":
+        refuse_compute(shared.device)
     with torch.no_grad():
         connection.send(b"R")
         while True:
@@ -235,20 +162,19 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
             elif order["op"] == "time":
                 delivery.calls(call, now)
             else:
-                checked(header["role"], call, now, delivery, form, forbidden)
+                checked(call, now, delivery, form, forbidden)
             if cuda:
                 torch.cuda.synchronize()
             connection.send(b"D")
 
 
-def checked(role: str, call: Callable, arguments: list[list[Any]], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
-    """An untimed round: the same calls under the dispatch mode that refuses compute, every result's form looked at."""
+def checked(call: Callable, arguments: list[list[Any]], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
+    """An untimed round: the same calls, every result's form looked at."""
     results: list[list[torch.Tensor]] = []
     held: list[list[torch.Tensor]] = []
     places: set[int] = set()
     for values in arguments:
-        with RefuseCompute() if role == "candidate" else torch.no_grad():
-            result = call(*values)
+        result = call(*values)
         leaves = check_form(result, form, forbidden)
         if isinstance(delivery, HostDelivery):
             delivery.hand_over(result)
@@ -261,129 +187,26 @@ def checked(role: str, call: Callable, arguments: list[list[Any]], delivery: Hos
         delivery.hand_over_all(results)
 
 
-def describe(code: str, device: str) -> dict:
-    """What the judge must know to lay out memory: shapes, dtypes, names; numbers and short strings only."""
-    module = module_of("model", code)
-    torch.manual_seed(0)
-    init_inputs = module.get_init_inputs()
-    json.dumps(init_inputs)
-    model = quiet(module.Model(*init_inputs), device)
-    inputs = list(module.get_inputs())
-    moved = [v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs]
-    with torch.no_grad():
-        outputs = flat(model(*moved))
-        seconds, end = math.inf, time.perf_counter() + 0.02
-        while seconds == math.inf or time.perf_counter() < end:
-            start = time.perf_counter()
-            outputs = flat(model(*moved))
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds = min(seconds, time.perf_counter() - start)
-    form = lambda t: [list(t.shape), str(t.dtype).removeprefix("torch.")]  # noqa: E731
-    return {
-        "init_inputs": init_inputs,
-        "inputs": [form(v) if isinstance(v, torch.Tensor) else None for v in inputs],
-        "scalars": [None if isinstance(v, torch.Tensor) else [v] for v in inputs],
-        "outputs": [form(t) for t in outputs],
-        "state": [[name, *form(t)] for name, t in model.state_dict().items()],
-        "parameters": [name for name, _ in model.named_parameters()],
-        "seconds": seconds,  # a hint for how many calls fill a round; no result rests on it
-    }
-
-
-FAMILIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "given": lambda x: x,
-    "scaled": lambda x: x * 3,
-    "shifted": lambda x: x + 1,
-    "flipped": lambda x: -x,
-    "integers": lambda x: torch.round(x * 2),
-    "wide": lambda x: x * torch.pow(10, torch.rand_like(x) * 4 - 3),
-}
-
-
-class Oracle:
-    """Inputs, parameters and expected outputs of a task, made by its own source under the judge's secret seeds."""
-
-    def __init__(self, header: dict, shared: Shared):
-        self.shared = shared
-        self.module = sys.modules.get("model") or module_of("model", header["code"])
-        torch.manual_seed(0)
-        self.model = quiet(self.module.Model(*header["init_inputs"]), shared.device)
-        self.default = {k: v.clone() for k, v in self.model.state_dict().items()}
-
-    def parameters(self, seed: int, only: str | None = None) -> dict[str, torch.Tensor]:
-        """Random parameters: no scale is 1 and no bias is 0, so that a candidate that ignores them is wrong."""
-        generator = torch.Generator().manual_seed(seed)
-        state = {}
-        for name, value in self.default.items():
-            if not value.is_floating_point() or (only is not None and name != only):
-                state[name] = value
-                continue
-            noise = torch.randn(value.shape, generator=generator).to(value)
-            factor = (torch.rand(value.shape, generator=generator) + 0.5).to(value)
-            positive = name.endswith("running_var")
-            state[name] = factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
-        return state
-
-    def inputs(self, seed: int, family: str) -> list[Any]:
-        torch.manual_seed(seed)
-        values = list(self.module.get_inputs())
-        moved = [v.to(self.shared.device) if isinstance(v, torch.Tensor) else v for v in values]
-        return [FAMILIES[family](v).contiguous() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in moved]
-
-    def exactly(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """The outputs in float64, where the task's source allows it."""
-        wide = copy.deepcopy(self.model).double()
-        try:
-            return flat(wide(*[v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in inputs]))
-        except RuntimeError:  # the source fixes float32 somewhere: its own result is the reference then
-            return flat(self.model(*inputs))
-
-    def fill(self, order: dict) -> None:
-        """Fill one set: inputs, float32 outputs, and where the order says `exact` float64 ones. The variations serve admission (DESIGN §5)."""
-        state = self.parameters(order["parameters"]) if order["parameters"] is not None else self.default
-        if order.get("other_parameter"):
-            state = state | {order["other_parameter"]: self.parameters(order["parameters"] ^ 1, order["other_parameter"])[order["other_parameter"]]}
-        inputs = self.inputs(order["seed"], order["family"])
-        if order.get("other_input") is not None:
-            inputs[order["other_input"]] = self.inputs(order["seed"] ^ 1, order["family"])[order["other_input"]]
-        index = order["set"]
-        self.model.load_state_dict(state)
-        slots = iter(self.shared.tensors("inputs", index))
-        kept = [next(slots).copy_(v) if isinstance(v, torch.Tensor) else v for v in inputs]
-        with torch.no_grad():
-            found = {"outputs": flat(self.model(*inputs))} if order["outputs"] else {}  # which may change them in place
-            if order["exact"]:
-                found["expected"] = self.exactly([v.clone() if isinstance(v, torch.Tensor) else v for v in kept])
-        for name, values in found.items():
-            for value, slot in zip(values, self.shared.tensors(name, index), strict=True):
-                slot.copy_(value)
-
-    def write_parameters(self, seed: int) -> None:
-        for value, slot in zip(self.parameters(seed).values(), self.shared.tensors("parameters"), strict=True):
-            slot.copy_(value)
-
-
 def serve(connection: socket.socket, header: dict, descriptors: list[int], receive: Receive) -> None:
     """Play the role that the judge's header names until the judge closes the connection."""
     settings(header["precision"])
     if header["role"] == "describe":
-        connection.send(b"R" + json.dumps(describe(header["code"], header["device"])).encode())
+        connection.send(b"R" + json.dumps(oracle.describe(header["code"], header["device"])).encode())
         header, descriptors = receive(connection)
         if not header:
             return
     if header["role"] == "oracle":
         shared = Shared(header, descriptors)
-        oracle = Oracle(header, shared)
+        source = oracle.Oracle(header, shared)
         connection.send(b"R")
         while True:
             order, _ = receive(connection)
             if not order:
                 return
             if order["op"] == "parameters":
-                oracle.write_parameters(order["seed"])
+                source.write_parameters(order["seed"])
             else:
-                oracle.fill(order)
+                source.fill(order)
             if shared.device == "cuda":
                 torch.cuda.synchronize()
             connection.send(b"D")

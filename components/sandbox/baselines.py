@@ -6,15 +6,12 @@ candidate could see them. They are shared by the candidates of one task, each of
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import random
 import secrets
-import signal
 import threading
-import time
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,10 +20,11 @@ from components.config import Params
 from components.files import digest_bytes
 from components.sandbox import buffers
 from components.sandbox.correctness import Expected, Near
-from components.sandbox.mixing import Mix, bits, structured
+from components.sandbox.families import FAMILIES
+from components.sandbox.mixing import Mix, structured
 from components.sandbox.nursery import InfrastructureError, Nursery, Runner, RunnerError
+from components.sandbox.rounds import Arm, Dtype, Form, Part, Shape
 
-FAMILIES = ("given", "scaled", "shifted", "flipped", "integers", "wide")
 MAX_SETS = {"cpu": 32, "cuda": 256}
 """Most calls in one round."""
 MAX_ARM_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
@@ -34,14 +32,7 @@ MAX_ARM_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 BASES = 6
 """Input sets that the calls of timed rounds are mixed from (see `Mix`)."""
 
-BASELINE_LIMITS = 10
-"""How many times a candidate's limit one round of a baseline may last: the first one compiles."""
-
 _random = random.SystemRandom()
-
-Dtype = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
-Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=16)]
-Form = tuple[Shape, Dtype]
 
 
 class Description(BaseModel):
@@ -60,159 +51,6 @@ class Description(BaseModel):
 
 class TaskFault(Exception):
     """The task's own source fails: it is refused at admission, and no candidate is blamed for it."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Slots of one set, its stride in bytes, and the bytes of `sets` of them."""
-
-    slots: list[buffers.Slot]
-    stride: int
-    bytes: int
-
-    @staticmethod
-    def of(forms: list[Form], sets: int) -> Part:
-        slots, stride = buffers.layout([(tuple(shape), dtype) for shape, dtype in forms])
-        return Part(slots, stride, stride * sets)
-
-    def json(self) -> dict[str, Any]:
-        return {"slots": [[s.offset, list(s.shape), s.dtype] for s in self.slots], "stride": self.stride, "bytes": self.bytes}
-
-    def tensors(self, buffer: Any, index: int) -> list[torch.Tensor]:
-        return [buffer.tensor(buffers.Slot(index * self.stride + s.offset, s.shape, s.dtype)) for s in self.slots]
-
-
-class Arm:
-    """One measured runner with shared memory of its own."""
-
-    def __init__(self, bench: Bench, header: dict[str, Any], library: int | None, seconds: float):
-        self.bench = bench
-        self.role = header["role"]
-        self.changed = False
-        """Whether the candidate's last round changed its inputs."""
-        self.sizes = [slot.bytes for slot in bench.outputs.slots]
-        device = bench.params.device
-        self.inputs = buffers.make(device, bench.inputs.stride * (bench.slots + 1))
-        self.outputs = buffers.make(device, bench.outputs.stride * bench.slots) if device == "cuda" else None
-        self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
-        self.parameters = buffers.make(device, bench.parameters_part.bytes)  # its own, or one candidate could write what others load
-        layout: dict[str, Any] = {
-            "sets": bench.slots + 1,
-            "scalars": bench.description.scalars,
-            "names": [name for name, _, _ in bench.description.state],
-            "parameters": bench.parameters_part.json(),
-            "inputs": Part(bench.inputs.slots, bench.inputs.stride, self.inputs.size).json(),
-            "outputs": {"slots": bench.outputs.json()["slots"], "stride": bench.outputs.stride},
-        }
-        descriptors: tuple[int, ...] = (library if library is not None else bench.nursery.empty, self.parameters.fd, self.inputs.fd)
-        if self.outputs is not None:
-            layout["outputs"]["bytes"] = self.outputs.size
-            descriptors = (*descriptors, self.outputs.fd)
-        header = header | {"layout": layout, "precision": bench.params.precision, "init_inputs": bench.description.init_inputs}
-        self.runner: Runner | None = None
-        try:
-            self.parameters.raw().copy_(bench.parameters.raw())
-            self.write([bench.plain(i % bench.total) for i in range(bench.slots + 1)])
-            self.runner = bench.nursery.spawn(header, descriptors, seconds=seconds)
-            self.runner.receive()
-            self._freeze()
-        except BaseException:
-            self.close()
-            raise
-
-    def _freeze(self) -> None:
-        """Between its rounds an arm stands still, or its threads could slow the others down (on cuda: launch kernels that do)."""
-        if self.runner is not None:
-            self.runner.signal(signal.SIGSTOP)
-
-    def write(self, sets: list[Mix]) -> None:
-        """Copy input sets of the bank into this arm's memory, from its first slot on."""
-        for slot, mix in enumerate(sets):
-            for index, target in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
-                self.bench.mixed(mix, index, target.view(-1))
-
-    def round(self, operation: str, sets: list[Mix]) -> tuple[float, torch.Tensor]:
-        """One round over `sets`: seconds per call, and the results, read before the runner could do anything more to them.
-
-        On cpu the judge reads each result out of the runner's memory, and the figure is all CPU time of the runner's
-        threads from before the inputs exist until after the last result is read, so that no thread works outside of it;
-        an honest runner sleeps at both ends and pays nothing. On cuda it is the judge's wall time from before the inputs
-        exist until the results are copied away, without a pause in which a runner could compute unseen. Between, the inputs and
-        the output buffer are wiped: what was computed straight into that buffer is lost, and what was put off has lost its
-        inputs. One untimed launch wakes the device before.
-        """
-        assert self.runner is not None
-        if self.role != "candidate":  # a baseline lives for many candidates; what is limited is each of its rounds
-            self.runner.deadline = time.monotonic() + BASELINE_LIMITS * self.bench.params.sandbox.run_seconds
-        measure = self._host_round if self.outputs is None else self._device_round
-        seconds = measure(self.runner, operation, sets)
-        return seconds / len(sets), self.taken[: self.bench.outputs.stride * len(sets)]
-
-    def _host_round(self, runner: Runner, operation: str, sets: list[Mix]) -> float:
-        count = len(sets)
-        start = runner.cpu_seconds()
-        runner.signal(signal.SIGCONT)
-        self.write(sets)
-        runner.send({"op": operation, "sets": count})
-        for index in range(count):
-            addresses = runner.addresses(len(self.bench.outputs.slots))
-            places = [self.taken.data_ptr() + index * self.bench.outputs.stride + slot.offset for slot in self.bench.outputs.slots]
-            given = self.inputs.raw()[index * self.bench.inputs.stride : (index + 1) * self.bench.inputs.stride]
-            with buffers.marked(given) if self.role == "candidate" else contextlib.nullcontext():
-                runner.read(addresses, places, self.sizes)
-            runner.acknowledge()
-        runner.receive()
-        self._freeze()
-        seconds = runner.cpu_seconds() - start
-        self.changed = self._inputs_differ(sets)
-        return seconds
-
-    def _device_round(self, runner: Runner, operation: str, sets: list[Mix]) -> float:
-        assert self.outputs is not None
-        runner.signal(signal.SIGCONT)
-        if operation == "time":
-            runner.ask({"op": "warm", "sets": 0})  # before the inputs are there, or it could compute with them
-        start = time.perf_counter()
-        self.write(sets)
-        torch.cuda.synchronize()
-        runner.send({"op": operation, "sets": len(sets)})
-        runner.receive(b"C")
-        if operation == "check":  # in timed rounds nothing is gained by it, and looking would cost time on this clock
-            self.changed = self._inputs_differ(sets)
-        self.inputs.raw()[: self.bench.inputs.stride * len(sets)].fill_(0xFF)  # the scratch set stays
-        self.outputs.raw().fill_(0xFF)
-        torch.cuda.synchronize()
-        runner.acknowledge()
-        runner.receive()
-        self.taken.copy_(self.outputs.raw()[: self.taken.numel()])
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        self._freeze()
-        return seconds
-
-    def _inputs_differ(self, sets: list[Mix]) -> bool:
-        """Whether a candidate changed its inputs: working in place saves memory traffic that eager pays."""
-        if self.role != "candidate":
-            return False
-        for slot, mix in enumerate(sets):
-            for index, held in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
-                given = torch.empty_like(held)
-                self.bench.mixed(mix, index, given.view(-1))
-                if not torch.equal(bits(held), bits(given)):
-                    return True
-        return False
-
-    def grant(self, seconds: float) -> None:
-        """More time, for what it waited through no doing of its own."""
-        if self.runner is not None:
-            self.runner.deadline += seconds
-
-    def close(self) -> None:
-        if self.runner is not None:
-            self.runner.close()
-        for buffer in (self.inputs, self.outputs, self.parameters):
-            if buffer is not None:
-                buffer.close()
 
 
 class Bench:
@@ -264,7 +102,7 @@ class Bench:
         if self.per_round < 1:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
         self.slots = max(self.per_round, sandbox.correctness_sets)
-        self.families = [FAMILIES[i % len(FAMILIES)] for i in range(sandbox.correctness_sets)]
+        self.families = list(itertools.islice(itertools.cycle(FAMILIES), sandbox.correctness_sets))
         self.total = sandbox.correctness_sets + BASES
         device = self.params.device
         self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
@@ -338,6 +176,8 @@ class Bench:
             torch.lerp(first, self._turned(mix.second, index, mix.second_turns[index]), mix.weight, out=out)
         else:
             out.copy_(first)
+        if mix.family != "given" and out.is_floating_point():
+            out.copy_(FAMILIES[mix.family](out))
 
     def _turned(self, base: int, index: int, turn: int) -> torch.Tensor:
         """A flat view of one input of the bank, turned by `turn` elements."""
@@ -355,8 +195,9 @@ class Bench:
     def correctness_sets(self) -> list[Mix]:
         return [self.plain(i) for i in range(self.params.sandbox.correctness_sets)]
 
-    def fresh_sets(self) -> list[Mix]:
-        """Inputs for one timed round that no round had before."""
+    def fresh_sets(self, number: int = 0) -> list[Mix]:
+        """Inputs for timed round `number` that no round had before, of the family that the task gives but for one call of
+        each round: who counts its calls, to be right on the other families only while it is verified, meets them here."""
         sizes = [torch.Size(slot.shape).numel() if self.turns else 1 for slot in self.inputs.slots]
         bases = range(self.params.sandbox.correctness_sets, self.total)
         sets = []
@@ -364,6 +205,8 @@ class Bench:
             first, second = _random.sample(bases, 2)
             turns = [tuple(_random.randrange(max(1, size)) for size in sizes) for _ in range(2)]
             sets.append(Mix(first, second, turns[0], turns[1], _random.uniform(0.25, 0.75)))
+        other = _random.randrange(len(sets))
+        sets[other] = sets[other]._replace(family=self.families[number % len(self.families)])
         return sets
 
     def wrong(self, sets: list[Mix], taken: torch.Tensor, *, loose: bool = False) -> str | None:
@@ -374,13 +217,13 @@ class Bench:
                     return f"{reason}:{self.families[mix.first]}"
         return None
 
-    def differs(self, taken: torch.Tensor, reference: torch.Tensor, count: int) -> str | None:
-        """Why the outputs in `taken` are not those of a baseline on the same `count` inputs, or None."""
-        given = self.expected_outputs(self.families.index("given"))
-        for i in range(count):
-            for got, single, exact in zip(self._outputs(taken, i), self._outputs(reference, i), given, strict=True):
+    def differs(self, taken: torch.Tensor, reference: torch.Tensor, sets: list[Mix]) -> str | None:
+        """Why the outputs in `taken` are not those of a baseline on the same inputs, or None."""
+        for i, mix in enumerate(sets):
+            verified = self.expected_outputs(self.families.index(mix.family))
+            for got, single, exact in zip(self._outputs(taken, i), self._outputs(reference, i), verified, strict=True):
                 if (reason := Near(single, exact.slack).fault(got)) is not None:
-                    return f"{reason}:given"
+                    return f"{reason}:{mix.family}"
         return None
 
     def _outputs(self, taken: torch.Tensor, index: int) -> list[torch.Tensor]:

@@ -22,12 +22,13 @@ import torch
 
 from components.config import BadInput, Params
 from components.files import digest_bytes, digest_json
-from components.sandbox.baselines import Arm, Bench, TaskFault
+from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.correctness import compare
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
+from components.sandbox.rounds import Arm
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
-from components.sandbox.timing import net, paired_ratio
+from components.sandbox.timing import net, paired_ratio, settled
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
 from components.task import KernelTask, check_contract, load_task
 
@@ -121,7 +122,7 @@ class Judge:
                 return say("wrong_output", wrong, f"the output is wrong ({wrong.replace(':', ' on inputs of the family ')}).")
             secret = True
             with self._alone(candidate):
-                raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop})
+                raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop}, "eager")
             if failure is not None:
                 return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
             speedup = Speedup(eager=_ratio(raw, "eager"))
@@ -132,7 +133,7 @@ class Judge:
                 compiled = bench.arm("compile")
                 candidate.grant(time.monotonic() - waited)
                 with self._alone(candidate):
-                    second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "eager": eager, "noop": noop})
+                    second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "eager": eager, "noop": noop}, "compile")
                 if failure is not None:
                     return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
                 speedup = Speedup(eager=speedup.eager, compile=_ratio(second, "compile"))
@@ -165,14 +166,16 @@ class Judge:
             candidate.grant(time.monotonic() - waited)
             yield
 
-    def _phase(self, bench: Bench, arms: dict[str, Arm]) -> tuple[dict[str, list[float]], str | None]:
+    def _phase(self, bench: Bench, arms: dict[str, Arm], baseline: str) -> tuple[dict[str, list[float]], str | None]:
         """Alternating rounds of all arms, in rotating order, on inputs of the round's own; every output of the candidate must
         be eager's on the same inputs. Seconds per call by arm, and what was wrong. The first round is not counted: an arm
-        that stood still for a while took up to twice as long (seen on an H200)."""
+        that stood still for a while took up to twice as long (seen on an H200). Until the ratio to `baseline` is settled
+        there are twice as many rounds as before, up to `most_rounds`."""
+        sandbox = self.params.sandbox
         raw: dict[str, list[float]] = {name: [] for name in arms}
-        names = list(arms)
-        for number in range(self.params.sandbox.rounds + 1):
-            sets, taken = bench.fresh_sets(), {}
+        names, wanted, number = list(arms), sandbox.rounds, 0
+        while number <= wanted:
+            sets, taken = bench.fresh_sets(number), {}
             for name in names:
                 try:
                     seconds, taken[name] = arms[name].round("time", sets)
@@ -185,9 +188,12 @@ class Judge:
                     raw[name].append(seconds)
                 if arms[name].changed:
                     return raw, "inputs_changed"
-            if (reason := bench.differs(taken["candidate"], taken["eager"], len(sets))) is not None:
+            if (reason := bench.differs(taken["candidate"], taken["eager"], sets)) is not None:
                 return raw, reason
             names = [*names[1:], names[0]]
+            if number == wanted < sandbox.most_rounds and not settled(_ratio(raw, baseline)):
+                wanted = min(2 * wanted, sandbox.most_rounds)
+            number += 1
         return raw, None
 
     def _evidence(self, bench: Bench, files: dict[str, str]) -> dict[str, Any]:
@@ -258,7 +264,7 @@ class Judge:
                 seconds, taken = arm.round("time", fresh)
                 raw[name].append(seconds)
                 if name == "eager":
-                    if earlier is not None and bench.differs(taken, earlier, len(fresh)) is not None:
+                    if earlier is not None and bench.differs(taken, earlier, fresh) is not None:
                         return Admission(False, "not_deterministic", {})
                     earlier = taken.clone()
         evidence: dict[str, Any] = {

@@ -13,7 +13,7 @@ class Mix(NamedTuple):
 
     So every call has inputs that no call had before, although the task's source made only a few sets. An answer kept from
     an earlier call is wrong, and no element tells how this one was mixed: with turning alone a sum over everything would
-    stay the same, and with scaling alone it would be known from one element.
+    stay the same, and with scaling alone it would be known from one element. What comes out is then made one of `family`.
     """
 
     first: int
@@ -21,6 +21,7 @@ class Mix(NamedTuple):
     first_turns: tuple[int, ...]
     second_turns: tuple[int, ...]
     weight: float
+    family: str = "given"
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arms
+import refusal
+import shared
 import torch
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x04000000, 0x20000000, 0x40000000
@@ -152,10 +154,10 @@ def warm_up_inductor() -> None:
 
 
 def warm_up_torch() -> None:
-    """What torch imports at the first use, imported once for all runners: the first dispatch mode of a process cost 0.8 s."""
-    with arms.RefuseCompute(), torch.no_grad():
-        torch.empty(1).view(1)
-    arms.quiet(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
+    """What every runner would otherwise do for itself, done once before they are forked."""
+    for key in ("CPU", "CUDA"):
+        refusal.compute_operators(key)
+    shared.quiet(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
 
 
 def zygote(control: socket.socket, walled: bool) -> None:

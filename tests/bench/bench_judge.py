@@ -25,9 +25,9 @@ import judge_validity
 import numpy as np
 
 from components.config import PROJECT, resolve
-from components.sandbox.baselines import Arm
 from components.sandbox.build import Builder
 from components.sandbox.judge import Judge, read_workspace
+from components.sandbox.rounds import Arm
 from components.task import KernelTask, load_task
 
 TEMPLATE = PROJECT / "agent_workdir"

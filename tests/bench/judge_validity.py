@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import judge_world as world
 
-from components.sandbox.baselines import Arm
 from components.sandbox.build import SUFFIX
 from components.sandbox.judge import Judge
+from components.sandbox.rounds import Arm
 from components.sandbox.timing import net, paired_ratio
 from components.sandbox.verdict import MARGIN, Ratio
 from components.task import KernelTask
@@ -65,7 +65,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
 def measured(judge: Judge, arms: list[Arm]) -> Ratio:
     """Seconds of the second arm over those of the first, as a verdict would say it."""
     bench = arms[0].bench
-    raw, failure = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")})
+    raw, failure = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")}, "eager")
     assert failure is None, failure
     return paired_ratio(net(raw["eager"], raw["noop"]), net(raw["candidate"], raw["noop"]))
 
