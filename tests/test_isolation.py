@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import judge_world as world
@@ -120,4 +121,5 @@ def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:
 
 def test_sentinel_is_correct_after_all_this(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(judge_module, "MARGIN", math.inf)  # its speed is not asked for, nor the compile baseline
     assert judge.verdict(world.TASK, world.files("honest", "simd")).status == "correct"

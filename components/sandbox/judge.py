@@ -28,7 +28,7 @@ from components.sandbox.correctness import compare
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 from components.sandbox.rounds import Arm
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
-from components.sandbox.timing import net, paired_ratio, settled
+from components.sandbox.timing import net, paired_ratio, wanted_rounds
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
 from components.task import KernelTask, check_contract, load_task
 
@@ -191,8 +191,8 @@ class Judge:
             if (reason := bench.differs(taken["candidate"], taken["eager"], sets)) is not None:
                 return raw, reason
             names = [*names[1:], names[0]]
-            if number == wanted < sandbox.most_rounds and not settled(_ratio(raw, baseline)):
-                wanted = min(2 * wanted, sandbox.most_rounds)
+            if number == wanted:
+                wanted = wanted_rounds(_ratio(raw, baseline), number, sandbox.most_rounds)
             number += 1
         return raw, None
 

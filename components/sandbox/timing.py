@@ -15,8 +15,10 @@ The no-op reads and writes as many bytes as the outputs have, and any honest can
 smaller difference is noise, and as a divisor it would make a ratio of hundreds.
 """
 
-NARROW = 0.03
-"""Half a 95 % interval of the log-ratio with which equal code reads 5 % faster once in a thousand measurements."""
+NARROW = 0.025
+"""Half a 95 % interval of the log-ratio that is narrow enough: equal code then reads 5 % faster less than once in a thousand times."""
+UNCERTAIN_ROUNDS = 8
+"""Of so many rounds the interval is taken for twice as wide as it says."""
 
 
 def net(samples: list[float], noop: list[float]) -> np.ndarray:
@@ -25,13 +27,14 @@ def net(samples: list[float], noop: list[float]) -> np.ndarray:
     return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)
 
 
-def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, block: int = 2, resamples: int = 1000) -> Ratio:
+def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, resamples: int = 1000) -> Ratio:
     """Median of the paired log-ratios baseline / candidate, and its 95 % interval by a circular block bootstrap.
 
     Neighbouring rounds share the machine's state, so blocks of them are drawn, not single rounds.
     """
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
+    block = max(2, math.isqrt(count))
     generator = np.random.default_rng(0)
     starts = generator.integers(0, count, size=(resamples, -(-count // block)))
     index = ((starts[:, :, None] + np.arange(block)) % count).reshape(resamples, -1)[:, :count]
@@ -39,10 +42,13 @@ def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, block: int = 2,
     return Ratio(estimate=float(np.exp(np.median(logs))), low=float(np.exp(low)), high=float(np.exp(high)))
 
 
-def settled(ratio: Ratio) -> bool:
-    """Whether more rounds would say nothing new of `ratio`: its interval is narrow, or far from the margin that counts as faster.
+def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
+    """How many rounds there should be when `rounds` gave `ratio`: no more when its interval is narrow, or far from the margin
+    that counts as faster; else twice as many, up to `most`.
 
-    Far is twice the interval's half width, so that looking again and again makes no false gain likely.
+    Far is twice the interval's half width, so that looking again and again makes no false gain likely. An interval from few
+    rounds is itself uncertain, and is taken for wider than it says.
     """
-    half_width = math.log(ratio.high / ratio.low) / 2
-    return half_width <= max(NARROW, abs(math.log(ratio.estimate / MARGIN)) / 2)
+    half_width = math.log(ratio.high / ratio.low) / 2 * (1 + UNCERTAIN_ROUNDS / rounds)
+    settled = half_width <= max(NARROW, abs(math.log(ratio.estimate / MARGIN)) / 2)
+    return rounds if settled else max(rounds, min(2 * rounds, most))

@@ -1,12 +1,12 @@
-"""Evaluations per hour of the judge against the naive cycle, its latency by phase, and how true its figures are, in one run.
+"""Evaluations per hour of the judge against the naive cycle, and its latency by phase, in one run.
 
 The naive cycle is what the public workspace does for each candidate: a fresh Python that builds the kernel with
 `torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager, torch.compile and the candidate
 ten times each. Both judge the same kernel on the same task; the judge measures torch.compile for it too.
 
-    python tests/bench/bench_judge.py [REPEATS]
+    python tests/bench/bench_judge.py
 
-REPEATS (30) is the number of comparisons of each kind for the figures' validity.
+How true its figures are: judge_validity.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import judge_validity
 import numpy as np
 
 from components.config import PROJECT, resolve
@@ -113,12 +112,11 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
         for name, (owner, method) in PHASES.items():
             setattr(owner, method, originals[name])
     parts = [f"{name} {np.quantile(seconds, 0.5):.3f} / {np.quantile(seconds, 0.95):.3f}" for name, seconds in records.items()]
-    print(f"{in_flight} in flight, seconds p50 / p95: {', '.join(parts)}")
+    print(f"{in_flight} in flight, seconds p50 / p95: {', '.join(parts)}", flush=True)
     return records["all"]
 
 
 def main() -> None:
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 30
     task, files = load_task(TEMPLATE / "model.py"), read_workspace(TEMPLATE)
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("smoke").params, Path(folder))
@@ -127,11 +125,10 @@ def main() -> None:
         started = time.perf_counter()
         latency(judge, task, files, 3 * 16, 16)
         together = (time.perf_counter() - started) / (3 * 16)
-        judge_validity.report(judge, repeats)
         judge.close()
     own, naive = sorted(seconds)[REPEATS // 2], naive_seconds()
     spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with 16 in flight"
-    print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour")
+    print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""How true the judge's figures are: equal code, a known difference, doubled work. For bench_judge.py and judge_corpus.py.
+"""How true the judge's figures are: equal code, a known difference, doubled work. Also for tests/device/judge_corpus.py.
+
+    python tests/bench/judge_validity.py [REPEATS]
 
 Both arms of a comparison are candidates that repeat the same work a given number of times, each in a runner of its own,
 measured in the judge's own rounds and with its own estimator.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import judge_world as world
 
+from components.config import resolve
 from components.sandbox.build import SUFFIX
 from components.sandbox.judge import Judge
 from components.sandbox.rounds import Arm
@@ -102,3 +106,12 @@ def report(judge: Judge, repeats: int) -> None:
     """Equal code, ten per cent more work, twice the work."""
     for name, first, second in (("A/A", 10, 10), ("10 % more work", 10, 11), ("twice the work", 10, 20)):
         print(f"{name}: {validity(judge, first, second, repeats)}", flush=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(resolve("smoke").params, Path(folder))
+        try:
+            report(judge, int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+        finally:
+            judge.close()
