@@ -104,9 +104,12 @@ class Builder:
         template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
         self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX])
         self.binding = self.cache / f"binding-{self.base[:32]}.o"
-        self.binding_symbols = self._make_binding()
-        if device == "cpu":
-            self.includes.insert(0, f"-I{self._make_headers()}")
+        try:
+            self.binding_symbols = self._make_binding()
+            if device == "cpu":
+                self.includes.insert(0, f"-I{self._make_headers()}")
+        except subprocess.TimeoutExpired as error:
+            raise InfrastructureError(f"the judge's own binding did not compile in sandbox.build_seconds ({sandbox.build_seconds:g} s): raise it.") from error
 
     def _make_binding(self) -> frozenset[str]:
         symbols = self.binding.with_suffix(".symbols")
