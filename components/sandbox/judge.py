@@ -40,6 +40,9 @@ PLAIN_REASON = re.compile("wrong_number_of_outputs|not_a_plain_tensor|output_ali
 """All that is told of a fault once a candidate has seen timed inputs: others of its task get the same ones, and its own
 words could carry the answers to them."""
 ADMISSION_ROUNDS = 3
+ROUNDS_SHARE = 0.1
+"""More rounds are begun only while those before took less than this share of a candidate's limit: on a machine with many times
+more work than cores the rounds alone used it up."""
 STATUS_OF: dict[str, tuple[Status, str]] = {
     "crashed": ("crashed", "process_died"),
     "timed_out": ("timed_out", "run_limit"),
@@ -170,8 +173,8 @@ class Judge:
         """Alternating rounds of all arms, in rotating order, on inputs of the round's own; every output of the candidate must
         be eager's on the same inputs. Seconds per call by arm, and what was wrong. The first round is not counted: an arm
         that stood still for a while took up to twice as long (seen on an H200). Until the ratio to `baseline` is settled
-        there are twice as many rounds as before, up to `most_rounds`."""
-        sandbox = self.params.sandbox
+        there are twice as many rounds as before, up to `most_rounds` and while that takes a small part of the candidate's limit."""
+        sandbox, started = self.params.sandbox, time.monotonic()
         raw: dict[str, list[float]] = {name: [] for name in arms}
         names, wanted, number = list(arms), sandbox.rounds, 0
         while number <= wanted:
@@ -191,7 +194,7 @@ class Judge:
             if (reason := bench.differs(taken["candidate"], taken["eager"], sets)) is not None:
                 return raw, reason
             names = [*names[1:], names[0]]
-            if number == wanted:
+            if number == wanted and time.monotonic() - started < ROUNDS_SHARE * sandbox.run_seconds:
                 wanted = wanted_rounds(_ratio(raw, baseline), number, sandbox.most_rounds)
             number += 1
         return raw, None

@@ -103,7 +103,8 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
 
     def one(number: int) -> None:
         fresh = files | {"kernels/forward.cpp": files["kernels/forward.cpp"] + f"// {in_flight} {number}\n"}  # another content: built anew
-        assert judge.verdict(task, fresh, always_compile=True).status == "correct"
+        verdict = judge.verdict(task, fresh, always_compile=True)
+        assert verdict.status == "correct", verdict
 
     try:
         with ThreadPoolExecutor(in_flight) as executor:
