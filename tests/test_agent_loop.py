@@ -222,8 +222,14 @@ def test_a_server_of_the_openai_protocol_answers_with_native_calls() -> None:
 @pytest.mark.parametrize("status", [429, 500, 503, 0])
 def test_a_busy_server_is_asked_again(status: int) -> None:
     pauses: list[float] = []
-    turn = ask(lambda number, body: (status, b"busy", {"Retry-After": "7"}) if number < 2 else (200, completion("ok"), {}), pauses)
-    assert turn.content == "ok" and len(pauses) == 2
+    seeds: list[int] = []
+
+    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        seeds.append(body["seed"])
+        return (status, b"busy", {"Retry-After": "7"}) if number < 2 else (200, completion("ok"), {})
+
+    assert ask(answers, pauses).content == "ok"
+    assert len(pauses) == 2 and seeds == [1, 2, 3]
     assert all(pause >= (7 if status else 0.25) for pause in pauses)
 
 
@@ -247,6 +253,20 @@ def test_a_server_that_answers_nonsense_is_named_in_one_sentence(status: int, te
     with pytest.raises(ServerFailed) as raised:
         ask(lambda number, body: (status, text, {}))
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_client, "REQUEST_SECONDS", 0.2)
+    heard: list[int] = []
+
+    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        heard.append(number)
+        time.sleep(0.6)
+        return 0, b"", {}
+
+    with pytest.raises(ServerFailed, match=r"has not answered within 0\.2 s"):
+        ask(answers)
+    assert heard == [0]
 
 
 def test_a_refusal_of_tools_is_told_apart() -> None:
