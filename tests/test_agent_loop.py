@@ -264,8 +264,8 @@ def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.6)
         return 0, b"", {}
 
-    with pytest.raises(ServerFailed, match=r"has not answered within 0\.2 s"):
-        ask(answers)
+    with server(answers) as url, pytest.raises(ServerFailed, match=r"has not answered within 0\.2 s"):
+        ChatClient(url, "tiny").turn([], tools=(), max_new_tokens=9, temperature=1.0, seed=1)
     assert heard == [0]
 
 
