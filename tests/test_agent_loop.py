@@ -114,7 +114,7 @@ def test_the_clock_ends_a_trajectory_between_turns() -> None:
     assert (trajectory.finish_reason, trajectory.turns) == ("time", ())
 
 
-def test_sixty_four_trajectories_go_on_side_by_side_and_lose_nothing() -> None:
+def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
     world = World()
 
     def lines(index: int, turn: int) -> str:
@@ -129,7 +129,8 @@ def test_sixty_four_trajectories_go_on_side_by_side_and_lose_nothing() -> None:
         assert trajectory.files["kernels/forward.cpp"] == f"// {3.0 + index / 100}\n"
         assert [turn.calls[1].observation.splitlines()[0] for turn in trajectory.turns[:3]] == ["[PASS] verify success", "42", "[PASS] verify success"]
         assert len(trajectory.verdicts) == 4 and trajectory.finish_reason == "stop"
-    assert len(world.judged) == 64 * 4
+    speeds = [float(dict(candidate.files)["kernels/forward.cpp"].removeprefix("// ")) for candidate, _ in world.judged]
+    assert len(speeds) == 64 * 4 and [int(speed) for speed in speeds] == [1] * 64 + [2] * 64 + [3] * 128
 
 
 def test_whatever_a_policy_writes_is_read_back(tmp_path: Path) -> None:
