@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -202,7 +203,8 @@ def trajectory_replay(
         resolved = resolved_params(profile, [*(sets or []), f"device={device}"], home, params_file)
         pool, console = open_pool(resolved.params, home_of(resolved) / "verdicts"), people()
         try:
-            found = replay(trajectory, resolved.params, pool, epoch=f"replay/{trajectory.policy_version}")
+            # An epoch of its own, so that no verdict comes from the journal of an earlier replay.
+            found = replay(trajectory, resolved.params, pool, epoch=f"replay/{uuid.uuid4().hex}")
         finally:
             pool.close()
         calls = sum(len(turn.calls) for turn in trajectory.turns)
@@ -210,7 +212,7 @@ def trajectory_replay(
             place = f"turn {difference.turn}, call {difference.call}" if difference.turn else "at the end"
             console.print(f"{place}, {difference.tool}:", style="bold", highlight=False, markup=False)
             console.print(f"  recorded: {difference.recorded}\n  replayed: {difference.replayed}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"trajectory {number}: {calls} calls, {len(found)} differences", highlight=False)
+        console.print(f"trajectory {number}: {calls} calls, {len(found)} difference{'' if len(found) == 1 else 's'}", highlight=False)
         out({"trajectory": number, "calls": calls, "differences": [dataclasses.asdict(difference) for difference in found]})
     if found:
         raise typer.Exit(1)

@@ -114,7 +114,7 @@ def test_the_clock_ends_a_trajectory_between_turns() -> None:
     assert (trajectory.finish_reason, trajectory.turns) == ("time", ())
 
 
-def test_sixty_four_trajectories_go_on_side_by_side_and_lose_nothing() -> None:
+def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
     world = World()
 
     def lines(index: int, turn: int) -> str:
@@ -129,7 +129,8 @@ def test_sixty_four_trajectories_go_on_side_by_side_and_lose_nothing() -> None:
         assert trajectory.files["kernels/forward.cpp"] == f"// {3.0 + index / 100}\n"
         assert [turn.calls[1].observation.splitlines()[0] for turn in trajectory.turns[:3]] == ["[PASS] verify success", "42", "[PASS] verify success"]
         assert len(trajectory.verdicts) == 4 and trajectory.finish_reason == "stop"
-    assert len(world.judged) == 64 * 4
+    speeds = [float(dict(candidate.files)["kernels/forward.cpp"].removeprefix("// ")) for candidate, _ in world.judged]
+    assert len(speeds) == 64 * 4 and [int(speed) for speed in speeds] == [1] * 64 + [2] * 64 + [3] * 128
 
 
 def test_whatever_a_policy_writes_is_read_back(tmp_path: Path) -> None:
@@ -222,8 +223,14 @@ def test_a_server_of_the_openai_protocol_answers_with_native_calls() -> None:
 @pytest.mark.parametrize("status", [429, 500, 503, 0])
 def test_a_busy_server_is_asked_again(status: int) -> None:
     pauses: list[float] = []
-    turn = ask(lambda number, body: (status, b"busy", {"Retry-After": "7"}) if number < 2 else (200, completion("ok"), {}), pauses)
-    assert turn.content == "ok" and len(pauses) == 2
+    seeds: list[int] = []
+
+    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        seeds.append(body["seed"])
+        return (status, b"busy", {"Retry-After": "7"}) if number < 2 else (200, completion("ok"), {})
+
+    assert ask(answers, pauses).content == "ok"
+    assert len(pauses) == 2 and seeds == [1, 2, 3]
     assert all(pause >= (7 if status else 0.25) for pause in pauses)
 
 
@@ -247,6 +254,17 @@ def test_a_server_that_answers_nonsense_is_named_in_one_sentence(status: int, te
     with pytest.raises(ServerFailed) as raised:
         ask(lambda number, body: (status, text, {}))
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_client, "REQUEST_SECONDS", 0.2)
+
+    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        time.sleep(0.6)
+        return 0, b"", {}
+
+    with server(answers) as url, pytest.raises(ServerFailed, match=r"has not answered within 0\.2 s"):
+        ChatClient(url, "tiny", pause=lambda seconds: pytest.fail("asked again")).turn([], tools=(), max_new_tokens=9, temperature=1.0, seed=1)
 
 
 def test_a_refusal_of_tools_is_told_apart() -> None:

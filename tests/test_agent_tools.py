@@ -231,12 +231,20 @@ def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(u
     begun = time.monotonic()
     assert use("Bash", command=f"setsid nohup sleep {marker} & disown; echo gone") == "gone\n"
     assert time.monotonic() - begun < 10
-    assert any(f"sleep\0{marker}" in line for line in command_lines())
+    assert comes_to_pass(lambda: sleeps(marker))  # the shell's answer may come before the child has become `sleep`
     tools.close()
+    assert comes_to_pass(lambda: not sleeps(marker))
+
+
+def comes_to_pass(claim: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 10
-    while any(f"sleep\0{marker}" in line for line in command_lines()) and time.monotonic() < deadline:
+    while not claim() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(f"sleep\0{marker}" in line for line in command_lines())
+    return claim()
+
+
+def sleeps(marker: str) -> bool:
+    return any(f"sleep\0{marker}" in line for line in command_lines())
 
 
 def command_lines() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from agent_world import EVIDENCE, MEASURE, TASK, Script, World, call, params, tokenizer, verdict_of, write
-from test_cli import command, one_sentence
 
 from components.agent.handover import check_out, drop_in, hand_over, headline
 from components.agent.loop import run_episodes
@@ -22,10 +22,12 @@ from components.agent.modules import user_task
 from components.agent.optimize import Outcome, optimize
 from components.agent.policies import Effort, FolderPolicy, folder_policy, with_policy
 from components.agent.trajectory import Trajectory
+from components.cli import main
 from components.config import PROJECT, BadInput, Params
 from components.policy.demonstrations import write_kernel
 from components.policy.operators_source import composed_form
 from components.progress import Quiet
+from components.sandbox import pools
 from components.sandbox.judge import Admission, Judge
 from components.sandbox.pool import Job, LocalPool
 from components.sandbox.verdict import Verdict
@@ -220,32 +222,69 @@ def test_the_drop_in_loads_its_library_before_anything_needs_it() -> None:
     assert text.index("from __future__") < text.index("spec_from_file_location") < text.index("\nimport cuda_extension\n")
 
 
-@pytest.fixture
-def pool(judge: Judge, tmp_path: Path) -> Iterator[LocalPool]:
+@pytest.fixture(scope="module")
+def pool(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
     """A pool over the judge that all tests share."""
-    made = LocalPool(judge.params, tmp_path / "verdicts")
+    made = LocalPool(judge.params, tmp_path_factory.mktemp("pool") / "verdicts")
     made._judge = judge
     yield made
     made.executor.shutdown()
 
 
-def test_a_module_of_ones_own_ends_as_a_drop_in_that_computes_the_same(tmp_path: Path, judge: Judge, pool: LocalPool) -> None:
-    task = example("gated_gelu")
+@pytest.fixture(scope="module")
+def optimised(judge: Judge, pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `out` of an optimisation under the real judge: a slow kernel first, then a fast one."""
+    task = example("energy_score")  # of the examples the one whose gain, 2.3 times, no load of the machine hides
     kernels = {style: write_kernel(composed_form(task.code) or "", style, "cpu") for style in ("passes", "simd")}
     said = [call("Write", file_path="kernels/forward.cpp", content=kernels[style]) for style in ("passes", "simd")]
     outcome = search(lambda i, t: f"{said[t]}\n{call('Bash', command=MEASURE)}" if t < 2 else "Done.", pool, attempts=1, task=task)
     assert outcome.verdict is not None and outcome.verdict.status == "correct" and outcome.files["kernels/forward.cpp"] == kernels["simd"]
     assert outcome.found, headline(outcome)
-    record = hand_over(outcome, params(), tmp_path / "out", judge.builder.cache, "script")
-    assert record["found"] and json.loads((tmp_path / "out" / "result.json").read_text()) == record
+    out = tmp_path_factory.mktemp("optimised") / "out"
+    record = hand_over(outcome, params(), out, judge.builder.cache, "script")
+    assert record["found"] and json.loads((out / "result.json").read_text()) == record
+    return out
+
+
+def test_a_module_of_ones_own_ends_as_a_drop_in_that_computes_the_same(optimised: Path) -> None:
     probe = (
         "import sys, torch; sys.path.insert(0, 'out'); from model_new import ModelNew\n"
         "sys.path.insert(0, 'out/workspace'); from model import Model, get_inputs\n"
         "old, new = Model(), ModelNew(); new.load_state_dict(old.state_dict()); x = get_inputs()\n"
         "torch.testing.assert_close(new(*x), old(*x)); print('same')"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=optimised.parent, check=False)
     assert done.stdout == "same\n", done.stderr
+
+
+@pytest.fixture
+def cuda_agent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command in this process: exit code, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cuda-agent", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capfd.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_record(
+    tmp_path: Path, optimised: Path, pool: LocalPool, cuda_agent: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(optimised / "trajectories", tmp_path / "trajectories")
+    record = tmp_path / "trajectories" / "trajectories.jsonl"
+    record.write_text(record.read_text().replace("Written kernels/forward.cpp.", "Written elsewhere.", 1))
+    monkeypatch.setattr(pools, "open_pool", lambda params, verdicts: pool)
+    monkeypatch.setattr(pool, "close", lambda: None)
+    measured = len(list(pool.verdicts.rglob("*.json")))
+    code, _, said = cuda_agent("trajectory", "replay", str(tmp_path), "--profile", "ci")
+    assert code == 1 and said == (
+        "turn 1, call 1, Write:\n  recorded: Written elsewhere.\n  replayed: Written kernels/forward.cpp.\ntrajectory 1: 4 calls, 1 difference\n"
+    )
+    assert len(list(pool.verdicts.rglob("*.json"))) == measured + 2
 
 
 def test_the_loop_of_a_folder_policy_is_made_of_its_own_parameters() -> None:
@@ -266,8 +305,12 @@ def test_the_loop_of_a_folder_policy_is_made_of_its_own_parameters() -> None:
     ],
     ids=["no_file", "no_policy", "no_server", "server_is_down", "no_contract"],
 )
-def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, arguments: list[str], says: str) -> None:
-    assert says in one_sentence(command("optimize", *arguments, "--home", str(tmp_path / "home"), cwd=tmp_path))
+def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, cuda_agent: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, said = cuda_agent("optimize", *arguments, "--home", str(tmp_path / "home"))
+    assert (code, out, said.count("\n")) == (2, "", 1) and says in said
     assert list(tmp_path.iterdir()) == []
 
 

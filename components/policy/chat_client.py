@@ -1,7 +1,7 @@
 """Asking an OpenAI-compatible server for an assistant's turn: POST /chat/completions, nothing else of the protocol.
 
-A busy or stumbling server (429, 5xx, no connection) is asked again with growing pauses; a server that answers nonsense
-is not. The key is read from OPENAI_API_KEY and never written anywhere.
+A busy or stumbling server (429, 5xx, no connection) is asked again with growing pauses and another seed; a server that
+answers nonsense, or hangs, is not. The key is read from OPENAI_API_KEY and never written anywhere.
 """
 
 from __future__ import annotations
@@ -150,9 +150,13 @@ class ChatClient:
             if attempt:
                 longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
                 self.pause(max(asked_to_wait, longest * random.uniform(0.5, 1.0)))
+                # `transformers serve` answers 500 to half a tool call: what this seed made the model say, it would say again.
+                body = body | {"seed": body["seed"] + 1} if body is not None else None
             try:
                 with self.http.stream(method, path, json=body) as response:
                     text = _read(response)
+            except httpx.ReadTimeout as error:  # it hangs; to wait as long again, five times, helps nobody
+                raise ServerFailed(f"the server has not answered within {REQUEST_SECONDS:g} s") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
                 said = f"no answer ({type(error).__name__}: {str(error)[:200]})"
                 continue
