@@ -78,9 +78,8 @@ def data_check(
 
     with answer(as_json) as out:
         resolved = _against(resolved_params(profile, sets, "", params_file), against)
-        from components.files import digest_file
         from components.synthesis.importing import examine, read_public
-        from components.task import read_tasks
+        from components.task import dataset_version, read_tasks
 
         path = _parquet(where)
         # A data set of ours says itself which rows are held out; in any other the operators decide.
@@ -92,7 +91,7 @@ def data_check(
             table.add_row(str(finding.row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
         if refused:
             console.print(table, markup=False)
-        version = digest_file(path)
+        version = dataset_version(path)
         console.print(f"{path}: {len(tasks)} tasks, {len(refused)} refused, version {version}", highlight=False, soft_wrap=True)
         rows = [{"row": finding.row, "reason": finding.reason, "detail": finding.detail} for finding in refused]
         counts = dict(Counter(finding.reason for finding in refused).most_common())

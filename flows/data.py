@@ -25,9 +25,10 @@ from components.config import PROJECT, BadInput, Params
 from components.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.progress import Progress
 from components.synthesis.mining import versions
+from components.task import dataset_version
 from flows.runs import Busy, Night, digest_sources
 from flows.steps import Record
-from flows.versions import keep_pointer, remote_settings
+from flows.versions import holds, keep_pointer, remote_settings
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
@@ -86,10 +87,10 @@ def _absolute(params: Params) -> dict[str, Any]:
 
 
 def keep_version(night: Night, workspace: Path) -> Record:
-    """Copy the data set to `datasets/<version>`; its version is the digest of tasks.parquet."""
-    version = digest_file(workspace / OUTPUT / "tasks.parquet")
+    """Copy the data set to `datasets/<version>`; equal versions are kept once."""
+    version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = night.home / "datasets" / version
-    if not (folder / "tasks.parquet").is_file() or digest_file(folder / "tasks.parquet") != version:
+    if not holds(folder, version):
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
             shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")

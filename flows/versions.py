@@ -17,8 +17,9 @@ from pathlib import Path
 import yaml
 
 from components.config import BadInput, Params
-from components.files import atomic_folder, digest_file
+from components.files import atomic_folder
 from components.storage import Store, open_store
+from components.task import dataset_version
 
 POINTER = "data.dvc"
 
@@ -38,7 +39,7 @@ def push(params: Params, home: Path, folder: Path) -> str:
     tasks = folder / "tasks.parquet"
     if not tasks.is_file():
         raise BadInput(f"{folder}: holds no tasks.parquet; give the folder of a data set.")
-    version = digest_file(tasks)
+    version = dataset_version(tasks)
     store = open_store(params.store, home)
     if not store.exists(_key(version)):
         with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
@@ -73,17 +74,25 @@ def pull(params: Params, home: Path, version: str) -> Path:
                 store.get(f"datasets/by-prefix/{version[:8]}", workspace / "version")
                 version = (workspace / "version").read_text()
             folder = home / "datasets" / version
-            if (folder / "tasks.parquet").is_file() and digest_file(folder / "tasks.parquet") == version:
+            if holds(folder, version):
                 return folder
             store.get(_key(version), workspace / POINTER)
         except KeyError as error:
             raise BadInput(f"{remote_url(params, home)}: holds no version {version}; give one that a run or cuda-agent data push has kept.") from error
         _dvc(workspace, ["pull", "--quiet"])
-        if digest_file(workspace / "data" / "tasks.parquet") != version:
-            raise BadInput(f"{remote_url(params, home)}: what is kept as {version} has another digest; push it again from a good copy.")
+        if not holds(workspace / "data", version):
+            raise BadInput(f"{remote_url(params, home)}: what is kept as {version} is something else; push it again from a good copy.")
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / "data", temporary, dirs_exist_ok=True)
     return folder
+
+
+def holds(folder: Path, version: str) -> bool:
+    """Whether this version lies in the folder, whole."""
+    try:
+        return dataset_version(folder / "tasks.parquet") == version
+    except BadInput:
+        return False
 
 
 def _key(version: str) -> str:

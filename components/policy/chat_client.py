@@ -88,13 +88,15 @@ class ChatTurn(_Lenient):
 class ChatClient:
     """One server and one of its models; may be used from many threads. `version` names both."""
 
-    def __init__(self, url: str, model: str = "", *, pause: Callable[[float], None] = time.sleep):
-        """`model` may be empty: then the server's first one is taken at the first request. `pause` waits between tries."""
+    def __init__(self, url: str, model: str = "", *, named: str = "--policy", pause: Callable[[float], None] = time.sleep):
+        """`model` may be empty: then the server's first one is taken at the first request. `named`: what gave
+        the address, for messages. `pause` waits between tries."""
         base = url.rstrip("/")
         base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY", "")
         self.url = base
         self.model = model
+        self.named = named
         self.pause = pause
         self.choosing = threading.Lock()
         try:
@@ -107,7 +109,7 @@ class ChatClient:
             if self.http.base_url.scheme not in ("http", "https") or not self.http.base_url.host:
                 raise httpx.InvalidURL("http://HOST:PORT is expected")
         except httpx.InvalidURL as error:
-            raise BadInput(f"--policy {url}: not an address ({error}); give for instance http://localhost:8000/v1.") from error
+            raise BadInput(f"{named} {url}: not an address ({error}); give for instance http://localhost:8000/v1.") from error
 
     @property
     def version(self) -> str:
@@ -121,9 +123,9 @@ class ChatClient:
                     found = self._request("GET", "/models", None, FIRST_TRIES)["data"]
                     self.model = str(found[0]["id"])
                 except ServerFailed as error:
-                    raise BadInput(f"--policy {self.url}: {error}; start the server or mend the address.") from error
+                    raise BadInput(f"{self.named} {self.url}: {error}; start the server or mend the address.") from error
                 except (KeyError, IndexError, TypeError) as error:
-                    raise BadInput(f"--policy {self.url}: the server names no model; give one with --model.") from error
+                    raise BadInput(f"{self.named} {self.url}: the server names no model; name one.") from error
             return self.model
 
     def turn(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], max_new_tokens: int, temperature: float, seed: int) -> ChatTurn:
