@@ -28,7 +28,7 @@ from components.synthesis.mining import versions
 from components.task import dataset_version
 from flows.runs import Busy, Night, digest_sources
 from flows.steps import Record
-from flows.versions import holds, keep_pointer, remote_settings
+from flows.versions import holds, initialised, keep_pointer
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
@@ -66,12 +66,7 @@ def made_by(night: Night) -> str:
 
 def prepare_workspace(night: Night) -> Path:
     """The DVC project of this home: dvc.yaml as it is in the source, params.yaml as it was resolved, the remote."""
-    workspace = night.home / "dvc"
-    workspace.mkdir(parents=True, exist_ok=True)
-    if not (workspace / ".dvc" / "config").is_file():
-        shutil.rmtree(workspace / ".dvc", ignore_errors=True)
-        dvc(workspace, ["init", "--no-scm"], night, None)
-    _write(workspace / ".dvc" / "config", remote_settings(night.params, night.home))
+    workspace = initialised(night.home / "dvc", night.params, night.home)
     _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
     _write(workspace / "params.yaml", yaml.safe_dump(_absolute(night.params), sort_keys=False))
     return workspace

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from components.config import BadInput, Params
-from components.files import atomic_folder
+from components.files import atomic_folder, atomic_write
 from components.storage import Store, open_store
 from components.task import dataset_version
 
@@ -28,8 +28,15 @@ def remote_url(params: Params, home: Path) -> str:
     return f"{params.store.url.rstrip('/')}/dvc" if params.store.url else str(home / "remote")
 
 
-def remote_settings(params: Params, home: Path) -> str:
-    """The text of .dvc/config: no repository, and the remote."""
+def initialised(workspace: Path, params: Params, home: Path) -> Path:
+    """The folder as a workspace of DVC, without a repository; an equal setting is left untouched, so that DVC sees no change."""
+    config, text = workspace / ".dvc" / "config", _settings(params, home)
+    if not config.is_file() or config.read_text() != text:
+        atomic_write(config, text)
+    return workspace
+
+
+def _settings(params: Params, home: Path) -> str:
     lines = ["[core]", "    no_scm = True", "    analytics = false", "    remote = store", "['remote \"store\"']", f"    url = {remote_url(params, home)}"]
     return "\n".join([*lines, *([f"    endpointurl = {params.store.endpoint}"] if params.store.endpoint else [])]) + "\n"
 
@@ -43,7 +50,7 @@ def push(params: Params, home: Path, folder: Path) -> str:
     store = open_store(params.store, home)
     if not store.exists(_key(version)):
         with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
-            workspace = _workspace(params, home, Path(name))
+            workspace = initialised(Path(name), params, home)
             shutil.copytree(folder, workspace / "data", ignore=shutil.ignore_patterns("dvc.lock"))
             _dvc(workspace, ["add", "--quiet", "data"])
             _dvc(workspace, ["push", "--quiet"])
@@ -68,7 +75,7 @@ def pull(params: Params, home: Path, version: str) -> Path:
     Raises BadInput when no such version was kept, or when what comes back is not it."""
     store = open_store(params.store, home)
     with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
-        workspace = _workspace(params, home, Path(name))
+        workspace = initialised(Path(name), params, home)
         try:
             if len(version) < 64:
                 store.get(f"datasets/by-prefix/{version[:8]}", workspace / "version")
@@ -109,12 +116,6 @@ def _put_text(store: Store, home: Path, key: str, text: str) -> None:
         with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
             (Path(name) / "text").write_text(text)
             store.put(key, Path(name) / "text")
-
-
-def _workspace(params: Params, home: Path, folder: Path) -> Path:
-    _dvc(folder, ["init", "--no-scm", "--quiet"])
-    (folder / ".dvc" / "config").write_text(remote_settings(params, home))
-    return folder
 
 
 def _dvc(workspace: Path, arguments: Sequence[str]) -> None:

@@ -13,15 +13,16 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
-from synthesis_world import InProcess, parameters
+from synthesis_world import CI, InProcess, parameters
+from typer.testing import CliRunner
 
+from components.cli import app
 from components.config import PROJECT, BadInput, resolve
 from components.progress import Quiet
 from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
 from components.synthesis.contamination import Programs, graph, similarity, subtrees
 from components.synthesis.dataset import build
-from components.synthesis.stages import main, read_params
+from components.synthesis.stages import main
 from components.task import check_contract, dataset_version, read_tasks
 
 
@@ -198,24 +199,21 @@ def test_a_hopeless_window_ends_with_the_reason(tmp_path: Path) -> None:
     assert not (tmp_path / "tasks").exists()
 
 
-def test_the_command_reads_resolved_parameters_and_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved = tmp_path / "params.yaml"
-    resolved.write_text(yaml.safe_dump(parameters().model_dump(mode="json")))
-    monkeypatch.setenv("CUDA_AGENT_PROFILE", "ci")
-    assert read_params(resolved) == parameters()
-    assert read_params(PROJECT / "params.yaml") == resolve("ci").params
-    assert main(["tasks", "--params", str(tmp_path / "missing.yaml"), "--out", str(tmp_path / "x")]) == 2
-
-
 def test_dvc_accepts_the_stages(tmp_path: Path) -> None:
     (tmp_path / "dvc.yaml").write_text((PROJECT / "dvc.yaml").read_text())
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(parameters().model_dump(mode="json")))
+    CliRunner().invoke(app, ["params", "--profile", "ci", "--write", str(tmp_path / "params.yaml"), *(f"--set={item}" for item in CI)])
+    assert resolve(path=tmp_path / "params.yaml").params == parameters()
+    assert main(["tasks", "--params", str(tmp_path / "missing.yaml"), "--out", str(tmp_path / "x")]) == 2
+
+    def run(*command: str) -> str:
+        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": str(PROJECT)}
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env=environment).stdout
 
     def dvc(*arguments: str) -> str:
-        command = [sys.executable, "-m", "dvc", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "DVC_NO_ANALYTICS": "1"}).stdout
+        return run(sys.executable, "-m", "dvc", *arguments)
 
-    dvc("init", "--no-scm", "--quiet")
+    run("git", "init", "--quiet")
+    dvc("init", "--quiet")
     assert main(["seeds", "--params", str(tmp_path / "params.yaml"), "--out", str(tmp_path / "data" / "seeds")]) == 0
     build(parameters(), tmp_path / "data" / "tasks", InProcess(), Quiet())
     dvc("commit", "--force", "--quiet", "seeds", "tasks")
@@ -223,3 +221,10 @@ def test_dvc_accepts_the_stages(tmp_path: Path) -> None:
     assert json.loads(dvc("metrics", "show", "--json"))[""]["data"]["data/tasks/metrics.json"]["data"]["train"] == 12
     dvc("plots", "show", "--out", "plots")
     assert "Funnel" in (tmp_path / "plots" / "index.html").read_text()
+    run("git", "add", "--all")
+    run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "base")
+    # Nothing was changed, so nothing runs; a window that holds nothing reaches the stage and stops it.
+    assert "did not change" in dvc("exp", "run", "--name", "same")
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        dvc("exp", "run", "-S", "data.numel=[10, 20]", "-S", "data.seed=5")
+    assert "data.numel: no shape between 10 and 20" in failed.value.stderr

@@ -170,9 +170,8 @@ class Builder:
         with atomic_folder(out) as folder:
             write_tasks(folder / "tasks.parquet", self.admitted)
             similarities = tuple(sorted(similarity for similarity, _ in self.rubric.nearest_programs.values()))
-            summary = Summary(
-                dataset_version(folder / "tasks.parquet"), self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities
-            )
+            version = dataset_version(folder / "tasks.parquet")
+            summary = Summary(version, self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities)
             write_summary(folder, self.params, summary)
         return summary
 

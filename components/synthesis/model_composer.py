@@ -65,9 +65,7 @@ class ModelComposer:
                 read = self._read(ops, answer.result())
                 fruitless = fruitless + 1 if isinstance(read, Rejection) else 0
                 if isinstance(read, Rejection) and fruitless >= FRUITLESS:
-                    raise BadInput(
-                        f"data.composer: the last {FRUITLESS} answers of {self.client.version} held no source ({read.reason}); name a model that can."
-                    )
+                    raise BadInput(f"data.composer_model: {FRUITLESS} answers in a row held no source ({read.reason}); name a model that writes one.")
                 yield read
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
