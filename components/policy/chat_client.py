@@ -89,14 +89,13 @@ class ChatClient:
     """One server and one of its models; may be used from many threads. `version` names both."""
 
     def __init__(self, url: str, model: str = "", *, named: str = "--policy", pause: Callable[[float], None] = time.sleep):
-        """`model` may be empty: then the server's first one is taken at the first request. `named`: what gave
-        the address, for messages. `pause` waits between tries."""
+        """`model` may be empty: then the server's first one is taken at the first request. `named` gave the address.
+        `pause` waits between tries."""
         base = url.rstrip("/")
         base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY", "")
         self.url = base
         self.model = model
-        self.named = named
         self.pause = pause
         self.choosing = threading.Lock()
         try:
@@ -123,9 +122,9 @@ class ChatClient:
                     found = self._request("GET", "/models", None, FIRST_TRIES)["data"]
                     self.model = str(found[0]["id"])
                 except ServerFailed as error:
-                    raise BadInput(f"{self.named} {self.url}: {error}; start the server or mend the address.") from error
+                    raise BadInput(f"--policy {self.url}: {error}; start the server or mend the address.") from error
                 except (KeyError, IndexError, TypeError) as error:
-                    raise BadInput(f"{self.named} {self.url}: the server names no model; name one.") from error
+                    raise BadInput(f"--policy {self.url}: the server names no model; give one with --model.") from error
             return self.model
 
     def turn(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], max_new_tokens: int, temperature: float, seed: int) -> ChatTurn:
