@@ -30,7 +30,7 @@ def in_child(home: Path, seconds: float | None) -> int:
     if pid == 0:
         if seconds is not None:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        params = parameters("data.tasks=24", "data.held_out=6")
+        params = parameters("data.tasks=8", "data.held_out=2")
         build(params, home / "tasks", Unwalled(params, home / "verdicts"), Quiet())
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
