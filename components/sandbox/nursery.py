@@ -282,6 +282,7 @@ class Nursery:
         pid = struct.unpack("3i", credentials[0])[0]
         try:
             process = os.pidfd_open(pid)
+            ours.send(b"G")
         except OSError as error:
             ours.close()
             raise InfrastructureError(f"a runner ended at once: {error}") from error

@@ -120,6 +120,7 @@ def runner(connection: socket.socket, header: dict, descriptors: list[int], wall
             os.makedirs(header["folder"], exist_ok=True)
             os.chdir(header["folder"])
         connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
+        connection.recv(1)  # nothing foreign runs, or ends, before the judge has a handle on this process
         torch.set_num_threads(1)
         if header.get("cache"):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR if walled else f"{CACHE_FOLDER}/tasks/{header['cache']}"
