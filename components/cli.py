@@ -120,11 +120,20 @@ def doctor(profile: Profile = "smoke", sets: Sets = None, home: Home = "", param
 
 
 @app.command()
-def params(profile: Profile = "", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+def params(
+    profile: Profile = "",
+    sets: Sets = None,
+    home: Home = "",
+    params_file: ParamsFile = None,
+    write: Annotated[Path | None, typer.Option("--write", help="parameter file to write, without profiles: what --params and DVC read")] = None,
+    as_json: Json = False,
+) -> None:
     """Every resolved parameter with its meaning and where its value comes from."""
+    import yaml
     from rich.table import Table
 
     from components.config import KNOWN
+    from components.files import atomic_write
 
     with answer(as_json) as out:
         resolved = resolved_params(profile, sets, home, params_file)
@@ -143,6 +152,8 @@ def params(profile: Profile = "", sets: Sets = None, home: Home = "", params_fil
         table = Table("parameter", "value", "meaning", "source", box=None, padding=(0, 2, 0, 0))
         for key, row in rows.items():
             table.add_row(key, json.dumps(row["value"]), row["meaning"], row["source"])
+        if write is not None:
+            atomic_write(write, yaml.safe_dump(resolved.params.model_dump(mode="json"), sort_keys=False))
         if not as_json:
             people().print(table)
         out({"profile": resolved.profile, "params": rows})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,10 @@ from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, h
 
 if TYPE_CHECKING:
     from components.config import Resolved
+    from components.sandbox.pool import LocalPool
+    from components.synthesis.headroom import HeadroomPool
     from components.synthesis.summary import Summary
+    from components.view import View
 
 data_app = typer.Typer(help="Data sets of kernel tasks.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -23,18 +28,12 @@ Where = Annotated[Path, typer.Argument(help="folder with tasks.parquet, or a par
 @data_app.command("build")
 def data_build(out_folder: Out, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
     """Compose and admit a data set. The nightly run does this through DVC."""
-    from components.view import View
-
     with answer(as_json) as out:
         resolved = resolved_params(profile, sets, home, params_file)
-        from components.synthesis.dataset import build, open_pool
+        with _judged(resolved) as (pool, view):
+            from components.synthesis.dataset import build
 
-        pool = open_pool(resolved.params, home_of(resolved) / "verdicts")
-        try:
-            with View(people()) as view:
-                made = build(resolved.params, out_folder, pool, view, home_of(resolved) / "seeds")
-        finally:
-            pool.close()
+            made = build(resolved.params, out_folder, pool, view, home_of(resolved) / "seeds")
         out(_made(made, out_folder))
 
 
@@ -50,20 +49,15 @@ def data_import(
     as_json: Json = False,
 ) -> None:
     """Hold every row of a parquet against the rubric and the judge, and write a data set of those that pass."""
-    from components.view import View
-
     with answer(as_json) as out:
         resolved = _against(resolved_params(profile, sets, home, params_file), against)
-        from components.synthesis.dataset import open_pool, readmit
         from components.synthesis.importing import read_public
 
         tasks = read_public(file, resolved.params.data.seed)
-        pool = open_pool(resolved.params, home_of(resolved) / "verdicts")
-        try:
-            with View(people()) as view:
-                made = readmit(resolved.params, tasks, len(tasks), out_folder, pool, view)
-        finally:
-            pool.close()
+        with _judged(resolved) as (pool, view):
+            from components.synthesis.dataset import readmit
+
+            made = readmit(resolved.params, tasks, len(tasks), out_folder, pool, view)
         out(_made(made, out_folder))
 
 
@@ -78,9 +72,8 @@ def data_check(
 
     with answer(as_json) as out:
         resolved = _against(resolved_params(profile, sets, "", params_file), against)
-        from components.files import digest_file
         from components.synthesis.importing import examine, read_public
-        from components.task import read_tasks
+        from components.task import dataset_version, read_tasks
 
         path = _parquet(where)
         # A data set of ours says itself which rows are held out; in any other the operators decide.
@@ -92,7 +85,7 @@ def data_check(
             table.add_row(str(finding.row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
         if refused:
             console.print(table, markup=False)
-        version = digest_file(path)
+        version = dataset_version(path)
         console.print(f"{path}: {len(tasks)} tasks, {len(refused)} refused, version {version}", highlight=False, soft_wrap=True)
         rows = [{"row": finding.row, "reason": finding.reason, "detail": finding.detail} for finding in refused]
         counts = dict(Counter(finding.reason for finding in refused).most_common())
@@ -206,6 +199,20 @@ def data_pull(
         folder = pull(resolved.params, home_of(resolved), version)
         people().print(f"{folder}", highlight=False, soft_wrap=True)
         out({"version": folder.name, "path": str(folder)})
+
+
+@contextlib.contextmanager
+def _judged(resolved: Resolved) -> Iterator[tuple[LocalPool | HeadroomPool, View]]:
+    """The pool that admits, and the view that shows how far it is."""
+    from components.synthesis.dataset import open_pool
+    from components.view import View
+
+    pool = open_pool(resolved.params, home_of(resolved) / "verdicts")
+    try:
+        with View(people()) as view:
+            yield pool, view
+    finally:
+        pool.close()
 
 
 def _made(made: Summary, folder: Path) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Data(Section):
     numel: tuple[Count, Count] = Field(description="window for the elements of the input tensor; sizes are searched inside it")
     headroom: bool = Field(description="measure torch.compile of every admitted task: its time over the physical floor is the task's headroom")
     weigh_by_headroom: bool = Field(description="train more often on tasks with headroom; needs data.headroom")
+    composer: str = Field(description="OpenAI-compatible server that composes, such as http://127.0.0.1:8000/v1; empty composes without one")
+    composer_model: str = Field(description="the model that is asked; its answers are kept by this name")
     max_similarity: Share = Field(description="highest structural similarity to any evaluation program (paper, appendix 6)")
     against: list[str] = Field(description="folders or parquet files of evaluation programs to stay clear of")
 
@@ -138,6 +140,9 @@ class Ppo(Section):
     )
     min_explained_variance: float | None = Field(description="the stage stops when the critic explains less on three steps in a row; null is off")
     checkpoint_every: Count = Field(description="steps between resumable states")
+    solve_rate_share: Share = Field(
+        description="share of a step's tasks drawn by how often the policy solves them, half the time most; the others come in passes over all"
+    )
     rollouts: Rollouts = Field(description="how trajectories are sampled")
 
 
@@ -366,6 +371,10 @@ def _check(params: Params, sources: dict[str, str]) -> None:
         refuse("data.operator_mix", f"must give shares for 1 to 5 operators that add up to 1, not {sum(mix.values()):g}")
     if params.data.weigh_by_headroom and not params.data.headroom:
         refuse("data.weigh_by_headroom", "needs the measurement; set data.headroom to true as well")
+    if params.data.composer and params.data.operators == "core":
+        refuse("data.composer", "asks for mined operators; set data.operators to torch as well")
+    if params.data.composer and not params.data.composer_model:
+        refuse("data.composer_model", "must name the model that data.composer is asked for")
     for key in ("eager_seconds", "numel"):
         low, high = getattr(params.data, key)
         if low >= high:

@@ -18,7 +18,7 @@ import pyarrow.parquet
 from pydantic import BaseModel, ConfigDict, Field
 
 from components.config import BadInput
-from components.files import atomic_write, digest_bytes
+from components.files import atomic_write, digest_bytes, digest_json
 
 REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
 
@@ -75,6 +75,8 @@ def load_task(path: Path) -> KernelTask:
     return KernelTask(code=code, name=path.stem)
 
 
+MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom")
+"""Evidence that differs each time it is taken."""
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 
@@ -110,3 +112,14 @@ def read_tasks(path: Path) -> list[KernelTask]:
         )
         for row in rows
     ]
+
+
+def dataset_version(path: Path) -> str:
+    """The version of a data set: the digest of its rows in their order, all but the values that were measured. So the same
+    parameters and verdicts give the same version wherever and however often it is built."""
+    return digest_json(
+        [
+            [task.ops, task.data_source, task.code, task.split, task.name, {key: None if key in MEASURED else value for key, value in task.evidence.items()}]
+            for task in read_tasks(path)
+        ]
+    )

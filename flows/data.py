@@ -25,9 +25,10 @@ from components.config import PROJECT, BadInput, Params
 from components.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.progress import Progress
 from components.synthesis.mining import versions
+from components.task import dataset_version
 from flows.runs import Busy, Night, digest_sources
 from flows.steps import Record
-from flows.versions import keep_pointer, remote_settings
+from flows.versions import holds, initialised, keep_pointer
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
@@ -65,12 +66,7 @@ def made_by(night: Night) -> str:
 
 def prepare_workspace(night: Night) -> Path:
     """The DVC project of this home: dvc.yaml as it is in the source, params.yaml as it was resolved, the remote."""
-    workspace = night.home / "dvc"
-    workspace.mkdir(parents=True, exist_ok=True)
-    if not (workspace / ".dvc" / "config").is_file():
-        shutil.rmtree(workspace / ".dvc", ignore_errors=True)
-        dvc(workspace, ["init", "--no-scm"], night, None)
-    _write(workspace / ".dvc" / "config", remote_settings(night.params, night.home))
+    workspace = initialised(night.home / "dvc", night.params, night.home)
     _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
     _write(workspace / "params.yaml", yaml.safe_dump(_absolute(night.params), sort_keys=False))
     return workspace
@@ -86,10 +82,10 @@ def _absolute(params: Params) -> dict[str, Any]:
 
 
 def keep_version(night: Night, workspace: Path) -> Record:
-    """Copy the data set to `datasets/<version>`; its version is the digest of tasks.parquet."""
-    version = digest_file(workspace / OUTPUT / "tasks.parquet")
+    """Copy the data set to `datasets/<version>`; equal versions are kept once."""
+    version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = night.home / "datasets" / version
-    if not (folder / "tasks.parquet").is_file() or digest_file(folder / "tasks.parquet") != version:
+    if not holds(folder, version):
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
             shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")

@@ -17,8 +17,9 @@ from pathlib import Path
 import yaml
 
 from components.config import BadInput, Params
-from components.files import atomic_folder, digest_file
+from components.files import atomic_folder, atomic_write
 from components.storage import Store, open_store
+from components.task import dataset_version
 
 POINTER = "data.dvc"
 
@@ -27,8 +28,15 @@ def remote_url(params: Params, home: Path) -> str:
     return f"{params.store.url.rstrip('/')}/dvc" if params.store.url else str(home / "remote")
 
 
-def remote_settings(params: Params, home: Path) -> str:
-    """The text of .dvc/config: no repository, and the remote."""
+def initialised(workspace: Path, params: Params, home: Path) -> Path:
+    """The folder as a workspace of DVC, without a repository; an equal setting is left untouched, so that DVC sees no change."""
+    config, text = workspace / ".dvc" / "config", _settings(params, home)
+    if not config.is_file() or config.read_text() != text:
+        atomic_write(config, text)
+    return workspace
+
+
+def _settings(params: Params, home: Path) -> str:
     lines = ["[core]", "    no_scm = True", "    analytics = false", "    remote = store", "['remote \"store\"']", f"    url = {remote_url(params, home)}"]
     return "\n".join([*lines, *([f"    endpointurl = {params.store.endpoint}"] if params.store.endpoint else [])]) + "\n"
 
@@ -38,11 +46,11 @@ def push(params: Params, home: Path, folder: Path) -> str:
     tasks = folder / "tasks.parquet"
     if not tasks.is_file():
         raise BadInput(f"{folder}: holds no tasks.parquet; give the folder of a data set.")
-    version = digest_file(tasks)
+    version = dataset_version(tasks)
     store = open_store(params.store, home)
     if not store.exists(_key(version)):
         with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
-            workspace = _workspace(params, home, Path(name))
+            workspace = initialised(Path(name), params, home)
             shutil.copytree(folder, workspace / "data", ignore=shutil.ignore_patterns("dvc.lock"))
             _dvc(workspace, ["add", "--quiet", "data"])
             _dvc(workspace, ["push", "--quiet"])
@@ -67,23 +75,31 @@ def pull(params: Params, home: Path, version: str) -> Path:
     Raises BadInput when no such version was kept, or when what comes back is not it."""
     store = open_store(params.store, home)
     with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
-        workspace = _workspace(params, home, Path(name))
+        workspace = initialised(Path(name), params, home)
         try:
             if len(version) < 64:
                 store.get(f"datasets/by-prefix/{version[:8]}", workspace / "version")
                 version = (workspace / "version").read_text()
             folder = home / "datasets" / version
-            if (folder / "tasks.parquet").is_file() and digest_file(folder / "tasks.parquet") == version:
+            if holds(folder, version):
                 return folder
             store.get(_key(version), workspace / POINTER)
         except KeyError as error:
             raise BadInput(f"{remote_url(params, home)}: holds no version {version}; give one that a run or cuda-agent data push has kept.") from error
         _dvc(workspace, ["pull", "--quiet"])
-        if digest_file(workspace / "data" / "tasks.parquet") != version:
-            raise BadInput(f"{remote_url(params, home)}: what is kept as {version} has another digest; push it again from a good copy.")
+        if not holds(workspace / "data", version):
+            raise BadInput(f"{remote_url(params, home)}: what is kept as {version} is something else; push it again from a good copy.")
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / "data", temporary, dirs_exist_ok=True)
     return folder
+
+
+def holds(folder: Path, version: str) -> bool:
+    """Whether this version lies in the folder, whole."""
+    try:
+        return dataset_version(folder / "tasks.parquet") == version
+    except BadInput:
+        return False
 
 
 def _key(version: str) -> str:
@@ -100,12 +116,6 @@ def _put_text(store: Store, home: Path, key: str, text: str) -> None:
         with tempfile.TemporaryDirectory(dir=_workspaces(home)) as name:
             (Path(name) / "text").write_text(text)
             store.put(key, Path(name) / "text")
-
-
-def _workspace(params: Params, home: Path, folder: Path) -> Path:
-    _dvc(folder, ["init", "--no-scm", "--quiet"])
-    (folder / ".dvc" / "config").write_text(remote_settings(params, home))
-    return folder
 
 
 def _dvc(workspace: Path, arguments: Sequence[str]) -> None:

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from components.config import Params, resolve
-from components.sandbox.judge import Admission
+from components.sandbox.judge import Admission, Judge
+from components.sandbox.pool import LocalPool
 
 CI = ("data.numel=[4096, 65536]", "data.tasks=12", "data.held_out=4", "data.eager_seconds=[1e-9, 10]")
 
 
 def parameters(*sets: str) -> Params:
     return resolve("ci", (*CI, *sets)).params
+
+
+class Borrowed(LocalPool):
+    """A pool whose judge is the session's, under parameters of its own."""
+
+    def __init__(self, judge: Judge, params: Params, verdicts: Path):
+        super().__init__(params, verdicts)
+        self.lent = copy.copy(judge)
+        self.lent.params = params
+
+    def start(self) -> Judge:
+        return self.lent
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=True)
 
 
 class InProcess:
@@ -30,9 +50,9 @@ class InProcess:
 
     def admit(self, code: str) -> Future[Admission]:
         self.asked.append(code)
-        return self.executor.submit(self._admit, code)
+        return self.executor.submit(self.admission, code)
 
-    def _admit(self, code: str) -> Admission:
+    def admission(self, code: str) -> Admission:
         if self.delay is not None:
             time.sleep(self.delay.random() * 0.05)
         if self.refuse and self.refuse in code:
@@ -40,10 +60,19 @@ class InProcess:
         namespace: dict = {}
         exec(code, namespace)
         model, inputs = namespace["Model"](), namespace["get_inputs"]()
+        started = time.perf_counter()
         with torch.no_grad():
             first, other = model(*inputs), model(*namespace["get_inputs"]())
         if torch.equal(first, other):
             return Admission(False, "seeds_agree", {})
+        seconds = time.perf_counter() - started
         forms = [{"shape": list(x.shape), "dtype": "float32"} for x in inputs]
-        # A figure made from the source, so that verdicts are equal between runs.
-        return Admission(True, "", {"inputs": forms, "outputs": [], "parameters": list(model.state_dict()), "eager_seconds": 1e-3 * len(code)})
+        return Admission(True, "", {"inputs": forms, "outputs": [], "parameters": list(model.state_dict()), "eager_seconds": seconds})
+
+
+class Unwalled(LocalPool):
+    """The real pool with its journal; what it asks is `InProcess`."""
+
+    def start(self) -> Any:
+        asked = InProcess()
+        return SimpleNamespace(admit=asked.admission, close=asked.executor.shutdown)

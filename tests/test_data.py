@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from synthesis_world import InProcess, parameters
+from synthesis_world import Borrowed, InProcess, parameters
 from typer.testing import CliRunner
 
 from components.cli import app
-from components.config import BadInput, resolve
+from components.config import PROJECT, BadInput, resolve
 from components.progress import Quiet
-from components.sandbox.pool import LocalPool
+from components.sandbox.judge import Judge
 from components.synthesis.dataset import build, readmit
 from components.synthesis.importing import examine, neighbours, operators, read_public
-from components.task import KernelTask, read_tasks
+from components.task import KernelTask, dataset_version, read_tasks
 from flows import data, runs, versions
 
 TASK = """import os_or_nothing
@@ -74,6 +73,7 @@ PLANTS: list[tuple[list[str], str, str, str]] = [
     (["elu"], "torch#1", task("open('/etc/passwd').read()\n        return F.elu(x)"), "hostile"),
     (["selu"], "torch#1", task("return F.selu(x)").replace("class Model", "class Other"), "contract"),
     (["celu"], "torch#1", "class Model(:", "contract"),
+    (["hardtanh"], "torch#1", task(f"return F.hardtanh(x{' + x' * 3000})"), "contract"),
     (["rand_like"], "torch#1", task("return x + torch.rand_like(x)"), "not_deterministic"),
     (["zeros_like"], "torch#1", task("return torch.zeros_like(x)"), "zeros_pass"),
     (["mish"], "torch#1", task("return F.mish(torch.ones_like(x))"), "mean_passes"),
@@ -88,9 +88,9 @@ def planted(tmp_path: Path) -> Path:
     return parquet(tmp_path / "public.parquet", [plant[:3] for plant in PLANTS])
 
 
-def test_every_plant_is_refused_for_its_own_reason(planted: Path, tmp_path: Path) -> None:
+def test_every_plant_is_refused_for_its_own_reason(judge: Judge, planted: Path, tmp_path: Path) -> None:
     params = resolve("ci", (f"data.against=[{tmp_path / 'suite'}]", "data.eager_seconds=[1e-7, 10]")).params
-    pool = LocalPool(params, tmp_path / "verdicts")
+    pool = Borrowed(judge, params, tmp_path / "verdicts")
     try:
         tasks = read_public(planted, params.data.seed)
         summary = readmit(params, tasks, len(tasks), tmp_path / "out", pool, Quiet())
@@ -149,26 +149,14 @@ def test_an_import_that_admits_nothing_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_build_comes_to_the_same_digest(tmp_path: Path) -> None:
-    """kill -9 in the middle of judging; the journal of verdicts is all that the second run has of the first."""
-    sets = ("data.tasks=6", "data.held_out=2", "data.eager_seconds=[1e-7, 10]", f"home={tmp_path}")
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(resolve("ci", sets).params.model_dump(mode="json")))
-    places = ["--params", tmp_path / "params.yaml", "--verdicts", tmp_path / "verdicts"]
-    command = [sys.executable, "-m", "components.synthesis.stages", "tasks", *places, "--out", tmp_path / "tasks"]
-    first = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while len(list((tmp_path / "verdicts").glob("*/*.json"))) < 3:
-        assert first.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    known = set((tmp_path / "verdicts").glob("*/*.json"))
-    assert not (tmp_path / "tasks").exists()
-    subprocess.run(command, check=True, capture_output=True)
-    assert known <= set((tmp_path / "verdicts").glob("*/*.json"))
-    again = [*command[:-1], tmp_path / "undisturbed"]
-    subprocess.run(again, check=True, capture_output=True)
-    assert (tmp_path / "tasks" / "tasks.parquet").read_bytes() == (tmp_path / "undisturbed" / "tasks.parquet").read_bytes()
+def test_a_build_killed_anywhere_comes_to_the_version_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """kill -9 at five random moments; the undisturbed build has a journal of its own, so that it measures for itself."""
+    subprocess.run([sys.executable, Path(audit.__file__).parent / "build_process.py", tmp_path, "5"], check=True, env=os.environ | {"PYTHONPATH": str(PROJECT)})
+    report = json.loads((tmp_path / "kills.json").read_text())
+    assert report["whole"] == [0, 0] and report["codes"].count(-signal.SIGKILL) >= 3, report
+    one, other = (tmp_path / home / "tasks" / "tasks.parquet" for home in ("killed", "undisturbed"))
+    assert dataset_version(one) == dataset_version(other), report
+    assert one.read_bytes() != other.read_bytes(), "the times of both were measured, not copied"
 
 
 @pytest.fixture(scope="module")
@@ -221,12 +209,13 @@ def test_a_version_comes_back_by_its_digest(built: Path, tmp_path: Path) -> None
     home = ["--home", str(tmp_path / "home"), "--json"]
     pushed = CliRunner().invoke(app, ["data", "push", str(built), *home])
     version = json.loads(pushed.stdout)["version"]
-    for text in (version[:10], version):
-        pulled = json.loads(CliRunner().invoke(app, ["data", "pull", text, *home]).stdout)
-        folder = Path(pulled["path"])
-        assert folder.name == version and (folder / "tasks.parquet").read_bytes() == (built / "tasks.parquet").read_bytes()
-        assert (folder / "README.md").is_file()
-        shutil.rmtree(folder)
+    pulled = json.loads(CliRunner().invoke(app, ["data", "pull", version[:10], *home]).stdout)
+    folder = Path(pulled["path"])
+    assert folder.name == version and (folder / "README.md").is_file()
+    assert (folder / "tasks.parquet").read_bytes() == (built / "tasks.parquet").read_bytes()
+    (folder / "tasks.parquet").write_bytes(b"spoilt")
+    assert CliRunner().invoke(app, ["data", "pull", version, *home]).exit_code == 0
+    assert (folder / "tasks.parquet").read_bytes() == (built / "tasks.parquet").read_bytes()
     unknown = CliRunner().invoke(app, ["data", "pull", "0" * 64, *home])
     assert isinstance(unknown.exception, BadInput) and "holds no version" in str(unknown.exception)
 
@@ -235,9 +224,9 @@ def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     """What the flow does after DVC has made the data set, without the judge."""
     night = runs.open_night(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
-    data.dvc(workspace, ["repro", "seeds"], night, None)
+    (workspace / "data" / "seeds").mkdir(parents=True)
     build(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
-    data.dvc(workspace, ["commit", "--force", "tasks"], night, None)
+    data.dvc(workspace, ["commit", "--force"], night, None)
     data.dvc(workspace, ["push"], night, None)
     kept = data.keep_version(night, workspace)
     versions.keep_pointer(night.params, night.home, kept["version"], workspace / "dvc.lock", data.OUTPUT.as_posix())

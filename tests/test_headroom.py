@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from synthesis_world import Borrowed
 
 from components.config import BadInput, resolve
-from components.sandbox.pool import LocalPool
+from components.sandbox.judge import Judge
 from components.synthesis.headroom import HeadroomPool, headroom, measure_rates, weighed
 from components.task import KernelTask
 
@@ -55,9 +56,9 @@ def test_rates_are_those_of_a_machine() -> None:
     assert 1e8 < rates.bandwidth < 1e12 and 1e8 < rates.flops < 1e13
 
 
-def test_compile_is_measured_once_and_kept(tmp_path: Path) -> None:
+def test_compile_is_measured_once_and_kept(judge: Judge, tmp_path: Path) -> None:
     params = resolve("ci", ("data.eager_seconds=[1e-7, 10]", "data.headroom=true")).params
-    pool = HeadroomPool(LocalPool(params, tmp_path / "verdicts"), params)
+    pool = HeadroomPool(Borrowed(judge, params, tmp_path / "verdicts"), params)
     try:
         first = pool.admit(CODE).result()
         assert first.admitted and first.evidence["compile_seconds"] > 0
@@ -65,7 +66,7 @@ def test_compile_is_measured_once_and_kept(tmp_path: Path) -> None:
         assert headroom(first.evidence, 2 * 512 * 256 * 256)["headroom"] > 0
     finally:
         pool.close()
-    again = HeadroomPool(LocalPool(params, tmp_path / "verdicts"), params)
+    again = HeadroomPool(Borrowed(judge, params, tmp_path / "verdicts"), params)
     try:
         assert again.admit(CODE).result() == first and again.pool._judge is None
     finally:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_world import episodes, params, stage
 
-from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories
+from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories, save_trajectories
 from components.config import PROJECT, BadInput
 from components.files import digest_file
 from components.policy.model import load_model, verify_checkpoint
@@ -25,7 +26,7 @@ from components.training.critic import split_by_task
 from components.training.networks import load_critic
 from components.training.ppo import best_of_task
 from components.training.rejection import has_loop, schedule, select
-from components.training.rollouts import choose_tasks
+from components.training.rollouts import Solved, choose_tasks, step_folder
 from components.training.stage import StageFailed, load_result
 
 
@@ -70,7 +71,7 @@ def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> N
 
 
 def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_path: Path) -> None:
-    short = ("warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=2")
+    short = ("warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=2", "warmup.solve_rate_share=0.5")
     whole = warmup.run(stage(tmp_path / "whole", "warmup", *short), episodes)
     killed = stage(tmp_path / "killed", "warmup", *short)
     with pytest.raises(Killed):
@@ -280,3 +281,16 @@ def test_tasks_come_in_shuffled_passes_that_depend_on_seed_and_step_alone(tmp_pa
         assert len(set(names[first : first + 12])) == 12
     assert names[:12] != names[12:24]
     assert choose_tasks(tasks, 5, seed=3, step=7) == steps[7]
+
+
+def test_a_share_of_a_step_is_drawn_by_how_often_the_policy_solves_the_tasks(tmp_path: Path) -> None:
+    tasks = stage(tmp_path, "warmup").tasks()
+    never, sometimes = (task.task_id for task in tasks[:2])
+    for step, rewards in enumerate([{never: [1] * 8, sometimes: [-1] * 8}, {never: [-1] * 8, sometimes: [1, -1] * 4}]):
+        save_trajectories(step_folder(tmp_path, step), [example(name, reward) for name in rewards for reward in rewards[name]])
+    solved = Solved.before(tmp_path, 2)
+    assert solved.weight(tasks[1]) == solved.weight(tasks[2]) == 0.25 > 2 * solved.weight(tasks[0]), "the policy of step 0 is not the present one"
+    drawn = Counter(task.task_id for step in range(200) for task in choose_tasks(tasks, 8, seed=3, step=step, solved=solved, share=0.5)[4:])
+    assert drawn[never] < 0.6 * drawn[sometimes] and len(drawn) == 12 and drawn.total() == 800
+    once, again = (choose_tasks(tasks, 8, seed=3, step=2, solved=known, share=0.5) for known in (solved, Solved.before(tmp_path, 2)))
+    assert once == again and once[:4] == choose_tasks(tasks, 4, seed=3, step=2)

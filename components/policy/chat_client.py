@@ -88,8 +88,9 @@ class ChatTurn(_Lenient):
 class ChatClient:
     """One server and one of its models; may be used from many threads. `version` names both."""
 
-    def __init__(self, url: str, model: str = "", *, pause: Callable[[float], None] = time.sleep):
-        """`model` may be empty: then the server's first one is taken at the first request. `pause` waits between tries."""
+    def __init__(self, url: str, model: str = "", *, named: str = "--policy", pause: Callable[[float], None] = time.sleep):
+        """`model` may be empty: then the server's first one is taken at the first request. `named` gave the address.
+        `pause` waits between tries."""
         base = url.rstrip("/")
         base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY", "")
@@ -107,7 +108,7 @@ class ChatClient:
             if self.http.base_url.scheme not in ("http", "https") or not self.http.base_url.host:
                 raise httpx.InvalidURL("http://HOST:PORT is expected")
         except httpx.InvalidURL as error:
-            raise BadInput(f"--policy {url}: not an address ({error}); give for instance http://localhost:8000/v1.") from error
+            raise BadInput(f"{named} {url}: not an address ({error}); give for instance http://localhost:8000/v1.") from error
 
     @property
     def version(self) -> str:

@@ -76,7 +76,7 @@ def _sources(path: Path) -> list[tuple[str, str]]:
         found = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        found = [(str(file), file.read_text(errors="replace")) for file in files]
+        found = [(str(file.relative_to(path.parent)), file.read_text(errors="replace")) for file in files]
     else:
         raise BadInput(f"data.against: {path} is neither a folder of .py files nor a parquet file; give an existing path.")
     programs = [(origin, code) for origin, code in found if _has_model(code)]

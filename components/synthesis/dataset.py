@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from components.config import BadInput, Data, Params
-from components.files import atomic_folder, digest_file
+from components.files import atomic_folder
 from components.progress import Progress
 from components.sandbox import pools
 from components.sandbox.judge import Admission
@@ -26,9 +26,10 @@ from components.synthesis.chains import Composer, Draft
 from components.synthesis.compose import stream
 from components.synthesis.headroom import HeadroomPool, headroom
 from components.synthesis.mining import mined
+from components.synthesis.model_composer import ModelComposer
 from components.synthesis.rubric import Rubric
 from components.synthesis.summary import Rejection, Summary, write_summary
-from components.task import KernelTask, write_tasks
+from components.task import KernelTask, dataset_version, write_tasks
 
 HOPELESS = 60
 """Executed candidates in a row without one admission, after which the parameters are to blame."""
@@ -83,7 +84,7 @@ def kinds(data: Data) -> dict[str, float]:
     """Share of each data_source; everything under "" for the core table."""
     if data.operators == "core":
         return {"": 1.0}
-    modules = data.transformers_share if data.operators == "all" else 0.0
+    modules = data.transformers_share if data.operators == "all" and not data.composer else 0.0
     shares = {f"torch#{count}": share * (1 - modules) for count, share in data.operator_mix.items()}
     return shares | ({"transformers": modules} if modules else {})
 
@@ -122,7 +123,7 @@ class Builder:
 
     def enter(self, candidate: Candidate) -> Candidate:
         task = candidate.task
-        reason, detail = self.rubric.look(task)
+        reason, detail = (candidate.refused.reason, candidate.refused.detail) if candidate.refused else self.rubric.look(task)
         # Judged ahead of time only if it is needed even when everything before it is admitted.
         place = self.place(task)
         pending = sum(1 for other in self.window if other.judgement is not None and self.place(other.task) == place)
@@ -153,7 +154,7 @@ class Builder:
             self.fruitless = 0
             self.done[self.place(task)] += 1
             flops = candidate.draft.flops if candidate.draft is not None else None
-            evidence = admission.evidence | self.rubric.nearest(task) | headroom(admission.evidence, flops)
+            evidence = {"device": self.params.device} | admission.evidence | self.rubric.nearest(task) | headroom(admission.evidence, flops)
             self.admitted.append(task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)}))
             return
         self.fruitless += 1
@@ -169,20 +170,17 @@ class Builder:
         with atomic_folder(out) as folder:
             write_tasks(folder / "tasks.parquet", self.admitted)
             similarities = tuple(sorted(similarity for similarity, _ in self.rubric.nearest_programs.values()))
-            summary = Summary(version(folder), self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities)
+            version = dataset_version(folder / "tasks.parquet")
+            summary = Summary(version, self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities)
             write_summary(folder, self.params, summary)
         return summary
-
-
-def version(out: Path) -> str:
-    """The data set's version: the digest of its tasks.parquet."""
-    return digest_file(out / "tasks.parquet")
 
 
 def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None) -> Summary:
     """Make a data set and write it to the folder `out` in one step: tasks.parquet, rejected.parquet, metrics.json,
     plots/*.csv and README.md. Equal parameters and verdicts give an equal data set, in whatever order verdicts come.
-    `seeds` is the folder of the mined table; it is not looked at where data.operators is core.
+    `seeds` is the folder of the mined table; it is not looked at where data.operators is core; the journal of
+    data.composer's answers lies beside it.
 
     Raises BadInput when data.against cannot be read, or when the parameters admit next to nothing.
     """
@@ -194,8 +192,13 @@ def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds:
     else:
         if seeds is None:
             raise BadInput(f"data.operators: {data.operators} needs the folder of the mined table; give one, or set data.operators to core.")
-        builder.composer = Composer(mined(seeds, progress), data, params.device, modules=data.operators == "all")
-        source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
+        table = mined(seeds, progress)
+        if data.composer:
+            asked = ModelComposer(sorted({form.name for form in table.forms}), data, seeds.parent / "answers")
+            source = (Candidate(item) if isinstance(item, KernelTask) else Candidate(item.task, refused=item) for item in asked)
+        else:
+            builder.composer = Composer(table, data, params.device, modules=data.operators == "all")
+            source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch remarks on many a mined form; the rubric decides
         builder.run(source, data.tasks + data.held_out)

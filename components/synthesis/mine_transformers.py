@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from components.synthesis.cutting import Library, Missing
 from components.synthesis.operators import LeftOut, Module
 
 FAMILIES = tuple(
@@ -29,37 +30,6 @@ FAMILIES = tuple(
     segformer siglip stablelm starcoder2 swin t5 vit wav2vec2 whisper xglm zamba2""".split()
 )
 """Folders of transformers.models that are looked at; most others copy a module of one of these."""
-ROLE = re.compile(
-    r"\w*(Norm|MLP|Mlp|FeedForward|FFN|ActDense|RotaryEmbedding|PositionalEmbedding|Attention|Router|Gate|Experts|MoeBlock|MoE|GLU|Activation|Intermediate|Output"
-    r"|LayerScale|GRN|Pooling|Pooler|Mixer|SquizeExcite|ConvLayer|Gelu|GELU)(\w{0,3})"
-)
-ACTIVATIONS = {
-    "gelu": "nn.GELU()",
-    "gelu_new": 'nn.GELU(approximate="tanh")',
-    "gelu_pytorch_tanh": 'nn.GELU(approximate="tanh")',
-    "gelu_fast": 'nn.GELU(approximate="tanh")',
-    "silu": "nn.SiLU()",
-    "swish": "nn.SiLU()",
-    "relu": "nn.ReLU()",
-    "tanh": "nn.Tanh()",
-    "sigmoid": "nn.Sigmoid()",
-}
-NO_PART = re.compile(r"Model|ForC|ForM|ForQ|Flash|Sdpa|Outputs?With|Encoder$")
-STANDARD = {
-    "torch": "import torch",
-    "nn": "import torch.nn as nn",
-    "F": "import torch.nn.functional as F",
-    "functional": "import torch.nn.functional as functional",
-    "math": "import math",
-    "Tensor": "from torch import Tensor",
-    "OrderedDict": "from collections import OrderedDict",
-    "partial": "from functools import partial",
-    "Parameter": "from torch.nn import Parameter",
-    "SimpleNamespace": "from types import SimpleNamespace",
-    "logger": "logger = None",
-    "ACT2FN": "ACT2FN = {" + ", ".join(f'"{name}": {made}' for name, made in ACTIVATIONS.items()) + "}",
-    "ROPE_INIT_FUNCTIONS": "ROPE_INIT_FUNCTIONS = {}",
-}
 SCALED: dict[str, float] = {
     # Configuration values that follow the hidden size, as multiples of it.
     **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0),
@@ -121,10 +91,6 @@ def get_init_inputs():
 """
 
 
-class _Missing(Exception):
-    """A part of the library that a cut-out source would still need."""
-
-
 def scaled(config: dict[str, Any], hidden: int) -> dict[str, Any]:
     """The configuration for this hidden size."""
     grown = {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
@@ -156,17 +122,17 @@ def mine() -> tuple[list[Module], list[LeftOut]]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
         warnings.simplefilter("ignore")
         for family, path in _files():
-            library = _Library(path)
+            library = Library(path)
             config = None if family == "activations" else _config(family)
             for name in [*library.classes(), *library.rotations()]:
                 try:
                     module = _module(library, family, name, config) if name in library.classes() else _rotation(library, family, name)
                     meaning = re.sub(rf"\b{library.prefix}(?=[A-Z])", "", module.code).replace(library.prefix, "") + module.call
                     if meaning in meanings:
-                        raise _Missing(f"the same as {meanings[meaning]}")
+                        raise Missing(f"the same as {meanings[meaning]}")
                     meanings[meaning] = f"{family}.{name}"
                     found.append(module)
-                except _Missing as reason:
+                except Missing as reason:
                     left_out.append(LeftOut(f"transformers.{family}.{name}", str(reason)))
     return found, left_out
 
@@ -193,91 +159,8 @@ def _config(family: str) -> Any:
         return None
 
 
-class _Library:
-    """One file of the library: its definitions by name, and where its other names come from."""
-
-    def __init__(self, path: Path):
-        self.tree = ast.parse(path.read_text())
-        self.defined = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        self.imported = {alias.asname or alias.name for node in self.tree.body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
-        heads = [
-            node.name.removesuffix("PreTrainedModel") for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("PreTrainedModel")
-        ]
-        self.prefix = heads[0] if heads else "Family"
-
-    def classes(self) -> list[str]:
-        return [name for name, node in self.defined.items() if isinstance(node, ast.ClassDef) and ROLE.fullmatch(name) and not NO_PART.search(name)]
-
-    def rotations(self) -> list[str]:
-        """The functions that turn queries and keys by cosine and sine: the part of a rotary embedding that has inputs."""
-        return [name for name, node in self.defined.items() if isinstance(node, ast.FunctionDef) and re.fullmatch(r"apply_\w*rotary\w*", name)]
-
-    def cut(self, name: str) -> str:
-        """Source of a class with everything that it uses, self-contained; _Missing names what would still be needed."""
-        order: list[str] = []
-        outside: set[str] = set()
-
-        def visit(wanted: str) -> None:
-            if wanted in order:
-                return
-            node = _Clean().visit(ast.parse(ast.unparse(self.defined[wanted])).body[0])
-            self.defined[wanted] = node
-            order.append(wanted)
-            for used in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}):
-                if used in self.defined and used != wanted:
-                    visit(used)
-                elif used in STANDARD and (used in self.imported or used in ("logger", "SimpleNamespace")):
-                    outside.add(used)
-                elif used in self.imported:
-                    raise _Missing(f"needs {used} from elsewhere in transformers")
-
-        visit(name)
-        parts = [ast.unparse(self.defined[wanted]) for wanted in self.defined if wanted in order]
-        body = "\n\n\n".join(parts)
-        # The order of the file defines a base class before its child.
-        head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
-        head.sort(key=lambda line: (not line.startswith(("import", "from")), line))
-        return "\n".join(head) + "\n\n\n" + body
-
-
-class _Clean(ast.NodeTransformer):
-    """Without annotations, docstrings and decorators that only a library needs; attention falls to the file's own eager form."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns = None
-        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *filter(None, (node.args.vararg, node.args.kwarg))]:
-            argument.annotation = None
-        node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) in ("staticmethod", "classmethod", "property")]
-        return self._undocumented(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.decorator_list = []
-        node.bases = [ast.parse("nn.Module", mode="eval").body if ast.unparse(base) == "GradientCheckpointingLayer" else base for base in node.bases]
-        return self._undocumented(node)
-
-    def _undocumented(self, node: Any) -> Any:
-        if ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-        return self.generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
-        self.generic_visit(node)
-        return ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno) if node.value is not None else None
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        function = ast.unparse(node.func)
-        if function == "ALL_ATTENTION_FUNCTIONS.get_interface":
-            return node.args[1]
-        if function == "nn.Parameter" and ast.unparse(node.args[0]).startswith(("torch.empty(", "torch.zeros(")):
-            # The library fills such weights later, normally distributed; here they must not be whatever lay in memory.
-            shape = [ast.unparse(argument) for argument in getattr(node.args[0], "args", [])]
-            return ast.parse(f"nn.Parameter(torch.randn({', '.join(shape)}) * 0.02)", mode="eval").body
-        return node
-
-
-def _module(library: _Library, family: str, name: str, config: Any) -> Module:
-    """The module, run once for each way that its inputs may be meant; _Missing says why none works."""
+def _module(library: Library, family: str, name: str, config: Any) -> Module:
+    """The module, run once for each way that its inputs may be meant; Missing says why none works."""
     code = library.cut(name)
     node = library.defined[name]
     assert isinstance(node, ast.ClassDef)
@@ -302,12 +185,12 @@ def _module(library: _Library, family: str, name: str, config: Any) -> Module:
                 reason = fault if reason in ("", SEVERAL) else reason
                 if fault != SEVERAL:
                     break
-        except _Missing as missing:
+        except Missing as missing:
             reason = reason or str(missing)
-    raise _Missing(reason)
+    raise Missing(reason)
 
 
-def _rotation(library: _Library, family: str, name: str) -> Module:
+def _rotation(library: Library, family: str, name: str) -> Module:
     """A function of (q, k, cos, sin), all of one head size; its two results are joined, or one of them would not matter."""
     code = library.cut(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
@@ -316,7 +199,7 @@ def _rotation(library: _Library, family: str, name: str) -> Module:
         reason = _why_not(module)
         if not reason:
             return module
-    raise _Missing(reason)
+    raise Missing(reason)
 
 
 _NOTHING = object()
@@ -330,7 +213,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _required(node: ast.ClassDef, method: str, library: _Library) -> list[str]:
+def _required(node: ast.ClassDef, method: str, library: Library) -> list[str]:
     """Names of the arguments without a default, and of the position embeddings, which attention cannot do without."""
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:
@@ -345,7 +228,7 @@ def _required(node: ast.ClassDef, method: str, library: _Library) -> list[str]:
 
 def _made_with(argument: str) -> str:
     if argument not in MADE_WITH:
-        raise _Missing(f"is made with {argument}, and no rule says what to give")
+        raise Missing(f"is made with {argument}, and no rule says what to give")
     return MADE_WITH[argument]
 
 
@@ -356,7 +239,7 @@ def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
 
     def add(text: str) -> str:
         if len(inputs) == 4:
-            raise _Missing("takes more than four tensors")
+            raise Missing("takes more than four tensors")
         inputs.append(text)
         return ("x", "y", "z", "w")[len(inputs) - 1]
 
@@ -370,7 +253,7 @@ def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
         elif argument == "attention_mask":
             given.append("attention_mask=None")
         else:
-            raise _Missing(f"is called with {argument}, and no rule says what to give")
+            raise Missing(f"is called with {argument}, and no rule says what to give")
     return inputs, f"self.block({', '.join(given)})"
 
 

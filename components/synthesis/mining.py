@@ -10,7 +10,7 @@ from components.files import atomic_folder, digest_file, digest_json
 from components.progress import Progress
 from components.synthesis.operators import Table, read_table, write_table
 
-RULES = ("operators.py", "mine_torch.py", "mine_transformers.py")
+RULES = ("operators.py", "mine_torch.py", "mine_transformers.py", "cutting.py")
 
 
 def versions() -> tuple[str, str]:

@@ -36,8 +36,13 @@ class Rubric:
         """Reason and detail why the task is refused before anything runs; empty strings when nothing speaks against it."""
         try:
             check_contract(task.code, "candidate")
+            return self._look(task)
         except BadInput as error:
             return "contract", str(error)
+        except RecursionError:
+            return "contract", "expressions are nested too deeply to be read"
+
+    def _look(self, task: KernelTask) -> tuple[str, str]:
         foreign = hostile(task.code)
         if foreign:
             return "hostile", foreign

@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import yaml
-
 from components.config import BadInput, Params, resolve
 
 
@@ -29,15 +27,6 @@ class Lines:
         if step == total or now - self.last >= self.seconds:
             self.last = now
             print(f"{stage} {step}/{total}", *(f"{name}={value:g}" for name, value in figures.items()), file=sys.stderr, flush=True)
-
-
-def read_params(path: Path) -> Params:
-    """Parameters of a resolved file, or of one with profiles: then CUDA_AGENT_PROFILE names one, and none is the base."""
-    try:
-        profiles = "profiles" in (yaml.safe_load(path.read_text()) or {})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError):
-        profiles = False  # resolve() says what is wrong with the file
-    return resolve(os.environ.get("CUDA_AGENT_PROFILE", "") if profiles else "", path=path).params
 
 
 def seeds(params: Params, out: Path) -> str:
@@ -67,13 +56,14 @@ def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m components.synthesis.stages", description="A stage of dvc.yaml.")
     parser.add_argument("stage", choices=("seeds", "tasks"))
-    parser.add_argument("--params", type=Path, required=True, help="resolved parameters, or params.yaml with its profiles")
+    parser.add_argument("--params", type=Path, required=True, help="parameter file; its profiles do not count")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seeds", type=Path, default=Path("data/seeds"), help="folder of the mined table")
     parser.add_argument("--verdicts", type=Path, default=Path(os.environ.get("CUDA_AGENT_VERDICTS", "verdicts")), help="journal of verdicts")
     options = parser.parse_args(arguments)
     try:
-        params = read_params(options.params)
+        # No profile: DVC sees a changed parameter where the stage reads it, and `dvc exp run -S` changes what counts.
+        params = resolve(path=options.params).params
         said = seeds(params, options.out) if options.stage == "seeds" else tasks(params, options.seeds, options.out, options.verdicts)
     except BadInput as error:
         print(error, file=sys.stderr)

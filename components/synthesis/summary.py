@@ -18,7 +18,9 @@ from components.files import atomic_write, write_json
 from components.synthesis.seeds import canonical
 from components.task import KernelTask
 
-FIRST_LOOK = ("contract", "hostile", "mislabelled", "duplicate_source", "duplicate_graph", "similar_to_evaluation")
+UNREADABLE = ("no_code", "cut_off", "contract")
+"""Reasons of candidates that may be no Python at all."""
+FIRST_LOOK = (*UNREADABLE, "hostile", "mislabelled", "duplicate_source", "duplicate_graph", "similar_to_evaluation")
 """Reasons that are found without running anything."""
 HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 """Lower edges of the distribution of headroom."""
@@ -115,6 +117,7 @@ def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
     similar = f"; nearest program: median similarity {near['median']:.2f}, highest {near['highest']:.2f} over all candidates" if near else ""
     left = figures["headroom"]
     room = f"- Headroom (torch.compile's time over the physical floor): median {left['median']:.2f}, {left['from_1.5']:.0%} from 1.5.\n" if left else ""
+    by = f" by the model {params.data.composer_model}" if params.data.composer else ""
     library = "" if params.data.operators != "all" else LIBRARY
     return f"""---
 pretty_name: Kernel tasks {summary.version[:16]}
@@ -128,7 +131,7 @@ configs:
 
 # Kernel tasks, version {summary.version[:16]}
 
-{figures["train"]} training and {figures["held_out"]} held-out tasks, composed with seed {params.data.seed} for device {params.device} at precision
+{figures["train"]} training and {figures["held_out"]} held-out tasks, composed{by} with seed {params.data.seed} for device {params.device} at precision
 {params.precision}, operators: {params.data.operators}. Held-out tasks (column `split`) have operator sequences that occur in no training task
 and no demonstration.
 
@@ -163,7 +166,7 @@ def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:
         "ops": [list(rejection.task.ops) for rejection in rejected],
         "data_source": [rejection.task.data_source for rejection in rejected],
         "code": [rejection.task.code for rejection in rejected],
-        "task_id": ["" if rejection.reason == "contract" else rejection.task.task_id for rejection in rejected],
+        "task_id": ["" if rejection.reason in UNREADABLE else rejection.task.task_id for rejection in rejected],
         "split": [rejection.task.split for rejection in rejected],
         "reason": [rejection.reason for rejection in rejected],
         "detail": [rejection.detail for rejection in rejected],

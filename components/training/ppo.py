@@ -28,7 +28,7 @@ from components.training.losses import effective_share, importance_weights, kl_k
 from components.training.networks import Actor, Critic
 from components.training.passes import Loss, Sums, evaluate, train_step
 from components.training.publish import open_policy_sampler
-from components.training.rollouts import RunEpisodes, choose_tasks, collect, derived_seed, reward_figures, trainable
+from components.training.rollouts import RunEpisodes, Solved, choose_tasks, collect, derived_seed, reward_figures, trainable
 from components.training.stage import Figures, Metrics, Stage, StageResult, finish, load_result
 from components.training.states import load_state, save_state
 
@@ -70,6 +70,7 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
         # A policy that collapses before its first state goes back to what it started from.
         save_state(stage.out, 0, engines, settings, world)
     metrics = Metrics(stage.out, world, start=start)
+    solved = Solved.before(stage.out, start) if ppo.solve_rate_share else None
     earlier_seconds = sum(record["seconds"] or 0.0 for record in metrics.records)
     stopped = ""
     with Termination() as termination:
@@ -77,10 +78,12 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             clock = Clock()
             sampler = sampling.publish(actor, step)
             published = clock.lap("publish")
-            chosen = choose_tasks(tasks, ppo.rollouts.tasks, seed=params.seed, step=step)
+            chosen = choose_tasks(tasks, ppo.rollouts.tasks, seed=params.seed, step=step, solved=solved, share=ppo.solve_rate_share)
             trajectories = collect(stage, world, chosen, ppo.rollouts, step=step, total=ppo.steps, sampler=sampler, tokenizer=tokenizer, episodes=episodes)
             sampling.rest()
             usable = trainable(trajectories)
+            if solved is not None:
+                solved.add(usable)
             figures = reward_figures(usable) | published
             figures["dropped"] = len(trajectories) - len(usable)
             rollout = collate(usable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,8 +54,48 @@ def derived_seed(*parts: object) -> int:
     return int(digest_json([str(part) for part in parts])[:15], 16)
 
 
-def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int) -> list[KernelTask]:
-    """`count` tasks of a step: consecutive stretches of shuffled passes over all tasks. The data position is the step."""
+class Solved:
+    """How the policy did on each task when this stage last met it."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, list[bool]] = {}
+
+    @classmethod
+    def before(cls, out: Path, step: int) -> Solved:
+        """What a resumed stage has met already, from its trajectories on disk."""
+        solved = cls()
+        for earlier in range(step):
+            solved.add(trainable(load_trajectories(step_folder(out, earlier))))
+        return solved
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        met: dict[str, list[bool]] = {}
+        for trajectory in trajectories:
+            met.setdefault(trajectory.task_id, []).append(trajectory.reward > 0)
+        self.last |= met
+
+    def weight(self, task: KernelTask) -> float:
+        """p (1 - p) for the share p of trajectories that solved the task, one success and one failure added: most for a task
+        that is solved half the time or was never met, little for one that is always or never solved."""
+        tries = self.last.get(task.task_id, [])
+        p = (sum(tries) + 1) / (len(tries) + 2)
+        return p * (1 - p)
+
+
+def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int, solved: Solved | None = None, share: float = 0.0) -> list[KernelTask]:
+    """`count` tasks of a step: consecutive stretches of shuffled passes over all tasks, and of these a `share` drawn by the
+    weights of `solved` instead. Passes depend on seed and step alone, draws also on what the steps before came to."""
+    drawn = round(count * share) if solved is not None else 0
+    chosen = _in_passes(tasks, count - drawn, seed, step)
+    if solved is not None and drawn:
+        rng = random.Random(derived_seed(seed, "solved", step))
+        # Weighted, without replacement (Efraimidis and Spirakis, 2006); round again where there are fewer tasks.
+        order = sorted(tasks, key=lambda task: rng.random() ** (1 / solved.weight(task)), reverse=True)
+        chosen += itertools.islice(itertools.cycle(order), drawn)
+    return chosen
+
+
+def _in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: int) -> list[KernelTask]:
     chosen = []
     orders: dict[int, list[int]] = {}
     for position in range(step * count, (step + 1) * count):

@@ -19,12 +19,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.config import BadInput, Params
-from components.files import atomic_write, digest_file, read_json, write_json
+from components.files import atomic_write, read_json, write_json
 from components.policy.model import save_checkpoint, verify_checkpoint
 from components.progress import Progress
 from components.sandbox.pool import JudgePool
 from components.synthesis.headroom import weighed
-from components.task import KernelTask, read_tasks
+from components.task import KernelTask, dataset_version, read_tasks
 from components.training.engine import World
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def finish(
             tokenizer,
             stage=stage.name,
             parent=verify_checkpoint(stage.actor).digest,
-            dataset=digest_file(stage.dataset / "tasks.parquet"),
+            dataset=dataset_version(stage.dataset / "tasks.parquet"),
             code=stage.code,
             params=stage.params.model_dump(mode="json", exclude={"home"}),
             figures=figures,
