@@ -124,7 +124,7 @@ def test_no_model_yet_is_one_sentence(tmp_path: Path) -> None:
 
 def test_an_evaluation_of_nothing_is_one_sentence(tmp_path: Path) -> None:
     home = ("--home", str(tmp_path / "home"), "--suite", "shipped")
-    assert "there is no champion; give a checkpoint with --policy" in one_sentence(command("evaluate", *home))
+    assert "no run was registered here yet" in one_sentence(command("evaluate", *home))
     assert "config.json is missing" in one_sentence(command("evaluate", *home, "--policy", str(tmp_path)))
     assert "--levels one: numbers with commas" in one_sentence(command("evaluate", *home, "--levels", "one"))
     assert "its levels are: 1, 2, 3" in one_sentence(command("evaluate", *home, "--levels", "4"))
