@@ -87,6 +87,7 @@ def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
             "milestone": row.milestone,
             "speedup_eager": row.ratio("eager"),
             "speedup_compile": row.ratio("compile"),
+            "compile_mode": row.evidence.get("compile_mode", ""),
             "reason": row.reason,
             "degenerate": row.degenerate,
             "level": row.level,

@@ -26,6 +26,7 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.tracing.client import TracingClient
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -100,7 +101,7 @@ class NightRun:
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
-        """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are."""
+        """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are, and its trajectories."""
         child = self._find("stage", name)
         if child is not None and child.info.status == "FINISHED" and child.data.tags.get("cuda_agent.stage_key") == key:
             return
@@ -112,6 +113,9 @@ class NightRun:
         for chunk in _chunks(metrics, METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=chunk)
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        from components.registry.traces import log_traces  # torch comes with it, which most commands of the registry never need
+
+        log_traces(TracingClient(self.client.tracking_uri), self.experiment_id, run_id, name, folder)
         self.client.set_terminated(run_id, "FINISHED")
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
