@@ -19,6 +19,7 @@ def evaluate(
     suite: Annotated[str, typer.Option("--suite", help="held-out, shipped, a folder, task file or parquet; without it evaluation.suite")] = "",
     levels: Annotated[str, typer.Option("--levels", metavar="1,2,…", help="levels of the suite; without it evaluation.levels")] = "",
     attempts: Annotated[int, typer.Option("--attempts", min=0, help="trajectories for each task; without it evaluation.attempts")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="only continue one that was begun; without it the command begins or continues")] = False,
     dataset: Annotated[Path | None, typer.Option("--dataset", help="data set whose held-out tasks are meant; without it the newest in the home")] = None,
     profile: Profile = "smoke",
     sets: Sets = None,
@@ -53,7 +54,10 @@ def evaluate(
         params = examined.params
         settings = params.model_dump(mode="json", exclude={"home", "gate", "store", "registry"})
         epoch = digest_json([examined.digest, [task.task_id for task in tasks], settings])[:12]
-        pool, target = open_pool(for_admission(params), place / "verdicts"), place / "evaluations" / epoch
+        target = place / "evaluations" / epoch
+        if resume and not target.is_dir():
+            raise BadInput(f"--resume: {target} is not there, no such evaluation was begun; give the command's former options, or leave --resume out.")
+        pool = open_pool(for_admission(params), place / "verdicts")
         try:
             with View(console) as view:
                 found = evaluate_policy(examined, tasks, pool, target, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit)

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 from agent_world import TASK, World, completion, kernel, server
+from typer.testing import CliRunner
 
 from components.agent.policies import Effort
 from components.agent.trajectory import Trajectory, Turn
+from components.cli import app
 from components.cli_agent import policy_of
 from components.config import BadInput, resolve
 from components.evaluation.evaluate import evaluate, for_admission
@@ -205,6 +207,26 @@ def test_a_folder_that_is_no_sound_policy_is_refused(tmp_path: Path, files: dict
         (tmp_path / name).write_text(text)
     with pytest.raises(BadInput, match=says):
         checkpoint_policy(tmp_path, resolve("ci").params)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no run was registered here yet"),
+        (["--policy", "no-such-folder"], "no such folder; give champion, a version's number, a folder, or an address"),
+        (["--policy", "."], r"config\.json is missing"),
+        (["--levels", "one"], "--levels one: numbers with commas"),
+        (["--levels", "4"], "its levels are: 1, 2, 3"),
+        (["--policy", "model", "--resume"], "no such evaluation was begun"),
+    ],
+)
+def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match=says):
+        raise CliRunner().invoke(app, ["evaluate", "--home", "home", "--suite", "shipped", *words]).exception or AssertionError("it was accepted")
+    assert not (tmp_path / "home").exists()
 
 
 def said(url: str, **sets: Any) -> Policy:
