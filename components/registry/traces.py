@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import AssessmentSource, Feedback, Span, SpanType, TraceInfo, TraceLocation, TraceState
+from mlflow.entities import Assessment, AssessmentSource, Feedback, Span, SpanType, TraceInfo, TraceLocation, TraceState
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
 
@@ -29,10 +29,8 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
     """Log what `stage` sampled, as its files in `folder` have it; nothing for a stage that samples nothing."""
-    spans: list[Span] = []
     for place, file, trajectory in chosen(folder):
         trace = _Trace(digest_json([run_id, place])[:32], int(file.stat().st_mtime * 1000), trajectory)
-        spans += trace.spans
         info = TraceInfo(
             trace_id=trace.trace_id,
             trace_location=TraceLocation.from_experiment_id(experiment_id),
@@ -45,7 +43,7 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
             assessments=trace.feedback,
         )
         tracing.start_trace(info)
-    tracing.log_spans(experiment_id, spans)
+        tracing.log_spans(experiment_id, trace.spans)
 
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
@@ -71,7 +69,7 @@ class _Trace:
         self.begun_ms = begun_ms
         self.tick = begun_ms * 1_000_000
         self.spans: list[Span] = []
-        self.feedback: list[Feedback] = []
+        self.feedback: list[Assessment] = []
         verdicts = list(trajectory.verdicts)
         root, began = self._id("episode"), self.tick
         heard: Any = trajectory.task

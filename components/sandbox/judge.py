@@ -116,7 +116,8 @@ class Judge:
         except RunnerError as error:
             status, reason = STATUS_OF.get(error.kind, ("crashed", error.kind))
             return say("load_failed" if error.kind == "error" else status, "import" if error.kind == "error" else reason, error.text)
-        secret, modes = False, {}
+        secret = False
+        modes: dict[str, Any] = {}
         try:
             sets = bench.correctness_sets()
             _, taken = candidate.round("check", sets)
