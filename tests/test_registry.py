@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_a_night_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) 
     assert client.get_run(first.run_id).data.params == {"a.b": "1", "c.0": "1", "c.1": "2"}
     other = NightRun(client, PARAMS, home, "other night", "n")
     assert other.run_id != first.run_id
+
+
+def test_the_machines_load_goes_on_where_a_killed_night_left_it(client: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    for attempt in (1, 2):
+        night = NightRun(client, PARAMS, home, "load", "n")
+        before = len(client.get_metric_history(night.run_id, "system/cpu_utilization_percentage"))
+        night.watch()
+        deadline = time.monotonic() + 30
+        while len(points := client.get_metric_history(night.run_id, "system/cpu_utilization_percentage")) == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        night.finish()
+        assert len(points) > before and len({point.step for point in points}) == len(points), f"attempt {attempt}"
 
 
 def test_a_stage_logged_twice_has_each_point_once(client: Any, home: Path) -> None:

@@ -26,6 +26,7 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracing.client import TracingClient
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -36,6 +37,8 @@ KIND = "cuda_agent.kind"
 STAGE = "cuda_agent.stage"
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
+LOAD_SECONDS = 30
+"""Between two points of the machine's load."""
 
 
 def tracking_uri(params: Registry, home: Path) -> str:
@@ -79,12 +82,18 @@ class NightRun:
         self.client = client
         self.run_key = run_key
         self.experiment_id = _experiment(client, params, home)
+        self.load: SystemMetricsMonitor | None = None
         found = self._find("night")
         if found is None:
             self.run_id = client.create_run(self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name).info.run_id
         else:
             self.run_id = found.info.run_id
             client.update_run(self.run_id, status="RUNNING")
+
+    def watch(self) -> None:
+        """Log the machine's load as curves `system/…` until the run ends; a re-opened run continues them."""
+        self.load = SystemMetricsMonitor(self.run_id, sampling_interval=LOAD_SECONDS, resume_logging=True, tracking_uri=self.client.tracking_uri)
+        self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """The full resolved parameters, and where the run comes from."""
@@ -141,10 +150,15 @@ class NightRun:
         self.client.log_artifact(self.run_id, str(path), folder or None)
 
     def finish(self) -> None:
-        self.client.set_terminated(self.run_id, "FINISHED")
+        self._end("FINISHED")
 
     def fail(self) -> None:
-        self.client.set_terminated(self.run_id, "FAILED")
+        self._end("FAILED")
+
+    def _end(self, status: str) -> None:
+        if self.load is not None:
+            self.load.finish()
+        self.client.set_terminated(self.run_id, status)
 
     def _find(self, kind: str, stage: str = "") -> Any:
         """The run of this key and kind, the oldest if ever there were two; None when there is none."""
