@@ -10,9 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Protocol
 
 from components.agent.chats import Chat, run_chats
 from components.agent.episode import Limits
@@ -22,10 +20,13 @@ from components.agent.trajectory import Trajectory
 from components.config import BadInput, Params
 from components.files import digest_json, digest_tree
 from components.policy.backends import open_sampler
-from components.policy.generate import Sampler
 from components.policy.model import MANIFEST, load_tokenizer, verify_checkpoint
+from components.policy.sampling import Sampler
 from components.sandbox.pool import JudgePool
 from components.task import KernelTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Policy(Protocol):
