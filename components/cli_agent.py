@@ -53,7 +53,7 @@ def optimize(
         task = user_task(module, class_name, inputs, init)
         folder = out_folder or Path(f"optimized-{module.stem}")
         check_out(folder)
-        chosen = _policy(policy, model, resolved, Effort(attempts or None, turns or None))
+        chosen = policy_of(policy, model, resolved, Effort(attempts or None, turns or None))
         params, place, console = any_time(chosen.params), home_of(resolved), people()
         pool = open_pool(params, place / "verdicts")
         try:
@@ -80,13 +80,13 @@ def optimize(
         out(record)
 
 
-def _policy(name: str, model: str, resolved: Resolved, effort: Effort) -> FolderPolicy | ServerPolicy:
+def policy_of(name: str, model: str, resolved: Resolved, effort: Effort) -> FolderPolicy | ServerPolicy:
     """The policy that a person means: an address, a folder, or a version of the registry by alias or number."""
     from components.agent.policies import folder_policy, server_policy
     from components.config import BadInput
 
     params: Params = resolved.params
-    by_hand = frozenset(key for key, source in resolved.sources.items() if source.startswith("--set"))
+    by_hand = set_by_hand(resolved)
     if name.startswith(("http://", "https://")):
         from components.policy.chat_client import ChatClient
 
@@ -100,6 +100,10 @@ def _policy(name: str, model: str, resolved: Resolved, effort: Effort) -> Folder
     if name.isdigit() or name in ("champion", "candidate", "previous"):
         return folder_policy(_version(name, resolved), params, by_hand, effort)
     raise BadInput(f"--policy {name}: no such folder; give champion, a version's number, a folder, or an address such as http://localhost:8000/v1.")
+
+
+def set_by_hand(resolved: Resolved) -> frozenset[str]:
+    return frozenset(key for key, source in resolved.sources.items() if source.startswith("--set"))
 
 
 def _version(name: str, resolved: Resolved) -> Path:

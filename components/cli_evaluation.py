@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
 
-if TYPE_CHECKING:
-    from components.config import Resolved
-
-CHAMPION = "champion"
-
 runs_app = typer.Typer(help="Finished runs and evaluations, side by side.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def evaluate(
-    policy: Annotated[str, typer.Option("--policy", metavar="champion|PATH", help="the reigning champion, or a checkpoint or Hugging Face folder")] = CHAMPION,
+    policy: Annotated[str, typer.Option("--policy", help="champion, a version, a folder, or the address of an OpenAI-compatible server")] = "champion",
+    model: Annotated[str, typer.Option("--model", help="which of the server's models; without it the first")] = "",
     suite: Annotated[str, typer.Option("--suite", help="held-out, shipped, a folder, task file or parquet; without it evaluation.suite")] = "",
     levels: Annotated[str, typer.Option("--levels", metavar="1,2,…", help="levels of the suite; without it evaluation.levels")] = "",
     attempts: Annotated[int, typer.Option("--attempts", min=0, help="trajectories for each task; without it evaluation.attempts")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="only continue one that was begun; without it the command begins or continues")] = False,
     dataset: Annotated[Path | None, typer.Option("--dataset", help="data set whose held-out tasks are meant; without it the newest in the home")] = None,
     profile: Profile = "smoke",
     sets: Sets = None,
@@ -41,22 +38,29 @@ def evaluate(
         chosen += [f"evaluation.levels=[{levels}]"] if levels else []
         chosen += [f"evaluation.attempts={attempts}"] if attempts else []
         resolved = resolved_params(profile, [*(sets or []), *chosen], home, params_file)
-        params, place, console = resolved.params, home_of(resolved), people()
+        place, console = home_of(resolved), people()
+        from components.agent.policies import Effort
+        from components.cli_agent import policy_of, set_by_hand
         from components.evaluation.evaluate import evaluate as evaluate_policy
-        from components.evaluation.evaluate import for_admission, policy_digest
+        from components.evaluation.evaluate import for_admission
+        from components.evaluation.policies import named_policy
         from components.evaluation.report import write_evaluation_report
         from components.evaluation.suites import load_suite
         from components.files import digest_json
         from components.sandbox.pools import open_pool
 
-        tasks = load_suite(params, dataset or _newest_dataset(place))
-        folder = _champion(resolved) if policy == CHAMPION else Path(policy)
+        tasks = load_suite(resolved.params, dataset or _newest_dataset(place))
+        examined = named_policy(policy_of(policy, model, resolved, Effort()), set_by_hand(resolved))
+        params = examined.params
         settings = params.model_dump(mode="json", exclude={"home", "gate", "store", "registry"})
-        epoch = digest_json([policy_digest(folder), [task.task_id for task in tasks], settings])[:12]
-        pool, target = open_pool(for_admission(params), place / "verdicts"), place / "evaluations" / epoch
+        epoch = digest_json([examined.digest, [task.task_id for task in tasks], settings])[:12]
+        target = place / "evaluations" / epoch
+        if resume and not target.is_dir():
+            raise BadInput(f"--resume: {target} is not there, no such evaluation was begun; give the command's former options, or leave --resume out.")
+        pool = open_pool(for_admission(params), place / "verdicts")
         try:
             with View(console) as view:
-                found = evaluate_policy(params, folder, tasks, pool, target, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit)
+                found = evaluate_policy(examined, tasks, pool, target, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit)
         finally:
             pool.close()
         report = write_evaluation_report(target, found)
@@ -72,22 +76,6 @@ def _newest_dataset(home: Path) -> Path:
     """The data set that was made last; a suite of its own needs none, so its absence is reported by the suite."""
     versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
     return versions[-1] if versions else home / "datasets"
-
-
-def _champion(resolved: Resolved) -> Path:
-    """The reigning champion's checkpoint; downloaded below the home where the registry's store is elsewhere."""
-    from components.config import BadInput
-    from components.registry import models
-    from components.registry.tracking import connect
-
-    place = home_of(resolved)
-    if not resolved.params.registry.tracking_uri and not (place / "mlflow" / "mlflow.db").is_file():
-        raise BadInput(f"{place}: no run was registered here yet, so there is no champion; give a checkpoint with --policy.")
-    client, model = connect(resolved.params.registry, place), resolved.params.registry.model
-    version = models.aliases(client, model).get(models.CHAMPION)
-    if version is None:
-        raise BadInput(f"{model}: no version is champion; give a checkpoint with --policy, or promote a version.")
-    return models.checkpoint(client, model, version, place / "champions" / f"version-{version}")
 
 
 @runs_app.command("compare")

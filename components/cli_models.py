@@ -55,10 +55,13 @@ def models_show(
         client = registry_client(resolved)
         from components.registry import models
 
-        found = models.describe(client, resolved.params.registry.model, version)
+        name = resolved.params.registry.model
+        found = models.describe(client, name, version)
+        found |= {"checkpoint": models.location(client, name, found["version"])}
         console = people()
         console.print(f"{found['name']} version {found['version']} ({', '.join(found['aliases']) or 'no alias'}): {found['decision']}", highlight=False)
         console.print(_gates(found["gates"]))
+        console.print(f"  checkpoint  {found['checkpoint']}", highlight=False, markup=False, soft_wrap=True)
         for key, value in sorted(found["tags"].items()):
             console.print(f"  {key}  {value}", highlight=False, markup=False, soft_wrap=True)
         out(found)

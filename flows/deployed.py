@@ -20,8 +20,8 @@ from rich.console import Console
 
 from components.config import BadInput, Resolved, resolve
 from components.evaluation.evaluate import evaluate
+from components.evaluation.policies import checkpoint_policy
 from components.evaluation.suites import load_suite
-from components.files import verify_files
 from components.progress import Progress
 from components.registry import models
 from components.registry.tracking import connect, flatten
@@ -102,11 +102,11 @@ def evaluation(profile: str = "h20-pool", sets: list[str] | None = None, home: s
         day = f"{flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"
         folder = night.home / "evaluations" / f"{model}-{found['version']}-{day}"
         checkpoint = models.checkpoint(client, model, found["version"], folder / "checkpoint")
-        verify_files(checkpoint)
         newest = max((night.home / "datasets").glob("*/tasks.parquet"), key=lambda path: path.stat().st_mtime, default=night.home / "datasets")
         suite, pool = load_suite(night.params, newest.parent), open_pool(night.params, night.home / "verdicts")
         try:
-            measured = evaluate(night.params, checkpoint, suite, pool, folder / "results", epoch=folder.name, progress=progress, seed=night.params.seed)
+            policy = checkpoint_policy(checkpoint, night.params)
+            measured = evaluate(policy, suite, pool, folder / "results", epoch=folder.name, progress=progress, seed=night.params.seed)
         finally:
             pool.close()
         now = figures(measured.overall)

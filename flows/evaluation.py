@@ -10,6 +10,7 @@ from prefect import task
 
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import Summary, TaskResult
+from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.files import digest_file, digest_json
@@ -31,8 +32,7 @@ def evaluate_checkpoint(context: Context, name: str, policy: Record) -> Record:
 
     def call(folder: Path) -> Record:
         evaluation = evaluate(
-            night.params,
-            night.home / policy["checkpoint"],
+            checkpoint_policy(night.home / policy["checkpoint"], night.params),
             suite,
             context.pool,
             folder,
@@ -87,6 +87,7 @@ def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
             "milestone": row.milestone,
             "speedup_eager": row.ratio("eager"),
             "speedup_compile": row.ratio("compile"),
+            "compile_mode": row.evidence.get("compile_mode", ""),
             "reason": row.reason,
             "degenerate": row.degenerate,
             "level": row.level,

@@ -92,6 +92,7 @@ def open_context(night: Night, progress: Progress, data: Record) -> Context:
     identity = {"run_id": night.run_id, "profile": night.profile, "code.revision": night.code, "home": str(night.home)}
     tracking.describe(night.params.model_dump(mode="json"), identity)
     tracking.dataset(data["version"], night.home / data["folder"], data["figures"])
+    tracking.watch()
     return Context(night, progress, open_pool(for_admission(night.params), night.home / "verdicts"), tracking, data)
 
 

@@ -122,15 +122,6 @@ def test_no_model_yet_is_one_sentence(tmp_path: Path) -> None:
     assert "no run was registered here" in one_sentence(command("models", "list", "--home", str(tmp_path)))
 
 
-def test_an_evaluation_of_nothing_is_one_sentence(tmp_path: Path) -> None:
-    home = ("--home", str(tmp_path / "home"), "--suite", "shipped")
-    assert "there is no champion; give a checkpoint with --policy" in one_sentence(command("evaluate", *home))
-    assert "config.json is missing" in one_sentence(command("evaluate", *home, "--policy", str(tmp_path)))
-    assert "--levels one: numbers with commas" in one_sentence(command("evaluate", *home, "--levels", "one"))
-    assert "its levels are: 1, 2, 3" in one_sentence(command("evaluate", *home, "--levels", "4"))
-    assert not (tmp_path / "home").exists()
-
-
 def test_comparing_with_a_run_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     assert "no such finished run or evaluation" in one_sentence(command("runs", "compare", "a", "b", "--home", str(tmp_path)))
 

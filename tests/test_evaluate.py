@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_world import TASK, World, completion, kernel, server
+from typer.testing import CliRunner
 
+from components.agent.policies import Effort
 from components.agent.trajectory import Trajectory, Turn
-from components.config import BadInput, Params, resolve
-from components.evaluation.evaluate import evaluate
+from components.cli import app
+from components.cli_agent import policy_of
+from components.config import BadInput, resolve
+from components.evaluation.evaluate import evaluate, for_admission
+from components.evaluation.policies import Policy, checkpoint_policy, named_policy
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.results import Evaluation, load_evaluation
+from components.evaluation.suites import load_suite
 from components.files import digest_tree
-from components.policy.coldstart import new_model
-from components.policy.model import save_checkpoint
-from components.policy.tokenizer import train_tokenizer
 from components.progress import Quiet
-from components.sandbox.judge import Admission
-from components.sandbox.pool import Candidate, Job
+from components.registry.gating import complete
+from components.sandbox.judge import Admission, Judge
+from components.sandbox.pool import Candidate, Job, LocalPool
 from components.sandbox.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone_of
 from components.task import KernelTask
 
@@ -62,13 +69,17 @@ class LinePool:
 
 
 class Script:
-    """Episodes whose answers are written down: the line of each attempt on each task; counts how often it was asked."""
+    """A policy whose answers are written down: the line of each attempt on each task; counts how often it was asked."""
 
-    def __init__(self, lines: dict[str, list[str]]):
+    name = digest = "script"
+
+    def __init__(self, lines: dict[str, list[str]], **evaluation: Any):
         self.lines = lines
         self.asked = 0
+        found = resolve("ci", ("policy.batch=4",)).params
+        self.params = found.model_copy(update={"evaluation": found.evaluation.model_copy(update=evaluation)})
 
-    def __call__(self, tasks: Sequence[KernelTask], *, on_progress: Any, temperature: float, **settings: Any) -> list[Trajectory]:
+    def __call__(self, tasks: Sequence[KernelTask], pool: Any, *, epoch: str, seed: int, on_progress: Any) -> list[Trajectory]:
         self.asked += 1
         seen: Counter[str] = Counter()
         found = []
@@ -86,27 +97,13 @@ ATTEMPTS = [["correct 2", "wrong"], ["correct 0.5", "correct 9"], ["", ""], ["wr
 LINES = {task.task_id: lines for task, lines in zip(TASKS, ATTEMPTS, strict=True)}
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "checkpoint"
-    params = small()
-    tokenizer = train_tokenizer([{"role": "user", "content": task.code} for task in TASKS], 300, 64)
-    save_checkpoint(folder, new_model(params, len(tokenizer), tokenizer), tokenizer, stage="test", parent=None, dataset="", code="", params={}, figures={})
-    return folder
+def run(out: Path, pool: Any, script: Script, tasks: Sequence[KernelTask] = TASKS) -> Evaluation:
+    return evaluate(script, tasks, pool, out, epoch="night", progress=Quiet(), seed=0)
 
 
-def small(**evaluation: Any) -> Params:
-    params = resolve("ci", ("policy.hidden=16", "policy.layers=1", "policy.heads=2", "policy.kv_heads=1", "policy.head_dim=8", "policy.batch=4")).params
-    return params.model_copy(update={"evaluation": params.evaluation.model_copy(update=evaluation)})
-
-
-def run(policy: Path, out: Path, pool: LinePool, script: Script, tasks: Sequence[KernelTask] = TASKS, params: Params | None = None) -> Evaluation:
-    return evaluate(params or small(), policy, tasks, pool, out, epoch="night", progress=Quiet(), seed=0, episodes=script)
-
-
-def test_the_first_attempts_final_answer_counts_measured_anew(policy: Path, tmp_path: Path) -> None:
+def test_the_first_attempts_final_answer_counts_measured_anew(tmp_path: Path) -> None:
     pool = LinePool()
-    found = run(policy, tmp_path, pool, Script(LINES))
+    found = run(tmp_path, pool, Script(LINES))
     assert [row.status for row in found.tasks] == ["correct", "correct", "build_failed", "wrong_output", "infrastructure"]
     assert found.overall.pass_rate == 0.4 and found.overall.faster_rate.eager == 0.2, "a second attempt's 9x counts for nothing"
     assert found.overall.attempts_pass_rate == pytest.approx(4 / 9), "over all attempts but the judge's own failures"
@@ -115,8 +112,8 @@ def test_the_first_attempts_final_answer_counts_measured_anew(policy: Path, tmp_
     assert len(pool.measured) == 4, "who wrote nothing is not measured"
 
 
-def test_results_json_is_the_evaluation(policy: Path, tmp_path: Path) -> None:
-    found = run(policy, tmp_path, LinePool(), Script(LINES))
+def test_results_json_is_the_evaluation(tmp_path: Path) -> None:
+    found = run(tmp_path, LinePool(), Script(LINES))
     assert load_evaluation(tmp_path) == found
     written = json.loads((tmp_path / "results.json").read_text())
     assert {"suite", "policy", "tasks", "overall", "levels", "errors"} <= set(written)
@@ -124,15 +121,15 @@ def test_results_json_is_the_evaluation(policy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2, 3])
-def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(policy: Path, tmp_path: Path, lives: int) -> None:
-    whole = run(policy, tmp_path / "whole", LinePool(), Script(LINES))
+def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(tmp_path: Path, lives: int) -> None:
+    whole = run(tmp_path / "whole", LinePool(), Script(LINES))
     script, pool = Script(LINES), LinePool(lives)
     with pytest.raises(KeyboardInterrupt):
-        run(policy, tmp_path / "killed", pool, script)
+        run(tmp_path / "killed", pool, script)
     assert not (tmp_path / "killed" / "results.json").exists()
     known = {path.stem for path in (tmp_path / "killed" / "tasks").glob("*.json")}
     asked, pool = script.asked, LinePool()
-    resumed = run(policy, tmp_path / "killed", pool, script)
+    resumed = run(tmp_path / "killed", pool, script)
     assert resumed == whole
     assert script.asked == asked, "episodes are not sampled again"
     assert not known & {task_id for task_id, _ in pool.measured}, "no final answer is measured twice"
@@ -153,21 +150,21 @@ class SlowPool(LinePool):
         return super().submit(job)
 
 
-def evaluate_slowly(policy: Path, out: Path) -> None:
-    run(policy, out, SlowPool(out), Script(LINES))
+def evaluate_slowly(out: Path) -> None:
+    run(out, SlowPool(out), Script(LINES))
 
 
-def test_ten_sigkills_at_random_moments_give_the_report_of_an_undisturbed_evaluation(policy: Path, tmp_path: Path) -> None:
-    whole = run(policy, tmp_path / "whole", LinePool(), Script(LINES))
+def test_ten_sigkills_at_random_moments_give_the_report_of_an_undisturbed_evaluation(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", LinePool(), Script(LINES))
     out, chance = tmp_path / "killed", random.Random(0)
     fork = get_context("fork")
     for _ in range(10):
-        process = fork.Process(target=evaluate_slowly, args=(policy, out))
+        process = fork.Process(target=evaluate_slowly, args=(out,))
         process.start()
         process.join(chance.uniform(0.02, 0.6))
         process.kill()
         process.join()
-    assert run(policy, out, SlowPool(out), Script(LINES)) == whole
+    assert run(out, SlowPool(out), Script(LINES)) == whole
     for folder in ("whole", "killed"):
         write_evaluation_report(tmp_path / folder, load_evaluation(tmp_path / folder))
     reports = [json.loads((tmp_path / folder / "report.json").read_text()) | {"device_seconds": None} for folder in ("whole", "killed")]
@@ -175,46 +172,100 @@ def test_ten_sigkills_at_random_moments_give_the_report_of_an_undisturbed_evalua
     assert not any(line.endswith("True") for line in (tmp_path / "judged").read_text().splitlines()), "what is known is not judged again"
 
 
-def test_a_finished_evaluation_is_only_read(policy: Path, tmp_path: Path) -> None:
-    run(policy, tmp_path, LinePool(), Script(LINES))
+def test_a_finished_evaluation_is_only_read(tmp_path: Path) -> None:
+    run(tmp_path, LinePool(), Script(LINES))
     before = digest_tree(tmp_path)
     script, pool = Script(LINES), LinePool()
-    run(policy, tmp_path, pool, script)
+    run(tmp_path, pool, script)
     assert script.asked == 0 and not pool.measured and digest_tree(tmp_path) == before
 
 
-def test_another_evaluation_in_the_same_folder_is_refused(policy: Path, tmp_path: Path) -> None:
-    run(policy, tmp_path, LinePool(), Script(LINES))
+def test_another_evaluation_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, LinePool(), Script(LINES))
     with pytest.raises(BadInput, match=r"another evaluation.*suite_digest"):
-        run(policy, tmp_path, LinePool(), Script(LINES), tasks=TASKS[:3])
+        run(tmp_path, LinePool(), Script(LINES), tasks=TASKS[:3])
     with pytest.raises(BadInput, match=r"another evaluation.*evaluation"):
-        run(policy, tmp_path, LinePool(), Script(LINES), params=small(attempts=1))
+        run(tmp_path, LinePool(), Script(LINES, attempts=1))
 
 
-def test_a_task_that_stands_twice_is_measured_once_and_counts_twice(policy: Path, tmp_path: Path) -> None:
+def test_a_task_that_stands_twice_is_measured_once_and_counts_twice(tmp_path: Path) -> None:
     twin = TASKS[0].model_copy(update={"name": "twin", "level": 2})
     lines = LINES | {TASKS[0].task_id: ["correct 2"] * 4}
     pool = LinePool()
-    found = run(policy, tmp_path, pool, Script(lines), tasks=[TASKS[0], twin])
+    found = run(tmp_path, pool, Script(lines), tasks=[TASKS[0], twin])
     assert [(row.name, row.level) for row in found.tasks] == [("", None), ("twin", 2)]
     assert found.overall.correct == 2 and sum(pool.measured.values()) == 1
 
 
-@pytest.mark.parametrize("missing", ["config.json", "manifest"])
-def test_a_folder_that_is_no_sound_policy_is_refused(policy: Path, tmp_path: Path, missing: str) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in policy.iterdir():
-        if path.name != missing:
-            (broken / path.name).write_bytes(path.read_bytes())
-    if missing == "manifest":
-        (broken / "config.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"config\.json"):
-        run(broken, tmp_path / "out", LinePool(), Script(LINES))
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [({}, r"config\.json is missing"), ({"config.json": "{}", "manifest.json": '{"files": {}}'}, r"manifest\.json")],
+    ids=["no_model", "no_manifest"],
+)
+def test_a_folder_that_is_no_sound_policy_is_refused(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(BadInput, match=says):
+        checkpoint_policy(tmp_path, resolve("ci").params)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no run was registered here yet"),
+        (["--policy", "no-such-folder"], "no such folder; give champion, a version's number, a folder, or an address"),
+        (["--policy", "."], r"config\.json is missing"),
+        (["--levels", "one"], "--levels one: numbers with commas"),
+        (["--levels", "4"], "its levels are: 1, 2, 3"),
+        (["--policy", "model", "--resume"], "no such evaluation was begun"),
+    ],
+)
+def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match=says):
+        raise CliRunner().invoke(app, ["evaluate", "--home", "home", "--suite", "shipped", *words]).exception or AssertionError("it was accepted")
+    assert not (tmp_path / "home").exists()
+
+
+def said(url: str, **sets: Any) -> Policy:
+    """The policy that `--policy URL` names."""
+    resolved = resolve("ci", tuple(f"{key}={value}" for key, value in sets.items()))
+    return named_policy(policy_of(url, "", resolved, Effort()), frozenset(sets))
+
+
+def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(tmp_path: Path) -> None:
+    """Two turns are answered, then the server is gone: a batch that nobody answered is not kept, so that it is asked again."""
+    talk = [(200, completion("", [("Write", json.dumps({"file_path": "kernels/forward.cpp", "content": kernel(2.0)}))]), {}), (200, completion("done."), {})]
+    tasks = [TASK, TASK.model_copy(update={"code": TASK.code.replace("tanh", "relu")})]
+
+    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+        return talk[number] if number < len(talk) else (403, b"gone", {})
+
+    with server(answers) as url:
+        policy = said(url, **{"evaluation.attempts": 1, "policy.batch": 1})
+        assert (policy.params.policy.prompt, policy.params.evaluation.max_turns) == ("full", 30), "a server is not a tiny policy"
+        found = evaluate(policy, tasks[:1], World(), tmp_path / "one", epoch="e", progress=Quiet(), seed=0)
+        assert (found.policy, found.tasks[0].status, found.overall.faster_rate.eager) == (f"{url}/v1 tiny", "correct", 1.0)
+        with pytest.raises(BadInput, match=r"the server answers 403: gone; mend the server, the same command continues"):
+            evaluate(policy, tasks[1:], World(), tmp_path / "two", epoch="e", progress=Quiet(), seed=0)
+        assert not (tmp_path / "two" / "episodes").exists()
+
+
+def test_a_task_on_which_the_server_failed_is_an_error_and_no_miss(tmp_path: Path) -> None:
+    class Failing(Script):
+        def __call__(self, tasks: Sequence[KernelTask], pool: Any, **rest: Any) -> list[Trajectory]:
+            found = super().__call__(tasks, pool, **rest)
+            return [replace(found[0], finish_reason="server", error="gone"), *found[1:]]
+
+    found = run(tmp_path, LinePool(), Failing(LINES, attempts=1), tasks=TASKS[:2])
+    assert [(row.status, row.reason) for row in found.tasks] == [("infrastructure", "server"), ("correct", "")]
+    assert found.errors == 1 and found.overall.attempts_pass_rate == 1.0
 
 
 @pytest.mark.parametrize(("reason", "degenerate"), [("zeros_pass", "zeros_pass"), ("eager_time", ""), ("", "")])
-def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(policy: Path, tmp_path: Path, reason: str, degenerate: str) -> None:
+def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(tmp_path: Path, reason: str, degenerate: str) -> None:
     asked: list[str] = []
 
     def admit(code: str) -> Future[Admission]:
@@ -224,6 +275,61 @@ def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(policy: Path, t
         return future
 
     ours = TASKS[1].model_copy(update={"evidence": {"eager_seconds": 1e-3}})
-    found = evaluate(small(), policy, [TASKS[0], ours], LinePool(), tmp_path, epoch="night", progress=Quiet(), seed=0, episodes=Script(LINES), admit=admit)
+    found = evaluate(Script(LINES), [TASKS[0], ours], LinePool(), tmp_path, epoch="night", progress=Quiet(), seed=0, admit=admit)
     assert [row.degenerate for row in found.tasks] == [degenerate, ""] and found.overall.tasks == 2
     assert asked == [TASKS[0].code], "a task of our own data set was admitted when it was made"
+
+
+GELU = {
+    "model_new.py": """import torch
+import torch.nn as nn
+import cuda_extension
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        out = torch.empty_like(x)
+        cuda_extension.forward(x, out)
+        return out
+""",
+    "kernels/forward.cpp": """#include <cmath>
+#include "binding_registry.h"
+
+KERNEL(forward) {
+  for (int64_t i = 0; i < t[0].numel; ++i) {
+    const float x = f32(t[0])[i];
+    f32(t[1])[i] = 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+  }
+}
+""",
+}
+
+
+class KnowsGelu(Script):
+    """A policy that writes one kernel and gives up on every other task."""
+
+    def __call__(self, tasks: Sequence[KernelTask], pool: Any, **rest: Any) -> list[Trajectory]:
+        found = []
+        for task in tasks:
+            files = GELU if task.name == "1_gelu" else {}
+            verdict = Verdict(status="build_failed", reason="nothing")
+            found.append(Trajectory(task.task_id, (), (), (), (Turn("said"),), (verdict,), -1.0, "stop", "v", files))
+        return found
+
+
+@pytest.mark.timeout(600)
+def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(judge: Judge, tmp_path: Path) -> None:
+    params = for_admission(judge.params)
+    tasks = load_suite(resolve("ci", ("evaluation.suite=shipped", "evaluation.numel=65536")).params, tmp_path)
+    pool = LocalPool(params, tmp_path / "verdicts")
+    pool._judge = copy.copy(judge)  # the one that all tests share, for tasks of any duration
+    pool._judge.params = params
+    try:
+        found = evaluate(KnowsGelu({}, attempts=1), tasks, pool, tmp_path / "out", epoch="shipped", progress=Quiet(), seed=0, admit=pool.admit)
+    finally:
+        pool._judge = None
+        pool.close()
+    gelu = next(row for row in found.tasks if row.name == "1_gelu")
+    assert gelu.status == "correct" and gelu.speedup.eager is not None and gelu.speedup.compile is not None, (gelu.status, gelu.reason)
+    assert (found.overall.tasks, found.overall.correct, found.errors, set(found.levels)) == (15, 1, 0, {"1", "2", "3"})
+    assert {row.name: row.degenerate for row in found.tasks if row.degenerate} == {}, "no cheat could pass on a task that we ship"
+    assert complete(write_evaluation_report(tmp_path / "out", found))

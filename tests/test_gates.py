@@ -63,6 +63,17 @@ def test_each_gate_refuses_alone_and_says_so(name: str) -> None:
     assert len(decision.reasons) == 1 and decision.reasons[0].startswith(f"{name} is")
 
 
+def test_every_refusal_stands_in_the_registry_and_the_champion_stays(home: Path) -> None:
+    office = office_of(home)
+    settle(office, "1")
+    for name, refuse in REFUSALS.items():
+        assert settle(office, "2", refuse(), champion="1").action == "refused"
+        found = models.describe(office.client, PARAMS.model, "2")
+        assert found["decision"] == "refused" and found["reasons"][0].startswith(f"{name} is")
+    assert models.aliases(office.client, PARAMS.model) == {"champion": "1"} and office.verify() == []
+    assert [entry.action for entry in office.chain.entries()] == ["promoted"] + ["refused"] * len(REFUSALS)
+
+
 def test_the_lower_end_of_the_interval_decides_not_the_figure() -> None:
     share = [task(i, status="correct" if i < 6 else "crashed") for i in range(10)]
     found = {gate.name: gate for gate in gates.floors(summarise(share), {}, THRESHOLDS)}["pass_rate"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from components.config import Params
-from components.sandbox import rounds
+from components.sandbox import compiled, rounds
 from components.sandbox.correctness import Expected, Near
 from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError, Nursery
@@ -42,6 +42,14 @@ def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -
     verdict = judge.verdict(world.TASK, slow)
     assert (verdict.status, verdict.milestone, verdict.speedup.compile) == ("correct", 1, None)
     assert judge.verdict(world.TASK, slow, always_compile=True).speedup.compile is not None
+
+
+def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = {mode: f"compile {mode}".removesuffix(" default") for mode in ("default", "reduce-overhead", "a-mode-that-torch-refuses")}
+    monkeypatch.setitem(compiled.ROLES, "cpu", roles)
+    evidence = judge.verdict(world.TASK, SIMD, always_compile=True).evidence
+    assert set(evidence["compile_seconds"]) == {"default", "reduce-overhead"}
+    assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
 
 
 def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:

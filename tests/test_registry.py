@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import agent_world
+import mlflow.pyfunc
 import pytest
+from agent_world import verdict_of
 
+from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
 from components.config import Gate as Thresholds
 from components.config import Registry
 from components.evaluation.metrics import TaskResult, summarise
+from components.files import verify_files
+from components.policy.coldstart import new_model
+from components.policy.model import save_checkpoint
 from components.registry import gates, models
 from components.registry.tracking import NightRun, connect, flatten, numbers
 from components.sandbox.verdict import Ratio, Speedup
@@ -53,7 +61,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def register(client: Any, home: Path, key: str) -> str:
+def register(client: Any, home: Path, key: str, folder: Path | None = None) -> str:
     run = NightRun(client, PARAMS, home, key, key)
     return models.register(
         client,
@@ -61,7 +69,7 @@ def register(client: Any, home: Path, key: str) -> str:
         run_key=key,
         run_id=run.run_id,
         experiment_id=run.experiment_id,
-        checkpoint=checkpoint(home / "checkpoint"),
+        checkpoint=folder or checkpoint(home / "checkpoint"),
         tags={"dataset.version": "d1"},
         figures={"pass_rate": 0.5},
     )
@@ -79,6 +87,19 @@ def test_a_night_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) 
     assert other.run_id != first.run_id
 
 
+def test_the_machines_load_goes_on_where_a_killed_night_left_it(client: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    for attempt in (1, 2):
+        night = NightRun(client, PARAMS, home, "load", "n")
+        before = len(client.get_metric_history(night.run_id, "system/cpu_utilization_percentage"))
+        night.watch()
+        deadline = time.monotonic() + 30
+        while len(points := client.get_metric_history(night.run_id, "system/cpu_utilization_percentage")) == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        night.finish()
+        assert len(points) > before and len({point.step for point in points}) == len(points), f"attempt {attempt}"
+
+
 def test_a_stage_logged_twice_has_each_point_once(client: Any, home: Path) -> None:
     folder = home / "stages" / "warmup-1"
     folder.mkdir(parents=True)
@@ -93,6 +114,39 @@ def test_a_stage_logged_twice_has_each_point_once(client: Any, home: Path) -> No
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert client.get_run(child.info.run_id).data.metrics["reward_after"] == 1.5
     assert client.get_run(child.info.run_id).data.tags["mlflow.parentRunId"] == night.run_id
+
+
+def spoken(reward: float, *speeds: float) -> Trajectory:
+    """A trajectory that measures a kernel of each speed in turn and ends with the last."""
+    verdicts = [verdict_of({"kernels/forward.cpp": f"// {speed}"}) for speed in speeds]
+    turns = [
+        Turn(f"turn {speed}", (ToolCall("Write", {"content": "x"}, "written"), ToolCall("Bash", {"command": "measure"}, "ok", verdicts=1))) for speed in speeds
+    ]
+    return Trajectory("t", (1, 2), (0, 1), (0.0, -1.0), tuple(turns), (*verdicts, verdicts[-1]), reward, "stop", "v", {"kernels/forward.cpp": "x"}, task="code")
+
+
+def test_a_trajectory_is_a_trace_with_its_verdicts_as_feedback_however_often_it_is_logged(client: Any, home: Path) -> None:
+    folder = home / "stages" / "evaluation-1"
+    save_trajectories(folder / "episodes" / "0000", [spoken(3.0, 0.5, 4.0), spoken(1.0, 1.0)])
+    for step in range(3):
+        save_trajectories(folder / "trajectories" / f"step-{step:04d}", [spoken(reward, 1.0) for reward in (1.0, 3.0, -1.0)])
+    night = NightRun(client, PARAMS, home, "traces", "n")
+    for _ in range(2):
+        night.stage("evaluation", "k", folder, {})
+        child = night._find("stage", "evaluation")
+        client.update_run(child.info.run_id, status="RUNNING")
+    found = {trace.info.tags["mlflow.traceName"]: trace for trace in client.search_traces([night.experiment_id], run_id=child.info.run_id)}
+    training = [f"evaluation step-000{step}/{index}" for step in range(3) for index in (1, 2)]
+    assert sorted(found) == ["evaluation 0000/0", "evaluation 0000/1", *training], "every episode of an evaluation, of a step the best and the worst"
+    trace = found["evaluation 0000/0"]
+    spans = {span.span_id: span for span in trace.data.spans}
+    assert [span.span_type for span in trace.data.spans].count("TOOL") == 4 and len(spans) == 7
+    assert {(span.span_type, spans[span.parent_id].span_type) for span in spans.values() if span.parent_id} == {("LLM", "AGENT"), ("TOOL", "LLM")}
+    last = next(span for span in spans.values() if span.name == "turn 2")
+    assert last.inputs == ["written", "ok"] and last.outputs == "turn 4.0"
+    said = [(item.name, item.feedback.value, spans[item.span_id].name) for item in trace.info.assessments]
+    assert ("measured.speedup.eager", 0.5, "Bash") in said and ("verdict.speedup.eager", 4.0, "episode") in said and ("reward", 3.0, "episode") in said
+    assert len(said) == 3 * 3 + 1, "status and both ratios of three verdicts, and the reward"
 
 
 def test_the_figures_in_mlflow_are_those_of_the_record(client: Any, home: Path) -> None:
@@ -134,6 +188,19 @@ def test_a_version_carries_the_evidence_of_its_decision(client: Any, home: Path,
     assert found["tags"]["dataset.version"] == "d1"
     files = models.checkpoint(client, PARAMS.model, version, tmp_path)
     assert (files / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_mlflow_loads_a_version_from_its_address_and_the_folder_is_the_checkpoint_as_it_was(client: Any, home: Path) -> None:
+    tokenizer = agent_world.tokenizer()
+    params = agent_world.params(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8)
+    made = save_checkpoint(
+        home / "policy", new_model(params, len(tokenizer), tokenizer), tokenizer, stage="test", parent=None, dataset="", code="", params={}, figures={}
+    )
+    version = register(client, home, "night-4", home / "policy")
+    loaded = mlflow.pyfunc.load_model(f"models:/{PARAMS.model}/{version}")
+    said = loaded.predict([{"prompt": "a kernel"}, {"prompt": "another"}], params={"max_new_tokens": 4})
+    assert len(said) == 2 and all(isinstance(text, str) for text in said)
+    assert verify_files(Path(models.location(client, PARAMS.model, version))) == made.digest
 
 
 def test_a_person_is_asked_only_when_the_gates_pass() -> None:

@@ -21,15 +21,12 @@ from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
-from components.agent.loop import run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.config import BadInput, Params
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
+from components.evaluation.policies import Policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
-from components.files import digest_json, digest_tree, read_json, write_json
-from components.policy.backends import open_sampler
-from components.policy.model import MANIFEST, load_tokenizer, verify_checkpoint
-from components.policy.sampling import Sampler
+from components.files import digest_json, read_json, write_json
 from components.progress import Progress
 from components.sandbox.judge import Admission
 from components.sandbox.pool import Candidate, Job, JudgePool
@@ -38,8 +35,7 @@ from components.task import KernelTask
 
 
 def evaluate(
-    params: Params,
-    policy: Path,
+    policy: Policy,
     tasks: Sequence[KernelTask],
     pool: JudgePool,
     out: Path,
@@ -48,29 +44,28 @@ def evaluate(
     progress: Progress,
     seed: int,
     admit: Callable[[str], Future[Admission]] | None = None,
-    episodes: Callable[..., list[Trajectory]] = run_episodes,
 ) -> Evaluation:
-    """Evaluate the checkpoint folder `policy` on `tasks` and leave the evidence in `out` (see the module's text).
+    """Evaluate `policy` on `tasks` with its own parameters and leave the evidence in `out` (see the module's text).
 
     `epoch` names this evaluation to the judge: measurements are shared inside it and never across. `admit` tells whether
     a cheat could pass on a task (the pool's; None trusts every task): such tasks count, and are marked degenerate.
-    `episodes` takes the place of the agent loop in tests. Raises BadInput when `out` holds a different evaluation or
-    `policy` is not a model.
+    Raises BadInput when `out` holds a different evaluation, or the policy's server does not answer.
     """
+    params = policy.params
     if not tasks:
         raise BadInput(f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one.")
-    plan = _plan(params, policy, tasks, epoch, seed)
+    plan = _plan(policy, tasks, epoch, seed)
     _claim(out, plan)
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
-    attempts = _attempts(params, policy, plan["policy_digest"], tasks, pool, out, episodes, epoch=epoch, progress=progress, seed=seed)
+    attempts = _attempts(policy, tasks, pool, out, epoch=epoch, progress=progress, seed=seed)
     results = _measure(tasks, attempts, pool, out, admit, epoch=epoch, progress=progress)
     evaluation = Evaluation(
         suite=params.evaluation.suite,
         suite_digest=plan["suite_digest"],
-        policy=str(policy),
-        policy_digest=plan["policy_digest"],
+        policy=policy.name,
+        policy_digest=policy.digest,
         device=params.device,
         precision=params.precision,
         epoch=epoch,
@@ -84,17 +79,11 @@ def evaluate(
     return evaluation
 
 
-def policy_digest(policy: Path) -> str:
-    """What names a policy: its manifest's digest once every file was found to match, else that of its files."""
-    if not (policy / "config.json").is_file():
-        raise BadInput(f"{policy}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder.")
-    return verify_checkpoint(policy).digest if (policy / MANIFEST).is_file() else digest_json(digest_tree(policy))
-
-
-def _plan(params: Params, policy: Path, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
+def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
     """What tells this evaluation from any other."""
+    params = policy.params
     return {
-        "policy_digest": policy_digest(policy),
+        "policy_digest": policy.digest,
         "suite_digest": digest_json([task.task_id for task in tasks]),
         "evaluation": params.evaluation.model_dump(mode="json"),
         "policy": {"prompt": params.policy.prompt, "context": params.policy.context, "batch": params.policy.batch},
@@ -117,25 +106,11 @@ def _claim(out: Path, plan: dict[str, Any]) -> None:
         raise BadInput(f"{out}: holds another evaluation (its {', '.join(different)} differ); give another folder or delete this one.")
 
 
-def _attempts(
-    params: Params,
-    policy: Path,
-    digest: str,
-    tasks: Sequence[KernelTask],
-    pool: JudgePool,
-    out: Path,
-    episodes: Callable[..., list[Trajectory]],
-    *,
-    epoch: str,
-    progress: Progress,
-    seed: int,
-) -> list[list[Trajectory]]:
+def _attempts(policy: Policy, tasks: Sequence[KernelTask], pool: JudgePool, out: Path, *, epoch: str, progress: Progress, seed: int) -> list[list[Trajectory]]:
     """The attempts of every task. Batches of tasks are the unit of resumption; their cut depends on parameters only."""
-    attempts = params.evaluation.attempts
-    size = max(1, params.policy.batch // attempts)
+    attempts = policy.params.evaluation.attempts
+    size = max(1, policy.params.policy.batch // attempts)
     batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    sampler: Sampler | None = None
-    tokenizer = load_tokenizer(policy)
     found: list[list[Trajectory]] = []
     for index, batch in enumerate(batches):
         folder = out / "episodes" / f"{index:04d}"
@@ -143,30 +118,25 @@ def _attempts(
             trajectories = load_trajectories(folder)
         else:
             started = time.monotonic()
-            sampler = sampler or open_sampler(params, policy, tokenizer, version=digest)
             before = len(found) * attempts
 
             def on_progress(finished: int, _: int, before: int = before) -> None:
                 progress.update("evaluation", before + finished, len(tasks) * (attempts + 1))
 
-            trajectories = episodes(
-                [task for task in batch for _ in range(attempts)],
-                params=params,
-                sampler=sampler,
-                tokenizer=tokenizer,
-                pool=pool,
-                # Not an evaluation epoch: the judge spares episodes the compile baseline where no milestone needs it.
-                epoch=f"episodes/{epoch}",
-                seed=seed * 1_000_003 + index,
-                max_turns=params.evaluation.max_turns,
-                max_new_tokens=params.evaluation.max_new_tokens,
-                temperature=params.evaluation.temperature,
-                on_progress=on_progress,
-            )
+            # Not an evaluation epoch: the judge spares episodes the compile baseline where no milestone needs it.
+            repeated = [task for task in batch for _ in range(attempts)]
+            trajectories = policy(repeated, pool, epoch=f"episodes/{epoch}", seed=seed * 1_000_003 + index, on_progress=on_progress)
+            if all(_unserved(trajectory) and not trajectory.turns for trajectory in trajectories):
+                raise BadInput(f"--policy {policy.name}: {trajectories[0].error}; mend the server, the same command continues.")
             save_trajectories(folder, trajectories)
             _spend(out, "episodes", time.monotonic() - started)
         found += [trajectories[start : start + attempts] for start in range(0, len(trajectories), attempts)]
     return found
+
+
+def _unserved(trajectory: Trajectory) -> bool:
+    """Whether the policy's server failed: the trajectory says nothing about the policy."""
+    return trajectory.finish_reason == "server"
 
 
 def _measure(
@@ -193,12 +163,13 @@ def _measure(
         # Tasks of our own data sets were admitted when they were made: their evidence says so.
         if admit is not None and not task.evidence:
             admissions[task_id] = admit(task.code)
-        if attempts[0].files:
+        if attempts[0].files and not _unserved(attempts[0]):
             pending[pool.submit(Job(task, Candidate.of(attempts[0].files), f"evaluation/final/{epoch}"))] = task_id
         else:
             # Nothing was written, so there is nothing to measure: the episode's own verdict stands.
+            lost = Verdict(status="infrastructure", reason="server", log=attempts[0].error)
             done: Future[Verdict] = Future()
-            done.set_result(attempts[0].final)
+            done.set_result(lost if _unserved(attempts[0]) else attempts[0].final)
             pending[done] = task_id
 
     sampled = sum(map(len, found))
@@ -247,7 +218,13 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
         seconds=verdict.seconds,
         speedup=verdict.speedup,
         attempts=tuple(
-            Attempt(status=attempt.final.status, reward=attempt.reward, turns=len(attempt.turns), finish_reason=attempt.finish_reason) for attempt in attempts
+            Attempt(
+                status="infrastructure" if _unserved(attempt) else attempt.final.status,
+                reward=attempt.reward,
+                turns=len(attempt.turns),
+                finish_reason=attempt.finish_reason,
+            )
+            for attempt in attempts
         ),
         source=task.code,
         files=attempts[0].files,

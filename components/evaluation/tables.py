@@ -5,6 +5,7 @@ Everything here is a plain value, so that report.html and report.json show the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
     """What the verdicts say of the machine that measured; several values where several machines did."""
     names = ("device", "torch", "compiler", "judge", "isolation", "clock")
     found = {name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence}) for name in names}
+    modes = Counter(str(row.evidence["compile_mode"]) for row in rows if "compile_mode" in row.evidence)
+    found["torch.compile"] = [f"{mode} (fastest on {count} tasks)" for mode, count in modes.most_common()]
     return {name: ", ".join(values) for name, values in found.items() if values}
 
 

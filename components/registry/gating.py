@@ -12,6 +12,7 @@ from components.config import BadInput, Params
 from components.config import Gate as Thresholds
 from components.evaluation.evaluate import evaluate
 from components.evaluation.exploits import Sample, try_exploits
+from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import Evaluation, load_evaluation
 from components.files import digest_file, digest_json, verify_files
 from components.progress import Progress
@@ -99,5 +100,6 @@ def _champion(
             return load_evaluation(results)
     tasks = [KernelTask(code=row.source, ops=row.ops, name=row.name, level=row.level) for row in after.tasks]
     folder = models.checkpoint(client, params.registry.model, champion, scratch)
-    epoch = digest_json([verify_files(folder), after.suite_digest, after.epoch, params.model_dump(mode="json", exclude={"home", "gate"})])[:12]
-    return evaluate(params, folder, tasks, pool, home / "evaluations" / epoch, epoch=epoch, progress=progress, seed=params.seed)
+    policy = checkpoint_policy(folder, params)
+    epoch = digest_json([policy.digest, after.suite_digest, after.epoch, params.model_dump(mode="json", exclude={"home", "gate"})])[:12]
+    return evaluate(policy, tasks, pool, home / "evaluations" / epoch, epoch=epoch, progress=progress, seed=params.seed)

@@ -1,7 +1,8 @@
 """Model versions: one registered model, a version per night, and the aliases candidate, champion and previous.
 
-A version is an artifact-only logged model: the checkpoint's files are copied as they are, nothing is loaded (MLflow's
-transformers flavour needs the model in memory and fails on paths with transformers 5). Its tags are its evidence:
+A version is a logged model: the checkpoint's files as they are in its folder `checkpoint`, and beside it the file
+`MLmodel` by which MLflow can load them (`serving`). Nothing is loaded to register it (MLflow's transformers flavour needs
+the model in memory and fails on paths with transformers 5). Its tags are its evidence:
 every gate's figure and threshold, the data set, the code, the evaluation. Aliases are the registry's own pointers, one
 version each, so there is exactly one champion at any instant.
 """
@@ -9,6 +10,7 @@ version each, so there is exactly one champion at any instant.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
+from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 
 from components.config import BadInput
 from components.registry.gates import Decision, Gate
+from components.registry.serving import CHECKPOINT, description
 from components.registry.tracking import RUN_KEY
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
@@ -44,7 +48,10 @@ def register(
     if found:
         return str(min(int(version.version) for version in found))
     logged = client.create_logged_model(experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key})
-    client.log_model_artifacts(logged.model_id, str(checkpoint))
+    client.log_model_artifacts(logged.model_id, str(checkpoint), CHECKPOINT)
+    with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
+        description(logged.model_id, run_id).save(f"{scratch}/{MLMODEL_FILE_NAME}")
+        client.log_model_artifact(logged.model_id, f"{scratch}/{MLMODEL_FILE_NAME}")
     client.finalize_logged_model(logged.model_id, "READY")
     version = client.create_model_version(
         model,
@@ -126,17 +133,23 @@ def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
     return [describe(client, model, str(version.version)) for version in sorted(found, key=lambda version: -int(version.version))]
 
 
-def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
-    """The folder of a version's checkpoint: the store's own where that is a folder here, else a copy below `scratch`."""
+def location(client: MlflowClient, model: str, version: str) -> str:
+    """Where a version's checkpoint lies: a folder of this machine, or the artifact store's address."""
     uri = client.get_model_version_download_uri(model, version)
     if uri.startswith("models:/"):
         uri = client.get_logged_model(uri.removeprefix("models:/")).artifact_location
-    place = Path(local_file_uri_to_path(uri)) if is_local_uri(uri) else None
-    if place is not None:
-        if not place.is_dir():
-            raise BadInput(f"{place}: the checkpoint of version {version} is not there any more; restore the artifact store from its backup.")
-        return place
-    return Path(download_artifacts(artifact_uri=uri, dst_path=str(scratch), tracking_uri=client.tracking_uri))
+    place = f"{uri.rstrip('/')}/{CHECKPOINT}"
+    return str(local_file_uri_to_path(place)) if is_local_uri(place) else place
+
+
+def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
+    """The folder of a version's checkpoint: the store's own where that is a folder here, else a copy below `scratch`."""
+    place = location(client, model, version)
+    if not is_local_uri(place):
+        return Path(download_artifacts(artifact_uri=place, dst_path=str(scratch), tracking_uri=client.tracking_uri))
+    if not Path(place).is_dir():
+        raise BadInput(f"{place}: the checkpoint of version {version} is not there any more; restore the artifact store from its backup.")
+    return Path(place)
 
 
 def _ensure_model(client: MlflowClient, model: str) -> None:

@@ -26,6 +26,8 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+from mlflow.tracing.client import TracingClient
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -35,6 +37,8 @@ KIND = "cuda_agent.kind"
 STAGE = "cuda_agent.stage"
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
+LOAD_SECONDS = 30
+"""Between two points of the machine's load."""
 
 
 def tracking_uri(params: Registry, home: Path) -> str:
@@ -78,12 +82,18 @@ class NightRun:
         self.client = client
         self.run_key = run_key
         self.experiment_id = _experiment(client, params, home)
+        self.load: SystemMetricsMonitor | None = None
         found = self._find("night")
         if found is None:
             self.run_id = client.create_run(self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name).info.run_id
         else:
             self.run_id = found.info.run_id
             client.update_run(self.run_id, status="RUNNING")
+
+    def watch(self) -> None:
+        """Log the machine's load as curves `system/…` until the run ends; a re-opened run continues them."""
+        self.load = SystemMetricsMonitor(self.run_id, sampling_interval=LOAD_SECONDS, resume_logging=True, tracking_uri=self.client.tracking_uri)
+        self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """The full resolved parameters, and where the run comes from."""
@@ -100,7 +110,7 @@ class NightRun:
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
-        """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are."""
+        """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are, and its trajectories."""
         child = self._find("stage", name)
         if child is not None and child.info.status == "FINISHED" and child.data.tags.get("cuda_agent.stage_key") == key:
             return
@@ -112,6 +122,9 @@ class NightRun:
         for chunk in _chunks(metrics, METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=chunk)
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        from components.registry.traces import log_traces  # torch comes with it, which most commands of the registry never need
+
+        log_traces(TracingClient(self.client.tracking_uri), self.experiment_id, run_id, name, folder)
         self.client.set_terminated(run_id, "FINISHED")
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
@@ -137,10 +150,15 @@ class NightRun:
         self.client.log_artifact(self.run_id, str(path), folder or None)
 
     def finish(self) -> None:
-        self.client.set_terminated(self.run_id, "FINISHED")
+        self._end("FINISHED")
 
     def fail(self) -> None:
-        self.client.set_terminated(self.run_id, "FAILED")
+        self._end("FAILED")
+
+    def _end(self, status: str) -> None:
+        if self.load is not None:
+            self.load.finish()
+        self.client.set_terminated(self.run_id, status)
 
     def _find(self, kind: str, stage: str = "") -> Any:
         """The run of this key and kind, the oldest if ever there were two; None when there is none."""

@@ -117,11 +117,11 @@ class DeviceDelivery:
     """On cuda all results of a round are held, and copied to the judge's memory when it says so: it wiped that memory after
     the last call, so that nothing computed straight into it survives. Its clock runs on meanwhile."""
 
-    def __init__(self, connection: socket.socket, shared: Shared):
+    def __init__(self, connection: socket.socket, shared: Shared, graphs: bool):
         self.connection = connection
         self.slots = [shared.tensors("outputs", i) for i in range(shared.layout["sets"] - 1)]  # the last set of inputs is scratch
-        self.reused = False
-        """Whether the candidate returns memory that its next call overwrites, as a CUDA graph does: who keeps its results must copy them."""
+        self.reused = graphs
+        """Whether the arm returns memory that its next call overwrites, as a CUDA graph does: who keeps its results must copy them."""
 
     def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
         results = [[leaf.clone() if self.reused else leaf for leaf in flat(call(*values))] for values in arguments]
@@ -144,7 +144,11 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
     inputs = [t for i in range(len(arguments)) for t in shared.tensors("inputs", i)]
     forbidden = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in inputs]
     form = shared.outputs(1)[0]
-    delivery = (DeviceDelivery if cuda else NoopDelivery if header["role"] == "noop" else HostDelivery)(connection, shared)
+    delivery: HostDelivery | DeviceDelivery
+    if cuda:
+        delivery = DeviceDelivery(connection, shared, graphs=header.get("compile_mode", "default") != "default")
+    else:
+        delivery = (NoopDelivery if header["role"] == "noop" else HostDelivery)(connection, shared)
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -63,6 +63,8 @@ class Bench:
         self.users = 0
         self.lock = threading.RLock()
         self.arms: dict[str, Arm] = {}
+        self.modes: dict[str, float] = {}
+        """Seconds of one call in each mode of torch.compile, once an evaluation asked (compiled.py)."""
         self.prepared: dict[int, list[Expected]] = {}
         self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
@@ -238,14 +240,15 @@ class Bench:
         return self.prepared[index]
 
     def arm(self, role: str) -> Arm:
-        """A warm baseline: eager, compile or noop."""
+        """A warm baseline: eager, noop, or compile, which may name a mode of torch.compile after a space."""
         with self.lock:
             return self._arm(role)
 
     def _arm(self, role: str) -> Arm:
         if role not in self.arms:
-            header = {"role": role, "code": self.code, "compile_mode": "default"}
-            if role == "compile":
+            kind, _, mode = role.partition(" ")
+            header = {"role": kind, "code": self.code, "compile_mode": mode or "default"}
+            if kind == "compile":
                 header["cache"] = digest_bytes(self.code.encode())
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.

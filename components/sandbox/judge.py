@@ -24,6 +24,7 @@ from components.config import BadInput, Params
 from components.files import digest_bytes, digest_json
 from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
+from components.sandbox.compiled import DEFAULT, fastest
 from components.sandbox.correctness import compare
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 from components.sandbox.rounds import Arm
@@ -79,7 +80,10 @@ class Judge:
         self.lock = threading.Lock()
 
     def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool = False) -> Verdict:
-        """Judge `files` (workspace path -> text) on `task`. InfrastructureError is the judge's own fault."""
+        """Judge `files` (workspace path -> text) on `task`. InfrastructureError is the judge's own fault.
+
+        `always_compile` is an evaluation's question: the speed-up against torch.compile whatever the candidate's speed, in
+        the fastest of its modes."""
         say = _Speaker(self.params)
         problem = screen_files(files)
         if problem is not None:
@@ -117,6 +121,7 @@ class Judge:
             status, reason = STATUS_OF.get(error.kind, ("crashed", error.kind))
             return say("load_failed" if error.kind == "error" else status, "import" if error.kind == "error" else reason, error.text)
         secret = False
+        modes: dict[str, Any] = {}
         try:
             sets = bench.correctness_sets()
             _, taken = candidate.round("check", sets)
@@ -133,7 +138,7 @@ class Judge:
             assert speedup.eager is not None
             if speedup.eager.estimate > MARGIN or always_compile:
                 waited = time.monotonic()
-                compiled = bench.arm("compile")
+                compiled, modes = self._compiled(bench, always_compile)
                 candidate.grant(time.monotonic() - waited)
                 with self._alone(candidate):
                     second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "eager": eager, "noop": noop}, "compile")
@@ -158,8 +163,16 @@ class Judge:
             return say(status, reason, text)
         finally:
             candidate.close()
-        evidence = self._evidence(bench, files) | {"raw_seconds": raw}
+        evidence = self._evidence(bench, files) | {"raw_seconds": raw} | modes
         return say("correct", "", "", speedup=speedup, seconds=seconds, evidence=evidence)
+
+    def _compiled(self, bench: Bench, every_mode: bool) -> tuple[Arm, dict[str, Any]]:
+        """The compile baseline, and what the verdict's evidence says of it."""
+        if not every_mode:
+            return bench.arm(DEFAULT), {"compile_mode": "default"}
+        with self.measuring:
+            arm, mode, seconds = fastest(bench)
+        return arm, {"compile_mode": mode, "compile_seconds": seconds}
 
     @contextlib.contextmanager
     def _alone(self, candidate: Arm) -> Iterator[None]:

@@ -1,0 +1,136 @@
+"""Trajectories as MLflow traces: an AGENT span for the episode, an LLM span for each turn, a TOOL span for each call, and
+the judge's verdicts as feedback on them.
+
+Every id is made from the run and the trajectory's place in its files, so logging once more after a kill changes nothing.
+A trajectory keeps an order and no times: its spans follow each other by a microsecond, from when its file was written.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Assessment, AssessmentSource, Feedback, Span, SpanType, TraceInfo, TraceLocation, TraceState
+from mlflow.tracing.client import TracingClient
+from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
+
+from components.agent.trajectory import Trajectory, load_trajectories
+from components.files import digest_json
+from components.sandbox.verdict import Verdict
+
+SAMPLED_STEPS = 8
+"""Of so many steps of a training stage, spread over all of it, the best and the worst trajectory are logged."""
+TICK_NS = 1_000
+JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
+
+
+def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
+    """Log what `stage` sampled, as its files in `folder` have it; nothing for a stage that samples nothing."""
+    for place, file, trajectory in chosen(folder):
+        trace = _Trace(digest_json([run_id, place])[:32], int(file.stat().st_mtime * 1000), trajectory)
+        info = TraceInfo(
+            trace_id=trace.trace_id,
+            trace_location=TraceLocation.from_experiment_id(experiment_id),
+            request_time=trace.begun_ms,
+            state=TraceState.OK,
+            request_preview=f"task {trajectory.task_id[:12]}",
+            response_preview=f"{trajectory.final.status} {trajectory.final.reason}".strip(),
+            trace_metadata={TraceMetadataKey.SOURCE_RUN: run_id, TraceMetadataKey.TRACE_SESSION: trajectory.task_id},
+            tags={TraceTagKey.TRACE_NAME: f"{stage} {place}", "cuda_agent.stage": stage, "task_id": trajectory.task_id},
+            assessments=trace.feedback,
+        )
+        tracing.start_trace(info)
+        tracing.log_spans(experiment_id, trace.spans)
+
+
+def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
+    """Place, file and record: all trajectories of an evaluation, a sample of a training stage's."""
+    for batch in sorted((folder / "episodes").glob("*")):
+        for index, trajectory in enumerate(load_trajectories(batch)):
+            yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
+    steps = sorted((folder / "trajectories").glob("step-*"))
+    spread = {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)} if steps else set()
+    for step in sorted(spread):
+        sampled = list(enumerate(load_trajectories(steps[step])))
+        ends = {max(sampled, key=lambda item: item[1].reward)[0], min(sampled, key=lambda item: item[1].reward)[0]}
+        for index in sorted(ends):
+            yield f"{steps[step].name}/{index}", steps[step] / "trajectories.jsonl", sampled[index][1]
+
+
+class _Trace:
+    """The spans and the feedback of one trajectory."""
+
+    def __init__(self, identity: str, begun_ms: int, trajectory: Trajectory):
+        self.identity = identity
+        self.trace_id = f"tr-{identity}"
+        self.begun_ms = begun_ms
+        self.tick = begun_ms * 1_000_000
+        self.spans: list[Span] = []
+        self.feedback: list[Assessment] = []
+        verdicts = list(trajectory.verdicts)
+        root, began = self._id("episode"), self.tick
+        heard: Any = trajectory.task
+        for number, turn in enumerate(trajectory.turns):
+            said = self._span(f"turn {number + 1}", SpanType.LLM, root, heard, turn.text, {"shortened": turn.shortened})
+            for call in turn.calls:
+                done = self._span(call.name or "call", SpanType.TOOL, said, call.arguments, call.observation, {"valid": call.valid})
+                for _ in range(call.verdicts):
+                    self._judged("measured", verdicts.pop(0), done)
+            heard = [call.observation for call in turn.calls]
+        self._judged("verdict", trajectory.final, root)
+        self._say("reward", trajectory.reward, root)
+        facts = {"policy_version": trajectory.policy_version, "finish_reason": trajectory.finish_reason, "error": trajectory.error}
+        self._span("episode", SpanType.AGENT, "", trajectory.task, trajectory.files, facts, identity=root, began=began)
+
+    def _id(self, name: str) -> str:
+        return digest_json([self.identity, name])[:16]
+
+    def _span(self, name: str, kind: str, parent: str, given: Any, out: Any, facts: dict[str, Any], *, identity: str = "", began: int = 0) -> str:
+        """A span from `began`, or from now, to the next tick; its id."""
+        identity = identity or self._id(f"span {len(self.spans)}")
+        began, self.tick = began or self.tick, self.tick + TICK_NS
+        named = {SpanAttributeKey.REQUEST_ID: self.trace_id, SpanAttributeKey.SPAN_TYPE: kind, SpanAttributeKey.INPUTS: given, SpanAttributeKey.OUTPUTS: out}
+        self.spans.append(
+            Span.from_dict(
+                {
+                    "name": name,
+                    "trace_id": _base64(self.identity),
+                    "span_id": _base64(identity),
+                    "parent_span_id": _base64(parent),
+                    "start_time_unix_nano": began,
+                    "end_time_unix_nano": self.tick,
+                    "status": {"code": "STATUS_CODE_OK", "message": ""},
+                    "attributes": {key: json.dumps(value) for key, value in (named | facts).items()},
+                }
+            )
+        )
+        return identity
+
+    def _judged(self, name: str, verdict: Verdict, span: str) -> None:
+        ratios = {"eager": verdict.speedup.eager, "compile": verdict.speedup.compile}
+        self._say(name, verdict.status, span, verdict.log, {"reason": verdict.reason, "milestone": str(verdict.milestone)})
+        for baseline, ratio in ratios.items():
+            if ratio is not None:
+                self._say(f"{name}.speedup.{baseline}", ratio.estimate, span, "", {"low": f"{ratio.low:.4g}", "high": f"{ratio.high:.4g}"})
+
+    def _say(self, name: str, value: str | float, span: str, why: str = "", facts: dict[str, str] | None = None) -> None:
+        found = Feedback(
+            name=name,
+            value=value,
+            source=JUDGE,
+            rationale=why or None,
+            metadata=facts,
+            trace_id=self.trace_id,
+            span_id=span,
+            create_time_ms=self.begun_ms,
+            last_update_time_ms=self.begun_ms,
+        )
+        found.assessment_id = f"a-{digest_json([self.identity, 'feedback', len(self.feedback)])[:32]}"
+        self.feedback.append(found)
+
+
+def _base64(identity: str) -> str:
+    return base64.b64encode(bytes.fromhex(identity)).decode()

@@ -1,0 +1,66 @@
+"""The torch.compile that an evaluation is held against: the fastest of its modes on this task, found once per task.
+
+Training compares with the default mode alone: the others cost a task seconds to minutes (max-autotune times kernels of
+its own), and a reward asks only whether a kernel beats what everybody gets. Which mode is fastest is decided in rounds
+of its own; the ratio that counts is then measured anew beside the candidate, so the choice makes no mode look better.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from components.sandbox.baselines import Arm, Bench, TaskFault
+from components.sandbox.nursery import InfrastructureError, RunnerError
+from components.sandbox.timing import net
+
+DEFAULT = "compile"
+ROLES: dict[str, dict[str, str]] = {
+    "cpu": {"default": DEFAULT},
+    "cuda": {"default": DEFAULT, "reduce-overhead": "compile reduce-overhead", "max-autotune": "compile max-autotune"},
+}
+"""The arm of each mode. CUDA graphs and Triton's tuning are what the other two add, so on cpu there is one mode."""
+
+
+def fastest(bench: Bench) -> tuple[Arm, str, dict[str, float]]:
+    """The arm of the fastest mode, the mode, and the seconds of one call in each where there are several. Call with the clock to oneself.
+
+    A mode that cannot compile the task, computes something else or dies is left out; the default mode has to be there.
+    """
+    roles = ROLES[bench.params.device]
+    if len(roles) == 1:
+        return bench.arm(DEFAULT), "default", {}
+    if not bench.modes:
+        bench.modes.update(seconds(bench, roles))
+    best = min(bench.modes, key=bench.modes.__getitem__)
+    for mode, role in roles.items():
+        if mode not in ("default", best):  # the default's is what training compares with
+            bench.drop(role)
+    return bench.arm(roles[best]), best, dict(bench.modes)
+
+
+def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
+    """Median seconds of one call of each named arm, in alternating rounds; modes that the task does without are left out."""
+    raw: dict[str, list[float]] = {"noop": []}
+    for name, role in roles.items():
+        try:
+            bench.arm(role)
+            raw[name] = []
+        except TaskFault:
+            if not _optional(role):
+                raise
+    for _ in range(bench.params.sandbox.rounds):
+        sets = bench.fresh_sets()
+        for name in list(raw):
+            role = roles.get(name, name)
+            try:
+                raw[name].append(bench.arm(role).round("time", sets)[0])
+            except RunnerError as error:
+                bench.drop(role)
+                if not _optional(role):
+                    raise InfrastructureError(f"{name}: {error}") from error
+                del raw[name]
+    return {name: float(statistics.median(net(samples, raw["noop"]))) for name, samples in raw.items() if name != "noop"}
+
+
+def _optional(role: str) -> bool:
+    return role.startswith(f"{DEFAULT} ")

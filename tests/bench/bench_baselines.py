@@ -1,0 +1,86 @@
+"""The baselines of a suite, measured in two passes: how well the passes agree (docs/evaluation.md).
+
+    python tests/bench/bench_baselines.py SUITE OUT.json --profile h200 --levels 1,2,3 --every 4 --set precision=tf32
+
+Every pass makes each task's runners anew, and the second begins when the first has ended. OUT.json is written after every
+task; a repeated command goes on where the last one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.config import resolve
+from components.evaluation.suites import load_suite
+from components.files import read_json, write_json
+from components.sandbox.baselines import Bench, TaskFault
+from components.sandbox.compiled import ROLES, seconds
+from components.sandbox.judge import Judge
+from components.sandbox.nursery import InfrastructureError
+
+PASSES = ("first", "second")
+
+
+def measured(judge: Judge, code: str) -> dict[str, Any]:
+    """Seconds of one call of eager and of every mode of torch.compile, and what finding them out took."""
+    started = time.monotonic()
+    try:
+        bench = Bench(judge.params, judge.nursery, code)
+        try:
+            found = seconds(bench, {"eager": "eager"} | ROLES[judge.params.device])
+        finally:
+            bench.close()
+    except (TaskFault, InfrastructureError) as error:
+        return {"fault": str(error)[:300]}
+    return {"seconds": found, "took": round(time.monotonic() - started, 2)}
+
+
+def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By arm: tasks that both passes measured, and the relative difference of the two at the median and the 95th percentile."""
+    found: dict[str, list[float]] = {}
+    for record in tasks.values():
+        first, second = (record.get(name, {}).get("seconds", {}) for name in PASSES)
+        for arm in first.keys() & second.keys():
+            found.setdefault(arm, []).append(abs(second[arm] / first[arm] - 1))
+    return {arm: {"tasks": len(values), "median": statistics.median(values), "p95": float(np.quantile(values, 0.95))} for arm, values in sorted(found.items())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--profile", default="smoke")
+    parser.add_argument("--levels", default="")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th task")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a repeated command goes on")
+    parser.add_argument("--set", dest="sets", action="append", default=[])
+    chosen = parser.parse_args()
+    params = resolve(chosen.profile, (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets)).params
+    suite = load_suite(params, Path())[:: chosen.every]
+    tasks: dict[str, dict[str, Any]] = read_json(chosen.out)["tasks"] if chosen.out.is_file() else {}
+    end = time.monotonic() + chosen.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(params, Path(folder))
+        try:
+            for name in PASSES:
+                for task in suite:
+                    record = tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})
+                    if name not in record and time.monotonic() < end:
+                        record[name] = measured(judge, task.code)
+                        write_json(chosen.out, {"device": params.device, "precision": params.precision, "agreement": agreement(tasks), "tasks": tasks})
+                        print(name, task.level, task.name, record[name], flush=True)
+        finally:
+            judge.close()
+    for arm, figures in agreement(tasks).items():
+        print(f"{arm:16} {figures['tasks']:4} tasks  median {figures['median']:.2%}  95th percentile {figures['p95']:.2%}")
+
+
+if __name__ == "__main__":
+    main()
