@@ -127,6 +127,8 @@ down)
         if runs "$service"; then
             # SIGINT ends PostgreSQL at once and in order; it ends the others too.
             [[ $service = postgres ]] && signal=INT || signal=TERM
+            # Flow runs have sessions of their own; what they started ends with them.
+            [[ $service != worker ]] || pkill -TERM -P "$(<"$folder/worker.pid")" || true
             kill "-$signal" -- "-$(<"$folder/$service.pid")" || true
             for _ in $(seq 60); do runs "$service" && sleep 0.5 || break; done
             kill -KILL -- "-$(<"$folder/$service.pid")" 2>/dev/null || true

@@ -5,7 +5,7 @@
     PYTHONPATH=.:tests python tests/faults/campaign.py STACK RECORD.jsonl --seconds 400
 
 Every night is the reduced one of the tests under its own seed and registered model. While it runs, faults come at
-random moments, each kind once; a night that they end is started again by the same command, as a person would. A
+random moments, each kind twice; a night that they end is started again by the same command, as a person would. A
 finished night is held against what must be true (`wrong`) and against an undisturbed night from the same verdicts in
 another home. RECORD has one line a fault, an end and a night; a repeated call goes on where the last one was stopped,
 and `--table` prints what a record amounts to.
@@ -37,7 +37,7 @@ from night import REDUCED
 from components.config import PROJECT
 
 ATTEMPTS = 40
-LONGEST_PAUSE = 8.0
+LONGEST_PAUSE = 4.0
 PR_SET_PDEATHSIG = 1
 SERVICES = ("prefect", "mlflow", "postgres")
 
@@ -162,8 +162,8 @@ FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
 
 
 def hand(night: Night, chance: random.Random) -> list[str]:
-    """The faults of one night: every kind that means something to it, in a random order."""
-    names = [name for name in FAULTS if night.pool == "ray" or "Ray" not in name]
+    """The faults of one night: every kind that means something to it twice, in a random order."""
+    names = [name for name in FAULTS if night.pool == "ray" or "Ray" not in name] * 2
     chance.shuffle(names)
     return names
 
@@ -282,9 +282,12 @@ def main() -> None:
         if "wrong" in last:
             shutil.rmtree(night.home, ignore_errors=True)
         shutil.rmtree(calm.home, ignore_errors=True)
-        played = {line["fault"] for line in lines if line["seed"] == seed and "fault" in line}
         chance, began = random.Random(seed), time.monotonic()
-        attempts = to_the_end(night, tell, [name for name in hand(night, chance) if name not in played], chance)
+        left = hand(night, chance)
+        for line in lines:
+            if line["seed"] == seed and line.get("fault") in left:
+                left.remove(line["fault"])
+        attempts = to_the_end(night, tell, left, chance)
         problems = wrong(night)
         shutil.copytree(night.home / "verdicts", calm.home / "verdicts")
         to_the_end(calm, tell, [], chance)
