@@ -117,7 +117,6 @@ def test_a_mistake_is_one_sentence_and_leaves_the_server_as_it_was(server: dict[
     for options, words in (
         (("--alert", "slack-webhook/nobody"), "no such block"),
         (("--workers", "kubernetes"), "cannot change"),
-        (("--pool", "h"), "gpu-h20"),
     ):
         done = deploy(server, *options)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
