@@ -92,11 +92,6 @@ def test_a_task_is_admitted_or_refused_with_its_reason(make_pool: MakePool, tmp_
     assert not refused.admitted and refused.reason not in ("", "infrastructure")
 
 
-def at_work(judge: object) -> bool:
-    """Runs in the actor: whether it has started what builds and measures."""
-    return bool(psutil.Process().children())
-
-
 @pytest.mark.timeout(300)
 def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(cluster: str, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
@@ -106,7 +101,8 @@ def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(cluster: str, 
         future = pool.submit(Job(world.TASK, Candidate.of(SIMD), "0"))
         judges = pool.judge
         place = wait_for(lambda: 1 in judges.loads and judges.loads.index(1) + 1, 60) - 1
-        wait_for(lambda: ray.get(judges.actors[place].__ray_call__.remote(at_work)), 120)
+        # In the actor: whether it has started what builds and measures.
+        wait_for(lambda: ray.get(judges.actors[place].__ray_call__.remote(lambda _: bool(psutil.Process().children()))), 120)
         ray.kill(judges.actors[place], no_restart=False)
         assert future.result(250).status == "correct"
         assert judges.failed == {world.TASK.task_id: place}, "the other one judged it"

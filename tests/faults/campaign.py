@@ -196,7 +196,10 @@ def wrong(night: Night) -> list[str]:
     store = open_store(params.store, night.home)
     assert isinstance(store, S3Store)
     found += [f"unfinished upload of {key}" for key, _ in store.abandoned(timedelta(0))]
-    found += [f"{entry.key} damaged" for entry in store.entries() if len(set(store.digests(entry.key))) != 1]
+    for entry in store.entries():
+        # DVC writes below the same address, and under names that are digests; its objects carry none beside that.
+        actual, recorded = store.digests(entry.key)
+        found += [f"{entry.key} damaged"] if recorded not in ("", actual) else []
     mine = f"{os.getpid()}-"
     for process in psutil.process_iter():
         try:
