@@ -118,6 +118,16 @@ def test_without_a_cluster_the_sentence_says_what_to_start(ci_params: Params, tm
         ray_pool.connect()
 
 
+class Told:
+    """A progress that remembers."""
+
+    def __init__(self) -> None:
+        self.updates: list[tuple[str, int, int]] = []
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        self.updates.append((stage, step, total))
+
+
 @pytest.mark.timeout(300)
 def test_two_ranks_that_ray_train_places_make_what_one_process_makes(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
@@ -126,7 +136,9 @@ def test_two_ranks_that_ray_train_places_make_what_one_process_makes(cluster: st
     warmup.run(sampled, training_world.episodes)
     alone = dataclasses.replace(training_world.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,))
     placed = training_world.params(*sets, "engine.ranks=2")
-    result = run_on_ray(dataclasses.replace(alone, params=placed, out=tmp_path / "ray"), tmp_path / "verdicts")
+    told = Told()
+    result = run_on_ray(dataclasses.replace(alone, params=placed, out=tmp_path / "ray", progress=told), tmp_path / "verdicts")
+    assert told.updates[-1] == ("critic", 2, 2)
     assert result.figures["trajectories"] == critic.run(alone).figures["trajectories"]
     heads = [load_file(folder / "checkpoint" / "value_head.safetensors") for folder in (alone.out, tmp_path / "ray")]
     for name, tensor in heads[0].items():

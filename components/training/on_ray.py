@@ -6,6 +6,9 @@ others. The stage's folder has to be the same place on every node, since what it
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from components.sandbox.ray_pool import connect
 from components.training.entry import run_stage
 from components.training.stage import Stage, StageFailed, StageResult, load_result
 
+FOLLOW_SECONDS = 5.0
 LIVING = ("pool", "progress")
 """Fields of a stage that stay in their process."""
 
@@ -36,12 +40,42 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
         run_config=RunConfig(name=stage.name, storage_path=str(stage.out / "ray"), failure_config=FailureConfig(max_failures=0)),
     )
     try:
-        trainer.fit()
+        with _followed(stage):
+            trainer.fit()
     except TrainingFailedError as error:
         raise StageFailed(f"{stage.name}: a rank on Ray failed, and the same command continues from the last good state: {str(error)[-500:]}") from error
     result = load_result(stage.out)
     assert result is not None, "every rank ended, so the result is written"
     return result
+
+
+@contextmanager
+def _followed(stage: Stage) -> Iterator[None]:
+    """Tell the stage's progress, which stays here, what rank 0 writes into its curves."""
+    params, told, done = stage.params, 0, threading.Event()
+    # How many steps stage 2 takes is known once it has sampled.
+    total = {"warmup": params.warmup.steps, "critic": params.critic.epochs, "agentic": params.agentic.steps}.get(stage.name, 0)
+
+    def tell() -> None:
+        nonlocal told
+        curves = stage.out / "metrics.jsonl"
+        steps = len(curves.read_text().splitlines()) if curves.is_file() else 0
+        if steps != told:
+            told = steps
+            stage.progress.update(stage.name, steps, max(steps, total))
+
+    def follow() -> None:
+        while not done.wait(FOLLOW_SECONDS):
+            tell()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    tell()
 
 
 def _rank(config: dict[str, Any]) -> None:
