@@ -1,7 +1,7 @@
 """Rollouts of one step, simulated: sequences share the samplers, turns queue for the judges, and the last one ends the step.
 
-Time goes in small equal steps; sequences that are being generated share the samplers' rate, and judges serve first come
-first served. A step of training waits for its slowest trajectory: that tail is what a mean does not show.
+Time goes from event to event, and in small equal steps where events crowd; sequences that are being generated share the
+samplers' rate, and judges serve first come first served. A step of training waits for its slowest trajectory: that tail is what a mean does not show.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TICKS = 4000
-"""Steps of time in the expected length of a simulation; each is a few vector operations."""
+"""Steps of time in the expected length of a simulation, at most; each is a few vector operations."""
 GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 
@@ -85,11 +85,14 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
     waits: list[NDArray[np.float64]] = [np.zeros(0)]
     now, longest, worked = 0.0, 0, 0.0
     while (state != DONE).any():
-        now += tick
         generating, using, serving = state == GENERATING, state == TOOL, state == JUDGED
-        left[generating] -= tick * min(load.sequence_rate, load.total_rate / max(1, int(generating.sum())))
-        left[using | serving] -= tick
-        worked += tick * int(serving.sum())
+        rate = min(load.sequence_rate, load.total_rate / max(1, int(generating.sum())))
+        next_event = np.where(generating, left / rate, np.where(using | serving, left, np.inf)).min()
+        step = max(tick, float(next_event))
+        now += step
+        left[generating] -= step * rate
+        left[using | serving] -= step
+        worked += step * int(serving.sum())
 
         written = generating & (left <= 0)
         to_judge = written & judged[rows, turn]

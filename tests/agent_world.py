@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.config import Params, resolve
 from components.policy.chat_client import ChatTurn, NativeCall
-from components.policy.generate import Completion
+from components.policy.sampling import Completion
 from components.policy.tokenizer import train_tokenizer
 from components.sandbox.judge import Admission
 from components.sandbox.pool import Candidate, Job

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from typing import Any
 
 import judge_world as world
@@ -67,6 +69,12 @@ def test_candidate_sees_its_own_processes_only(judge: Judge) -> None:
         ask(judge, "[attempt(os.fork), attempt(lambda: os.execv('/usr/bin/true', ['true'])), attempt(lambda: os.posix_spawn('/usr/bin/true', ['true'], {}))]")
         == ["PermissionError"] * 3
     )
+
+
+def test_a_candidate_that_ends_at_once_is_judged_however_busy_the_machine_is(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.pidfd_open
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: time.sleep(0.5) or opened(pid))
+    assert ask(judge, "1") == 1
 
 
 def test_candidate_has_no_network(judge: Judge) -> None:

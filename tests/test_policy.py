@@ -15,8 +15,9 @@ from components.config import BadInput, Params, resolve
 from components.policy import coldstart as cold
 from components.policy.corpus import plan
 from components.policy.demonstrations import demonstration
-from components.policy.generate import Completion, TransformersSampler, draw
+from components.policy.generate import TransformersSampler, draw
 from components.policy.model import verify_checkpoint
+from components.policy.sampling import Completion
 from components.policy.tokenizer import encode_messages, train_tokenizer
 from components.progress import Quiet
 from components.synthesis.compose import stream

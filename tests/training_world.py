@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.config import Params, resolve
-from components.policy.generate import Sampler
 from components.policy.model import save_checkpoint
+from components.policy.sampling import Sampler
 from components.progress import Quiet
 from components.sandbox.pool import Job, JudgePool
 from components.sandbox.verdict import Verdict

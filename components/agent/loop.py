@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from components.agent.arguments import descriptions
 from components.agent.calls import parse_calls
 from components.agent.episode import SHORTENED, Episode, Limits
 from components.agent.trajectory import ToolCall, Trajectory
 from components.config import BadInput, Params
-from components.policy.generate import Completion, Sampler
 from components.policy.prompts import user_message
+from components.policy.sampling import Completion, Sampler
 from components.sandbox.pool import JudgePool
 from components.task import KernelTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PARALLEL_CALLS = 64
 SMALLEST_TURN = 16

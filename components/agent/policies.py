@@ -14,7 +14,6 @@ from components.agent.loop import run_episodes
 from components.agent.trajectory import Trajectory
 from components.config import BadInput, Params
 from components.files import digest_json, digest_tree, read_json
-from components.policy.generate import TransformersSampler
 from components.policy.model import MANIFEST, load_model, load_tokenizer, verify_checkpoint
 from components.sandbox.pool import JudgePool
 from components.task import KernelTask
@@ -62,6 +61,8 @@ class FolderPolicy:
     def __call__(
         self, task: KernelTask, count: int, pool: JudgePool, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]
     ) -> list[Trajectory]:
+        from components.policy.generate import TransformersSampler
+
         params = self.params
         tokenizer = load_tokenizer(self.folder)
         model = load_model(self.folder, dtype=getattr(torch, params.engine.dtype), device=params.device)

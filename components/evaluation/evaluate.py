@@ -28,8 +28,8 @@ from components.evaluation.metrics import Attempt, TaskResult, by_level, summari
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.files import digest_json, digest_tree, read_json, write_json
 from components.policy.backends import open_sampler
-from components.policy.generate import Sampler
 from components.policy.model import MANIFEST, load_tokenizer, verify_checkpoint
+from components.policy.sampling import Sampler
 from components.progress import Progress
 from components.sandbox.judge import Admission
 from components.sandbox.pool import Candidate, Job, JudgePool

@@ -6,16 +6,19 @@ Training samples from weights that change: `components.training.publish`.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from components.config import Params
-from components.policy.generate import Sampler, TransformersSampler
 from components.policy.model import load_model
+from components.policy.sampling import Sampler
 from components.policy.vllm_local import LocalVllm
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def open_sampler(params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str) -> Sampler:
@@ -23,6 +26,8 @@ def open_sampler(params: Params, folder: Path, tokenizer: PreTrainedTokenizerBas
     settings, dtype = params.policy, params.engine.dtype
     match settings.backend:
         case "transformers":
+            from components.policy.generate import TransformersSampler
+
             model = load_model(folder, dtype=getattr(torch, dtype), device=params.device)
             return TransformersSampler(model, tokenizer, batch=settings.batch, device=params.device, version=version)
         case "vllm":

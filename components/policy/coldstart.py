@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing import get_context
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from components.config import Params
 from components.files import atomic_write, digest_json
@@ -32,6 +31,9 @@ from components.policy.corpus import MICROBATCHES, Corpus, load_corpus, make_cor
 from components.policy.model import Manifest, save_checkpoint
 from components.progress import Progress, Quiet
 from components.task import KernelTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAVE_SECONDS = 60.0
 WAIT_SECONDS = 600.0
@@ -136,6 +138,8 @@ def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
 def new_model(params: Params, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
     """A Qwen3 with random weights that depend on coldstart.seed alone; the vocabulary is padded to a multiple of 64."""
     policy = params.policy
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=-(-vocabulary // 64) * 64,
         hidden_size=policy.hidden,

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from components.config import BadInput, Params
 from components.files import atomic_folder
@@ -20,6 +20,9 @@ from components.policy.model import load_tokenizer
 from components.policy.tokenizer import pieces, train_tokenizer
 from components.progress import Progress
 from components.task import KernelTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PER_TASK = 3
 """Demonstrations of one task: composing a task costs ten times a demonstration, and several styles on one prompt teach

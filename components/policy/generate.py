@@ -1,37 +1,15 @@
-"""Sampling from a policy: token ids in, token ids and log-probabilities out.
-
-`Sampler` is the one interface; `TransformersSampler` serves the profiles that have no vLLM, `vllm_sampler.VllmSampler` the others.
-"""
+"""Sampling with transformers, for the profiles that have no vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-
-@dataclass(frozen=True)
-class Completion:
-    """Sampled ids (the end-of-turn token included when sampled), their log-probabilities (nats, temperature applied)."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    """stop (end-of-turn token) or length."""
-
-
-class Sampler(Protocol):
-    """A generation backend. `version` names the weights that it samples with."""
-
-    version: str
-
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int) -> list[Completion]:
-        """One completion per prompt, in order; equal arguments and weights give equal results; temperature 0 is greedy."""
-        ...
+from components.policy.sampling import Completion
 
 
 @dataclass

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.config import BadInput
 from components.files import atomic_folder, digest_json, digest_tree, read_json, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
 
@@ -76,6 +78,8 @@ def verify_checkpoint(folder: Path) -> Manifest:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # takes seconds to import: a command that only reads a checkpoint does without
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.chat_template is None:
         raise BadInput(f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder.")
@@ -84,6 +88,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
     """The causal language model of a folder, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.nn.Module.to(model, device)
     return model.eval()

@@ -12,9 +12,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Message = dict[str, str]
 """A message: its `role` (system, user, assistant, tool) and `content`."""
@@ -55,6 +58,8 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
     )
     # Nearly as often as a line that every text holds, so that a common constant becomes a token before rarer lines do.
     tokenizer.train_from_iterator([*texts, *common * (len(texts) // 4)], trainer)
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PADDING,

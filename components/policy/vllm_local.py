@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import BadInput, Policy
-from components.policy.generate import Completion
+from components.policy.sampling import Completion
 from components.policy.vllm_sampler import EXTENSION, Request
 from components.policy.vllm_server import completion
 

@@ -11,15 +11,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from components.config import BadInput, Policy
-from components.policy.generate import Completion
+from components.policy.sampling import Completion
 from components.policy.weights import fingerprint, handles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EXTENSION = "components.policy.vllm_worker.Fingerprint"
 

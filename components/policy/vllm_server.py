@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from components.config import BadInput
-from components.policy.generate import Completion
+from components.policy.sampling import Completion
 from components.policy.vllm_sampler import Request
 
 CONNECTIONS = 256

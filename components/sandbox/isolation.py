@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from components.config import BadInput
 
@@ -70,7 +72,7 @@ def gpu_devices() -> list[str]:
 
 
 def bubblewrap(
-    *, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool, cache: Path | None = None
+    *, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool, caches: Mapping[str, Path] = MappingProxyType({})
 ) -> list[str]:
     """The bwrap command up to and including `--`; what follows runs inside.
 
@@ -111,7 +113,8 @@ def bubblewrap(
         command += ["--setenv", key, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a thing behind.
-        command += ["--bind", str(cache), "/cache"] if cache is not None else []
+        for place, folder in caches.items():
+            command += ["--bind", str(folder), place]
         command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace"]
         for path in ("/tmp", "/dev", "/"):
             command += ["--remount-ro", path]

@@ -70,7 +70,8 @@ def wall_off(header: dict, keep: set[int]) -> None:
         os.makedirs(INDUCTOR)
         os.chmod(own, 0o777)
         check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")
-        check(libc.mount(b"none", b"/cache", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), "remount /cache")
+        for place in (b"/cache", b"/warm"):
+            check(libc.mount(b"none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), f"remount {place.decode()}")
     if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
         # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
         check(libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV, b"size=4096"), "mount /proc")
@@ -119,6 +120,7 @@ def runner(connection: socket.socket, header: dict, descriptors: list[int], wall
             os.makedirs(header["folder"], exist_ok=True)
             os.chdir(header["folder"])
         connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
+        connection.recv(1)  # nothing foreign runs, or ends, before the judge has a handle on this process
         torch.set_num_threads(1)
         if header.get("cache"):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR if walled else f"{CACHE_FOLDER}/tasks/{header['cache']}"
@@ -142,10 +144,10 @@ def warm_up_inductor() -> None:
     """Compile one function of ours, so that every later torch.compile finds Inductor's checks and headers done.
 
     The first compilation of a process took 12 s, later ones about 1 s: nearly all of it is precompiling headers (kept on
-    disk in CACHE) and probing the instruction set (kept in memory, inherited by fork).
+    disk in WARM_FOLDER) and probing the instruction set (kept in memory, inherited by fork).
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE_FOLDER}/kernels"
-    tempfile.tempdir = CACHE_FOLDER  # where Inductor keeps precompiled headers, whatever its cache folder is
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{WARM_FOLDER}/kernels"
+    tempfile.tempdir = WARM_FOLDER  # where Inductor keeps precompiled headers, whatever its cache folder is
     torch.compile(lambda x: torch.sigmoid(x).sum(-1))(torch.ones(64, 64))
     torch._dynamo.reset()
     tempfile.tempdir = None
@@ -188,7 +190,8 @@ def zygote(control: socket.socket, walled: bool) -> None:
 
 
 if __name__ == "__main__":
-    descriptor, device, kind, walls, CACHE_FOLDER = sys.argv[1:]
+    descriptor, device, kind, walls, *folders = sys.argv[1:]
+    CACHE_FOLDER, WARM_FOLDER = folders or ("", "")
     torch.set_num_threads(1)
     warm_up_torch()
     if kind == "compile" and device == "cpu":

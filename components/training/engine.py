@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
-from transformers import PreTrainedModel
 
 from components import config
 from components.training.batches import Microbatch
@@ -132,6 +131,8 @@ class DeepSpeedEngine:
         self.deepspeed = _deepspeed(device)
         module.to(self.world.device)
         if engine.activation_checkpointing:
+            from transformers import PreTrainedModel
+
             for part in module.children():
                 if isinstance(part, PreTrainedModel):
                     part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

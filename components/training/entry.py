@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.config import Params
 from components.policy.demonstrations import demonstration
@@ -14,11 +15,12 @@ from components.policy.model import load_tokenizer
 from components.policy.tokenizer import encode_messages
 from components.synthesis.compose import is_held_out, stream
 from components.task import KernelTask
-from components.training import agentic, critic, rejection, warmup
 from components.training.engine import NotFinite
-from components.training.rejection import Row
 from components.training.rollouts import RunEpisodes
 from components.training.stage import Stage, StageFailed, StageResult
+
+if TYPE_CHECKING:
+    from components.training.rejection import Row
 
 STAGES = ("warmup", "rejection", "critic", "agentic")
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
@@ -34,6 +36,8 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
     Whatever is raised, the states and the trajectories in `stage.out` are whole, and the next call goes on from there.
     """
+    from components.training import agentic, critic, rejection, warmup  # takes seconds, and a night that is cached runs none
+
     try:
         match stage.name:
             case "warmup":

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Protocol
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Protocol
 
 from components.config import Params
 from components.files import atomic_folder
-from components.policy.generate import Sampler, TransformersSampler
+from components.policy.sampling import Sampler
 from components.policy.vllm_local import LocalVllm
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
 from components.training.engine import Engine, World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class PolicySampler(Protocol):
@@ -50,6 +51,8 @@ class OwnWeights:
     """
 
     def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: Params, digest: str):
+        from components.policy.generate import TransformersSampler
+
         self.policy = policy
         self.model = copy.deepcopy(policy) if params.engine.zero_stage == 3 else policy
         self.digest = digest

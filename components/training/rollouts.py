@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Protocol
 
 from components import config
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.config import BadInput, Params
 from components.files import digest_json
-from components.policy.generate import Sampler
+from components.policy.sampling import Sampler
 from components.sandbox.pool import JudgePool
 from components.task import KernelTask
 from components.training.engine import World
 from components.training.stage import Figures, Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RunEpisodes(Protocol):

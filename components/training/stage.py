@@ -13,10 +13,10 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.config import BadInput, Params
 from components.files import atomic_write, digest_file, read_json, write_json
@@ -26,6 +26,9 @@ from components.sandbox.pool import JudgePool
 from components.synthesis.headroom import weighed
 from components.task import KernelTask, read_tasks
 from components.training.engine import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Figures = dict[str, float]
 RESULT = "stage.json"

@@ -38,8 +38,8 @@ from transformers import PreTrainedModel
 from components.config import PROJECT, Params, resolve
 from components.policy.backends import open_sampler
 from components.policy.coldstart import new_model
-from components.policy.generate import Completion, Sampler
 from components.policy.model import load_model, load_tokenizer
+from components.policy.sampling import Completion, Sampler
 from components.policy.tokenizer import train_tokenizer
 from components.policy.vllm_sampler import EXTENSION, VllmSampler
 from components.training.batches import pad
