@@ -172,6 +172,8 @@ class Engine(Section):
     activation_checkpointing: bool = Field(description="recompute activations in the backward pass")
     cpu_offload: bool = Field(description="keep the optimizer state in host memory")
     collective_seconds: Positive = Field(description="longest wait of a rank for the others; rank 0 samples while they wait")
+    ranks: Annotated[int, Field(ge=0)] = Field(description="ranks of a stage that Ray Train places on its cluster; 0 trains in the night's own process")
+    resource: str = Field(description="Ray resource that each of those ranks takes one of, for instance H20; empty is none")
 
 
 class Evaluation(Section):

@@ -97,20 +97,24 @@ def train(
     upstream |= {f"trajectories.{place}": earlier["key"] for place, earlier in enumerate(inputs)}
 
     def call(folder: Path) -> Record:
-        result = run_stage(
-            Stage(
-                name=name,
-                params=context.night.params,
-                actor=home / policy["checkpoint"],
-                dataset=context.dataset_folder,
-                out=folder,
-                pool=context.pool,
-                progress=context.progress,
-                code=context.night.code,
-                critic=home / values["checkpoint"] if values else None,
-                trajectories=tuple(home / earlier["folder"] / "trajectories" for earlier in inputs),
-            )
+        stage = Stage(
+            name=name,
+            params=context.night.params,
+            actor=home / policy["checkpoint"],
+            dataset=context.dataset_folder,
+            out=folder,
+            pool=context.pool,
+            progress=context.progress,
+            code=context.night.code,
+            critic=home / values["checkpoint"] if values else None,
+            trajectories=tuple(home / earlier["folder"] / "trajectories" for earlier in inputs),
         )
+        if stage.params.engine.ranks:
+            from components.training.on_ray import run_on_ray
+
+            result = run_on_ray(stage, home / "verdicts")
+        else:
+            result = run_stage(stage)
         return record(context, folder, result.digest, seconds=result.seconds, result=result)
 
     return context.step(make_checkpoint, name, (*SAMPLING, *sections), upstream, call)

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ import yaml
 from prefect_world import prefect_server, wait_for
 
 from components.config import PROJECT, BadInput
+from flows.automations import HEARTBEATS_SECONDS
 from flows.deploy import Choices, base_job_template, deployments_file, read_pools
 
 
@@ -83,6 +86,24 @@ def test_automations_stand_once(server: dict[str, str], deployed: dict[str, Any]
     assert {"cuda-agent-zombie", "cuda-agent-failed", "cuda-agent-missed", "cuda-agent-stalled", "cuda-agent-collapsing"} <= set(names)
 
 
+@pytest.mark.timeout(120)
+def test_a_night_whose_heart_stopped_is_marked_as_crashed_and_goes_back_to_a_worker(server: dict[str, str], deployed: dict[str, Any]) -> None:
+    (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
+    run = ask(server, f"/deployments/{night['id']}/create_flow_run")["id"]
+    ask(server, f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)
+    # Its last heartbeat but a few seconds short of the limit ago: host, worker and process went down together.
+    last = (datetime.now(UTC) - timedelta(seconds=HEARTBEATS_SECONDS - 3)).isoformat()
+    heartbeat = {"id": str(uuid4()), "event": "prefect.flow-run.heartbeat", "occurred": last, "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}}
+    httpx.post(f"{server['PREFECT_API_URL']}/events", json=[heartbeat], timeout=30).raise_for_status()
+
+    def states() -> list[tuple[str, str]]:
+        found = httpx.get(f"{server['PREFECT_API_URL']}/flow_run_states/", params={"flow_run_id": run}, timeout=30).json()
+        return [(state["name"], state["message"]) for state in found]
+
+    wait_for(lambda: "AwaitingRetry" in {name for name, _ in states()}, 60)
+    assert ("Crashed", "no heartbeat: the run's process is gone") in states()
+
+
 def test_plain_prefect_deploy_works_where_the_pools_are(server: dict[str, str], deployed: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     done = subprocess.run(command, cwd=PROJECT, env=server, capture_output=True, text=True, check=False)
@@ -96,7 +117,6 @@ def test_a_mistake_is_one_sentence_and_leaves_the_server_as_it_was(server: dict[
     for options, words in (
         (("--alert", "slack-webhook/nobody"), "no such block"),
         (("--workers", "kubernetes"), "cannot change"),
-        (("--pool", "h"), "gpu-h20"),
     ):
         done = deploy(server, *options)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -178,12 +179,17 @@ def test_compose_names_only_variables_files_services_and_volumes_that_exist() ->
     assert not any("cap_add" in service for name, service in stack["services"].items() if not name.startswith("worker"))
 
 
-@pytest.mark.parametrize("where", ["compose", *OVERLAYS])
+@pytest.mark.parametrize("where", ["compose", "one-host", *OVERLAYS])
 def test_deploy_is_called_with_options_and_parameters_that_exist(where: str) -> None:
     from components.config import KNOWN
 
     if where == "compose":
         arguments = compose()["services"]["deploy"]["command"]
+    elif where == "one-host":
+        script = (INFRA / "one-host.sh").read_text()
+        subprocess.run(["bash", "-n", INFRA / "one-host.sh"], check=True)
+        words = shlex.split(re.search(r"components\.cli deploy (.*)\"\$@\"", script, re.DOTALL)[1].replace("\\\n", ""))  # type: ignore[index]
+        arguments = ["cuda-agent", "deploy", *(f"{option}={value}" for option, value in zip(words[::2], words[1::2], strict=True))]
     else:
         (job,) = (document for document in rendered(where) if document["kind"] == "Job")
         arguments = job["spec"]["template"]["spec"]["containers"][0]["args"]

@@ -1,16 +1,25 @@
-"""The pool's claims, held by judges of this machine and by judges of a Ray cluster with two nodes."""
+"""Ray: the pool's claims, held by judges of this machine and by judges of a cluster with two nodes; ranks over both nodes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import judge_world as world
+import psutil
 import pytest
+import ray
+import training_world
+from prefect_world import wait_for
+from safetensors.torch import load_file
 
 from components.config import BadInput, Params
+from components.sandbox import ray_pool
 from components.sandbox.pool import Candidate, Job, LocalPool
 from components.sandbox.pools import open_pool
+from components.training import critic, warmup
+from components.training.on_ray import run_on_ray
 
 SIMD = world.files("honest", "simd")
 MakePool = Callable[[Path], LocalPool]
@@ -18,11 +27,10 @@ MakePool = Callable[[Path], LocalPool]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False})
-    made.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"H20": 2})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False})
+    made.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"H20": 2})
     yield made.address
     ray.shutdown()
     made.shutdown()
@@ -85,28 +93,53 @@ def test_a_task_is_admitted_or_refused_with_its_reason(make_pool: MakePool, tmp_
 
 
 @pytest.mark.timeout(300)
-def test_an_actor_that_is_killed_is_started_again_and_its_job_is_not_lost(
-    cluster: str, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import ray
-
+def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(cluster: str, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    params = ci_params.model_copy(update={"sandbox": ci_params.sandbox.model_copy(update={"pool": "ray", "judges": 1, "attempts": 5})})
+    params = ci_params.model_copy(update={"sandbox": ci_params.sandbox.model_copy(update={"pool": "ray", "judges": 2, "attempts": 5})})
     pool = open_pool(params, tmp_path / "verdicts")
     try:
         future = pool.submit(Job(world.TASK, Candidate.of(SIMD), "0"))
-        ray.kill(pool.judge.actors[0], no_restart=False)
+        judges = pool.judge
+        place = wait_for(lambda: 1 in judges.loads and judges.loads.index(1) + 1, 60) - 1
+        # In the actor: whether it has started what builds and measures.
+        wait_for(lambda: ray.get(judges.actors[place].__ray_call__.remote(lambda _: bool(psutil.Process().children()))), 120)
+        ray.kill(judges.actors[place], no_restart=False)
         assert future.result(250).status == "correct"
+        assert judges.failed == {world.TASK.task_id: place}, "the other one judged it"
     finally:
         pool.close()
 
 
 def test_without_a_cluster_the_sentence_says_what_to_start(ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    from components.sandbox import ray_pool
-
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(BadInput, match="ray start --head"):
         ray_pool.connect()
+
+
+class Told:
+    """A progress that remembers."""
+
+    def __init__(self) -> None:
+        self.updates: list[tuple[str, int, int]] = []
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        self.updates.append((stage, step, total))
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_that_ray_train_places_make_what_one_process_makes(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    sets = ("critic.epochs=2", "critic.learning_rate=0.01", "critic.min_explained_variance=-100", "critic.batch=8", "engine.tokens_per_microbatch=64")
+    sampled = training_world.stage(tmp_path, "warmup", "warmup.steps=1")
+    warmup.run(sampled, training_world.episodes)
+    alone = dataclasses.replace(training_world.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,))
+    placed = training_world.params(*sets, "engine.ranks=2")
+    told = Told()
+    result = run_on_ray(dataclasses.replace(alone, params=placed, out=tmp_path / "ray", progress=told), tmp_path / "verdicts")
+    assert told.updates[-1] == ("critic", 2, 2)
+    assert result.figures["trajectories"] == critic.run(alone).figures["trajectories"]
+    heads = [load_file(folder / "checkpoint" / "value_head.safetensors") for folder in (alone.out, tmp_path / "ray")]
+    for name, tensor in heads[0].items():
+        assert float((tensor - heads[1][name]).abs().max()) < 1e-5, name

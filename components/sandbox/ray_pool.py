@@ -72,6 +72,8 @@ class RemoteJudges:
         actor: Any = ray.remote(JudgeActor)
         self.actors = [actor.options(**options).remote(params.model_dump(mode="json")) for _ in range(sandbox.judges)]
         self.loads = [0] * sandbox.judges
+        self.failed: dict[str, int] = {}
+        """The actor that last failed a job of this key: the next try goes to another."""
         self.workers = sandbox.build_workers
         self.lock = threading.Lock()
 
@@ -106,13 +108,17 @@ class RemoteJudges:
     def _place(self, key: str) -> Iterator[Any]:
         """The actor that keeps this task's baselines warm, unless it has a full set of jobs more than the idlest."""
         with self.lock:
-            place = int.from_bytes(key.encode()[-8:], "big") % len(self.actors)
-            idlest = min(range(len(self.actors)), key=self.loads.__getitem__)
+            places = [place for place in range(len(self.actors)) if place != self.failed.get(key)] or [0]
+            place = places[int.from_bytes(key.encode()[-8:], "big") % len(places)]
+            idlest = min(places, key=self.loads.__getitem__)
             if self.loads[place] - self.loads[idlest] >= self.workers:
                 place = idlest
             self.loads[place] += 1
         try:
             yield self.actors[place]
+        except InfrastructureError:
+            self.failed[key] = place
+            raise
         finally:
             with self.lock:
                 self.loads[place] -= 1

@@ -1,0 +1,309 @@
+"""Many faults in many nights on the whole stack of one host, and what became of each.
+
+    infra/one-host.sh up STACK --profile ci
+    . STACK/environment
+    PYTHONPATH=.:tests python tests/faults/campaign.py STACK RECORD.jsonl --seconds 400
+
+Every night is the reduced one of the tests under its own seed and registered model. While it runs, faults come at
+random moments, each kind twice; a night that they end is started again by the same command, as a person would. A
+finished night is held against what must be true (`wrong`), every fourth also against an undisturbed night from the same
+verdicts in another home. RECORD has one line a fault, an end and a night; a repeated call goes on where the last one was stopped,
+and `--table` prints what a record amounts to.
+
+The command runs in forks of this process: the imports, most of a short night's time, are made once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from night import REDUCED
+
+from components.config import PROJECT
+
+ATTEMPTS = 40
+LONGEST_PAUSE = 4.0
+COMPARED = 4
+"""Every so many nights one is run undisturbed too."""
+PR_SET_PDEATHSIG = 1
+SERVICES = ("prefect", "mlflow", "postgres")
+
+
+class Night:
+    """One night's command, its home and the process that runs it."""
+
+    def __init__(self, stack: Path, home: Path, seed: int, model: str, pool: str):
+        self.stack, self.home, self.seed, self.pool = stack, home, seed, pool
+        own = {"registry.model": model, "registry.tracking_uri": f"http://127.0.0.1:{os.environ['MLFLOW_PORT']}", "seed": seed}
+        own |= {"store.url": f"s3://{os.environ['BUCKET']}/{model}", "store.endpoint": os.environ["AWS_ENDPOINT_URL_S3"], "sandbox.pool": pool}
+        self.sets = [f"{key}={json.dumps(value)}" for key, value in (REDUCED | own).items()]
+        self.process = 0
+
+    def start(self) -> None:
+        self.process = os.fork()
+        if self.process == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            with (self.stack / "campaign.log").open("ab", buffering=0) as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            chosen = [word for value in self.sets for word in ("--set", value)]
+            sys.argv = ["cuda-agent", "run", "--profile", "ci", "--home", str(self.home), *chosen]
+            from components.cli import main
+
+            code = 1
+            try:
+                main()
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            finally:
+                os._exit(code)
+
+    def ended(self, seconds: float) -> int | None:
+        """The exit code (negative: the signal) once it has ended; None when it still runs after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            process, status = os.waitpid(self.process, os.WNOHANG)
+            if process:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+
+
+def pid_of(stack: Path, service: str) -> int:
+    return int((stack / f"{service}.pid").read_text())
+
+
+def again(stack: Path, service: str) -> None:
+    subprocess.run([PROJECT / "infra" / "one-host.sh", "start", stack, service], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def kill_below(root: int, *words: str) -> bool:
+    """Kill one process below `root` whose command line has one of the words; False when there is none now."""
+    for process in psutil.Process(root).children(recursive=True):
+        try:
+            if any(word in part for word in words for part in process.cmdline()):
+                process.kill()
+                return True
+        except psutil.Error:
+            continue
+    return False
+
+
+def kill_service(name: str) -> Callable[[Night, random.Random], bool]:
+    def fault(night: Night, chance: random.Random) -> bool:
+        os.killpg(pid_of(night.stack, name), signal.SIGKILL)
+        time.sleep(chance.uniform(0, 3))
+        again(night.stack, name)
+        return True
+
+    return fault
+
+
+def kill_night(night: Night, chance: random.Random) -> bool:
+    os.kill(night.process, signal.SIGKILL)
+    return True
+
+
+def cut_store(night: Night, chance: random.Random) -> bool:
+    """The object store hears nothing and says nothing for a while."""
+    group = pid_of(night.stack, "s3")
+    os.killpg(group, signal.SIGSTOP)
+    time.sleep(chance.uniform(1, 6))
+    os.killpg(group, signal.SIGCONT)
+    return True
+
+
+def fill_disk(night: Night, chance: random.Random) -> bool:
+    """Only where the home has a file system of its own: others live on the machine's."""
+    if not night.home.parent.is_mount():
+        return False
+    ballast = night.home.parent / "ballast"
+    with ballast.open("wb") as file:
+        status = os.fstatvfs(file.fileno())
+        os.posix_fallocate(file.fileno(), 0, (status.f_bavail - 64) * status.f_frsize)
+    time.sleep(chance.uniform(1, 4))
+    ballast.unlink()
+    return True
+
+
+def judges(night: Night) -> int:
+    """The process below which the judges are."""
+    return pid_of(night.stack, "ray-node") if night.pool == "ray" else night.process
+
+
+FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
+    "the night's process killed": kill_night,
+    "a runner of the judge killed": lambda night, _: kill_below(judges(night), "sandbox/runner.py"),
+    "a compiler killed": lambda night, _: kill_below(judges(night), "cc1plus"),
+    "DVC killed": lambda night, _: kill_below(night.process, "-m dvc", "dvc"),
+    "the judge's Ray actor killed": lambda night, _: kill_below(pid_of(night.stack, "ray-node"), "ray::JudgeActor"),
+    "a Ray node killed": kill_service("ray-node"),
+    "Prefect's server killed": kill_service("prefect"),
+    "MLflow killed": kill_service("mlflow"),
+    "PostgreSQL killed": kill_service("postgres"),
+    "the object store silent": cut_store,
+    "the disk full": fill_disk,
+}
+
+
+def hand(night: Night, chance: random.Random) -> list[str]:
+    """The faults of one night: every kind that means something to it twice, in a random order."""
+    names = [name for name in FAULTS if night.pool == "ray" or "Ray" not in name] * 2
+    chance.shuffle(names)
+    return names
+
+
+def wrong(night: Night) -> list[str]:
+    """What is not as it must be after a finished night, a sentence each."""
+    from components.config import resolve
+    from components.registry.promotion import Promotion
+    from components.registry.tracking import RUN_KEY, connect
+    from components.storage.opening import open_store
+    from components.storage.s3 import S3Store
+    from flows.leash import VARIABLE
+    from flows.runs import Night as Identity
+
+    resolved = resolve("ci", (*night.sets, f"home={json.dumps(str(night.home))}"))
+    identity, params = Identity(resolved), resolved.params
+    client, found = connect(params.registry, night.home), []
+    runs = client.search_runs([item.experiment_id for item in client.search_experiments()], filter_string=f"tags.`{RUN_KEY}` = '{identity.key}'")
+    names = Counter(run.data.tags.get("cuda_agent.stage", "night") for run in runs)
+    found += [f"MLflow has {count} runs of {name}" for name, count in names.items() if count > 1]
+    found += [f"MLflow's run of {run.info.run_name} is {run.info.status}" for run in runs if run.info.status != "FINISHED"]
+    versions = client.search_model_versions(f"name = '{params.registry.model}'")
+    found += [f"{len(versions)} versions registered"] if len(versions) != 1 else []
+    office = Promotion(client, params.registry, night.home)
+    promoted = [entry for entry in office.chain.entries() if entry.action == "promoted"]
+    found += [f"promoted {len(promoted)} times"] if len(promoted) != 1 else []
+    found += office.verify()
+    store = open_store(params.store, night.home)
+    assert isinstance(store, S3Store)
+    found += [f"unfinished upload of {key}" for key, _ in store.abandoned(timedelta(0))]
+    for entry in store.entries():
+        # DVC writes below the same address, and under names that are digests; its objects carry none beside that.
+        actual, recorded = store.digests(entry.key)
+        found += [f"{entry.key} damaged"] if recorded not in ("", actual) else []
+    mine = f"{os.getpid()}-"
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(VARIABLE, "")
+            if str(night.home) in " ".join(process.cmdline()) or mark.startswith(mine):
+                found.append(f"process {process.pid} ({process.name()}) is left")
+        except psutil.Error:
+            continue
+    return found
+
+
+def manifest(night: Night) -> dict[str, str]:
+    (file,) = night.home.glob("runs/*/manifest.json")
+    values: dict[str, str] = json.loads(file.read_text())
+    return values
+
+
+def to_the_end(night: Night, tell: Callable[..., None], left: list[str], chance: random.Random) -> int:
+    """Run the night until it is done, with the faults that are left of its hand; how often it was started."""
+    for attempt in range(1, ATTEMPTS + 1):
+        night.start()
+        while (code := night.ended(chance.uniform(0.5, LONGEST_PAUSE) if left else 600)) is None:
+            if not left:
+                raise SystemExit(f"night {night.seed}: no end after 600 s without a fault")
+            # The first of the hand that finds something to kill now; what finds nothing (no compiler runs) waits its turn.
+            for name in left:
+                if FAULTS[name](night, chance):
+                    left.remove(name)
+                    tell(seed=night.seed, fault=name)
+                    break
+        for service in SERVICES:
+            again(night.stack, service)
+        if code == 0:
+            return attempt
+        tell(seed=night.seed, code=code)
+    raise SystemExit(f"night {night.seed}: not done after {ATTEMPTS} attempts")
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Faults of finished nights by kind: how often the night went on by itself, and how often the same command continued it."""
+    nights = [line for line in lines if "wrong" in line]
+    done = {line["seed"] for line in nights}
+    went_on, ended = Counter[str](), Counter[str]()
+    for line, following in zip(lines, [*lines[1:], {}], strict=True):
+        if "fault" in line and line["seed"] in done:
+            (ended if "code" in following else went_on)[line["fault"]] += 1
+    rows = [f"| {name} | {went_on[name] + ended[name]} | {went_on[name]} | {ended[name]} |" for name in FAULTS]
+    bad = [f"night {line['seed']}: {'; '.join(line['wrong'])}" for line in nights if line["wrong"]]
+    all_of_them = f"all, in {len(nights)} nights, {sum(line['compared'] for line in nights)} of them compared"
+    total = f"| {all_of_them} | {went_on.total() + ended.total()} | {went_on.total()} | {ended.total()} |"
+    return "\n".join(["| fault | injected | the night went on | ended, continued by the same command |", "| --- | --- | --- | --- |", *rows, total, *bad])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stack", type=Path)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--seconds", type=float, default=400, help="no new night after so many")
+    parser.add_argument("--pool", choices=("local", "ray"), default="local", help="where the judges are")
+    parser.add_argument("--homes", type=Path, help="folder of the homes; on a file system of its own the disk is filled too")
+    parser.add_argument("--table", action="store_true", help="only print what the record amounts to")
+    given = parser.parse_args()
+    lines = [json.loads(line) for line in given.record.read_text().splitlines()] if given.record.is_file() else []
+    if given.table:
+        print(table(lines))
+        return
+    homes = given.homes or given.stack / "homes"
+    started = time.monotonic()
+
+    def tell(**line: Any) -> None:
+        lines.append(line)
+        with given.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    from flows import runs
+
+    runs.prepare_environment(given.stack)
+    import deepspeed  # noqa: F401  before the forks
+
+    import flows.nightly  # noqa: F401
+
+    while time.monotonic() - started < given.seconds:
+        last = lines[-1] if lines else {"seed": 0, "wrong": []}
+        seed = last["seed"] + ("wrong" in last)
+        night, calm = (Night(given.stack, homes / kind, seed, f"{kind}-{seed}", given.pool) for kind in ("night", "calm"))
+        if "wrong" in last:
+            for home in (night.home, calm.home):
+                shutil.rmtree(home, ignore_errors=True)
+        chance, began = random.Random(seed), time.monotonic()
+        left = hand(night, chance)
+        for line in lines:
+            if line["seed"] == seed and line.get("fault") in left:
+                left.remove(line["fault"])
+        attempts = to_the_end(night, tell, left, chance)
+        problems = wrong(night)
+        compared = seed % COMPARED == 1
+        if compared:
+            shutil.copytree(night.home / "verdicts", calm.home / "verdicts", dirs_exist_ok=True)
+            to_the_end(calm, tell, [], chance)
+            ours, theirs = manifest(night), manifest(calm)
+            problems += [f"{name} differs from the undisturbed night's" for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+        tell(seed=seed, attempts=attempts, seconds=round(time.monotonic() - began), compared=compared, wrong=problems)
+        print(f"night {seed}: {attempts} attempts, {problems or 'nothing wrong'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
