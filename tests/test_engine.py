@@ -38,6 +38,8 @@ def settings(zero_stage: int, tokens: int = 40, dtype: str = "float32", checkpoi
             "activation_checkpointing": checkpointing,
             "cpu_offload": False,
             "collective_seconds": 600.0,
+            "ranks": 0,
+            "resource": "",
         }
     )
 

@@ -62,7 +62,7 @@ def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home
     expected = numbers({key: value for key, value in first.record.items() if key != "gate"})
     assert {key: nights[0].data.metrics.get(key) for key in expected} == expected
     children = {item.data.tags["cuda_agent.stage"]: item.info for item in found if item.data.tags["cuda_agent.kind"] == "stage"}
-    evaluated = client.search_traces([children["evaluation"].experiment_id], run_id=children["evaluation"].run_id, include_spans=False)
+    evaluated = client.search_traces(locations=[children["evaluation"].experiment_id], run_id=children["evaluation"].run_id, include_spans=False)
     assert len(evaluated) == first.record["evaluation"]["tasks"], "every episode of the evaluation is a trace"
     assert set(children) == {"coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"}
     assert {item.path for item in client.list_artifacts(nights[0].info.run_id)} >= {"report.html", "evaluation.json", "cold_start.json"}

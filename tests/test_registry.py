@@ -135,7 +135,7 @@ def test_a_trajectory_is_a_trace_with_its_verdicts_as_feedback_however_often_it_
         night.stage("evaluation", "k", folder, {})
         child = night._find("stage", "evaluation")
         client.update_run(child.info.run_id, status="RUNNING")
-    found = {trace.info.tags["mlflow.traceName"]: trace for trace in client.search_traces([night.experiment_id], run_id=child.info.run_id)}
+    found = {trace.info.tags["mlflow.traceName"]: trace for trace in client.search_traces(locations=[night.experiment_id], run_id=child.info.run_id)}
     training = [f"evaluation step-000{step}/{index}" for step in range(3) for index in (1, 2)]
     assert sorted(found) == ["evaluation 0000/0", "evaluation 0000/1", *training], "every episode of an evaluation, of a step the best and the worst"
     trace = found["evaluation 0000/0"]
