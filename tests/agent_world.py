@@ -194,8 +194,10 @@ def server(answers: Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{running.server_address[1]}"
-        running.shutdown()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}"
+        finally:
+            running.shutdown()  # before its socket is closed: serving a closed one is a loop that takes a core
 
 
 def completion(content: str, calls: Sequence[tuple[str, str]] = (), finish: str = "stop") -> bytes:
