@@ -1,4 +1,4 @@
-"""Running the command as a person does, and the one night that the tests of flows and of kills share."""
+"""Running the command as a person does, and the one night that the tests of flows share."""
 
 from __future__ import annotations
 
