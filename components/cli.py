@@ -176,7 +176,7 @@ def judge(
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
         chosen = [*(sets or []), f"device={device}", *([f"precision={precision}"] if precision else [])]
         resolved = resolved_params(profile, chosen, home, params_file)
-        from components.sandbox.judge import judge_workdir
+        from components.sandbox.workspace import judge_workdir
 
         verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")
         console = people()

@@ -14,7 +14,7 @@ import typer
 
 from components.cli import app
 from components.config import KNOWN, PROJECT, resolve
-from components.sandbox.judge import judge_workdir
+from components.sandbox.workspace import judge_workdir
 
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 IDS = [page.relative_to(PROJECT).as_posix() for page in PAGES]

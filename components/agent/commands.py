@@ -12,8 +12,8 @@ from components.agent.workspace import observe_build, observe_profiling, observe
 from components.config import BadInput, Params, resolve
 from components.files import atomic_write
 from components.sandbox.build import Builder
-from components.sandbox.judge import judge_workdir, read_workspace
 from components.sandbox.verdict import Verdict
+from components.sandbox.workspace import judge_workdir, read_workspace
 
 
 def _params() -> tuple[Params, Path]:

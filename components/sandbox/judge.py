@@ -31,12 +31,11 @@ from components.sandbox.rounds import Arm
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio, wanted_rounds
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
-from components.task import KernelTask, check_contract, load_task
+from components.task import KernelTask, check_contract
 
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py"))))[:16]
 """Digest of the judge's own sources, part of every verdict's evidence."""
 
-MAX_FILE_BYTES = 1 << 20
 PLAIN_REASON = re.compile("wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|wrong_(?:shape|dtype|device)|torch_compute")
 """All that is told of a fault once a candidate has seen timed inputs: others of its task get the same ones, and its own
 words could carry the answers to them."""
@@ -380,33 +379,3 @@ class _Speaker:
             evidence=evidence or {"judge": VERSION, "isolation": self.params.sandbox.isolation},
             log=clean(log),
         )
-
-
-def read_workspace(workdir: Path) -> dict[str, str]:
-    """The candidate's files of a workspace: model_new.py and kernels/*; symbolic links and large files are refused."""
-    if not workdir.is_dir():
-        raise BadInput(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
-    files = {}
-    paths = [workdir / "model_new.py", *sorted((workdir / "kernels").glob("*"))]
-    for path in paths:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise BadInput(f"{path}: only plain files are judged; replace it by a file.")
-        if path.is_file():
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text.")
-            try:
-                files[path.relative_to(workdir).as_posix()] = path.read_text()
-            except UnicodeDecodeError as error:
-                raise BadInput(f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text.") from error
-    return files
-
-
-def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
-    """The verdict on a workspace; `task` defaults to its model.py, `folder` holds builds."""
-    files = read_workspace(workdir)
-    kernel_task = load_task(task if task is not None else workdir / "model.py")
-    judge = Judge(params, folder)
-    try:
-        return judge.verdict(kernel_task, files, always_compile=True)
-    finally:
-        judge.close()

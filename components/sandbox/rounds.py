@@ -6,17 +6,15 @@ import contextlib
 import signal
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from pydantic import Field
 
+from components.config import Params
 from components.sandbox import buffers
 from components.sandbox.mixing import Mix, bits
-from components.sandbox.nursery import Runner
-
-if TYPE_CHECKING:
-    from components.sandbox.baselines import Bench
+from components.sandbox.nursery import Nursery, Runner
 
 BASELINE_LIMITS = 10
 """How many times a candidate's limit one round of a baseline may last: the first one compiles."""
@@ -48,10 +46,27 @@ class Part:
         return [buffer.tensor(buffers.Slot(index * self.stride + s.offset, s.shape, s.dtype)) for s in self.slots]
 
 
+class Task(Protocol):
+    """What an arm needs of the bench that it belongs to."""
+
+    params: Params
+    nursery: Nursery
+    description: Any
+    inputs: Part
+    outputs: Part
+    parameters_part: Part
+    parameters: Any
+    slots: int
+    total: int
+
+    def plain(self, index: int) -> Mix: ...
+    def mixed(self, mix: Mix, index: int, out: torch.Tensor) -> None: ...
+
+
 class Arm:
     """One measured runner with shared memory of its own."""
 
-    def __init__(self, bench: Bench, header: dict[str, Any], library: int | None, seconds: float):
+    def __init__(self, bench: Task, header: dict[str, Any], library: int | None, seconds: float):
         self.bench = bench
         self.role = header["role"]
         self.changed = False

@@ -25,8 +25,9 @@ import numpy as np
 
 from components.config import PROJECT, resolve
 from components.sandbox.build import Builder
-from components.sandbox.judge import Judge, read_workspace
+from components.sandbox.judge import Judge
 from components.sandbox.rounds import Arm
+from components.sandbox.workspace import read_workspace
 from components.task import KernelTask, load_task
 
 TEMPLATE = PROJECT / "agent_workdir"

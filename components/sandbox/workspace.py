@@ -1,0 +1,42 @@
+"""A candidate as it lies in a folder, and its verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from components.config import BadInput, Params
+from components.sandbox.judge import Judge
+from components.sandbox.verdict import Verdict
+from components.task import load_task
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_workspace(workdir: Path) -> dict[str, str]:
+    """The candidate's files of a workspace: model_new.py and kernels/*; symbolic links and large files are refused."""
+    if not workdir.is_dir():
+        raise BadInput(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
+    files = {}
+    paths = [workdir / "model_new.py", *sorted((workdir / "kernels").glob("*"))]
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise BadInput(f"{path}: only plain files are judged; replace it by a file.")
+        if path.is_file():
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text.")
+            try:
+                files[path.relative_to(workdir).as_posix()] = path.read_text()
+            except UnicodeDecodeError as error:
+                raise BadInput(f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text.") from error
+    return files
+
+
+def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
+    """The verdict on a workspace; `task` defaults to its model.py, `folder` holds builds."""
+    files = read_workspace(workdir)
+    kernel_task = load_task(task if task is not None else workdir / "model.py")
+    judge = Judge(params, folder)
+    try:
+        return judge.verdict(kernel_task, files, always_compile=True)
+    finally:
+        judge.close()
