@@ -55,8 +55,8 @@ def reference(code: str) -> tuple[list[Tensor], Tensor, Tensor]:
     namespace: dict[str, object] = {}
     exec(code, namespace)
     torch.manual_seed(1)
-    model: nn.Module = namespace["Model"]()  # type: ignore[operator]
-    inputs: list[Tensor] = namespace["get_inputs"]()  # type: ignore[operator]
+    model: nn.Module = namespace["Model"]()
+    inputs: list[Tensor] = namespace["get_inputs"]()
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter))
     expected = model(*inputs)

@@ -103,9 +103,9 @@ def rank(folder: Path, dies_at: int | None) -> None:
         def deadly(*arguments: object, step: int, **more: object) -> object:
             if step == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return chosen(*arguments, step=step, **more)  # type: ignore[arg-type]
+            return chosen(*arguments, step=step, **more)
 
-        ppo.choose_tasks = deadly  # type: ignore[assignment]
+        ppo.choose_tasks = deadly
     run_stage(stage(folder, "warmup", *SHORT), episodes)
     sys.stderr.flush()
     os._exit(0)

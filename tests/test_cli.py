@@ -158,7 +158,7 @@ class Lines:
 def test_plain_progress_is_rate_limited_and_always_shows_the_end() -> None:
     now = [0.0]
     lines = Lines()
-    with View(lines, clock=lambda: now[0]) as view:  # type: ignore[arg-type]  # a console of its own kind
+    with View(lines, clock=lambda: now[0]) as view:  # a console of its own kind
         for step in range(1, 101):
             now[0] += 1.0
             view.update("warmup", step, 100, reward=step / 100, m_3=0.5)

@@ -74,7 +74,7 @@ def train(engine: DeepSpeedEngine, steps: range) -> list[float]:
 
 
 def engine_of(zero_stage: int, **options: int | str | bool) -> DeepSpeedEngine:
-    return DeepSpeedEngine(Actor(tiny_policy(), 1.0), settings(zero_stage, **options), device="cpu", gradient_clip=1.0)  # type: ignore[arg-type]
+    return DeepSpeedEngine(Actor(tiny_policy(), 1.0), settings(zero_stage, **options), device="cpu", gradient_clip=1.0)
 
 
 def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:

@@ -245,8 +245,8 @@ def test_the_shipped_programs_run_and_their_largest_input_has_the_asked_size(num
     for task in shipped(numel, []):
         namespace: dict[str, object] = {}
         exec(task.code, namespace)
-        inputs = namespace["get_inputs"]()  # type: ignore[operator]
-        model = namespace["Model"](*namespace["get_init_inputs"]())  # type: ignore[operator]
+        inputs = namespace["get_inputs"]()
+        model = namespace["Model"](*namespace["get_init_inputs"]())
         assert bool(model(*inputs).isfinite().all()), task.name
         assert 0.9 * numel <= max(value.numel() for value in inputs) <= numel, task.name
 

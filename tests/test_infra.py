@@ -188,7 +188,7 @@ def test_deploy_is_called_with_options_and_parameters_that_exist(where: str) -> 
     elif where == "one-host":
         script = (INFRA / "one-host.sh").read_text()
         subprocess.run(["bash", "-n", INFRA / "one-host.sh"], check=True)
-        words = shlex.split(re.search(r"components\.cli deploy (.*)\"\$@\"", script, re.DOTALL)[1].replace("\\\n", ""))  # type: ignore[index]
+        words = shlex.split(re.search(r"components\.cli deploy (.*)\"\$@\"", script, re.DOTALL)[1].replace("\\\n", ""))
         arguments = ["cuda-agent", "deploy", *(f"{option}={value}" for option, value in zip(words[::2], words[1::2], strict=True))]
     else:
         (job,) = (document for document in rendered(where) if document["kind"] == "Job")

@@ -103,7 +103,7 @@ def bucket(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> An
     def open_it(journal: str = "uploads") -> S3Store:
         return S3Store(f"s3://{name}/team", endpoint, uploads=tmp_path / journal, part_bytes=5 << 20)
 
-    open_it.client, open_it.name = client, name  # type: ignore[attr-defined]
+    open_it.client, open_it.name = client, name
     return open_it
 
 

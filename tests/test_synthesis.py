@@ -29,7 +29,7 @@ from components.task import check_contract, dataset_version, read_tasks
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_equal_seeds_compose_equal_tasks(device: str) -> None:
     data = parameters().data
-    one, two, other = ([task.task_id for task in itertools.islice(stream(seed, data, device), 20)] for seed in (7, 7, 8))  # type: ignore[arg-type]
+    one, two, other = ([task.task_id for task in itertools.islice(stream(seed, data, device), 20)] for seed in (7, 7, 8))
     assert one == two != other
 
 

@@ -35,7 +35,10 @@ def describe(code: str, device: str) -> dict:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = min(seconds, time.perf_counter() - start)
-    form = lambda t: [list(t.shape), str(t.dtype).removeprefix("torch.")]  # noqa: E731
+
+    def form(t: torch.Tensor) -> list:
+        return [list(t.shape), str(t.dtype).removeprefix("torch.")]
+
     return {
         "init_inputs": init_inputs,
         "inputs": [form(v) if isinstance(v, torch.Tensor) else None for v in inputs],

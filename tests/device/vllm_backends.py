@@ -156,7 +156,7 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
 
             def publish(number: int) -> float:
                 started = time.monotonic()
-                sampler.model.load_state_dict(trained.state_dict())  # type: ignore[attr-defined]
+                sampler.model.load_state_dict(trained.state_dict())
                 return time.monotonic() - started
 
         source = torch.Generator().manual_seed(0)
