@@ -89,7 +89,9 @@ def manifest(home: Path, record: dict[str, Any]) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    return dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    """What a person has in a new shell: nothing that other tests' libraries have set in this process."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    return clean | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 KILLS = 10

@@ -17,15 +17,12 @@ SETS = ["registry.model=policy", "registry.experiment=nights"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from flows import runs
-    from flows.server import prefect_server
+def server() -> Iterator[None]:
+    # Prefect reads its settings when it is first imported, which another file's test may have done in this process:
+    # its own harness changes them for all threads and gives them back.
+    from prefect.testing.utilities import prefect_test_harness
 
-    place = tmp_path_factory.mktemp("prefect")
-    runs.prepare_environment(place)
-    with prefect_server(place) as started:
-        if started is not None:
-            started.wait()
+    with prefect_test_harness(server_startup_timeout=180):
         yield
 
 
