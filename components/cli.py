@@ -23,7 +23,7 @@ from components.cli_data import data_app
 from components.cli_evaluation import evaluate, runs_app
 from components.cli_models import models_app
 from components.cli_train import train
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, environment_fault, home_of, people, resolved_params
+from components.terminal import Given, answer, environment_fault, home_of, people, with_given
 
 FAILED, BAD_INPUT, NO_ISOLATION, REFUSED = 1, 2, 3, 4
 
@@ -46,15 +46,12 @@ cli_production.register(app)
 
 
 @app.command()
+@with_given()
 def run(
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
+    given: Given,
     resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run; this is what happens anyway")] = False,
     redo_from: Annotated[str, typer.Option("--from", metavar="STAGE", help="do this stage and all that follow once more")] = "",
     metrics: Annotated[int, typer.Option("--metrics", metavar="PORT", help="serve Prometheus metrics on this port of 127.0.0.1 while it runs")] = 0,
-    as_json: Json = False,
 ) -> None:
     """Run the night: data, cold start, four stages, evaluation, registration, gate.
 
@@ -65,8 +62,8 @@ def run(
     from flows import leash, runs
     from flows.server import prefect_server
 
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         night = runs.open_night(resolved, redo_from)
         console = people()
         record = runs.finished(night)
@@ -100,14 +97,15 @@ def run(
 
 
 @app.command()
-def doctor(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+@with_given()
+def doctor(given: Given) -> None:
     """What is here, what is missing, and what that costs."""
     from rich.table import Table
 
     from components import doctor as examination
 
-    with answer(as_json) as out:
-        findings = examination.examine(resolved_params(profile, sets, home, params_file).params)
+    with answer(given.as_json) as out:
+        findings = examination.examine(given.resolved().params)
         table = Table("", "what", "found", "what its absence costs", box=None, padding=(0, 2, 0, 0))
         for finding in findings:
             mark = "[green]ok[/green]" if finding.here else "[red]missing[/red]" if finding.needed else "[yellow]absent[/yellow]"
@@ -120,13 +118,9 @@ def doctor(profile: Profile = "smoke", sets: Sets = None, home: Home = "", param
 
 
 @app.command()
+@with_given("")
 def params(
-    profile: Profile = "",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    write: Annotated[Path | None, typer.Option("--write", help="parameter file to write, without profiles: what --params and DVC read")] = None,
-    as_json: Json = False,
+    given: Given, write: Annotated[Path | None, typer.Option("--write", help="parameter file to write, without profiles: what --params and DVC read")] = None
 ) -> None:
     """Every resolved parameter with its meaning and where its value comes from."""
     import yaml
@@ -135,8 +129,8 @@ def params(
     from components.config import KNOWN
     from components.files import atomic_write
 
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         rows = {}
         for key, field in KNOWN.items():
             value: Any = resolved.params
@@ -154,28 +148,24 @@ def params(
             table.add_row(key, json.dumps(row["value"]), row["meaning"], row["source"])
         if write is not None:
             atomic_write(write, yaml.safe_dump(resolved.params.model_dump(mode="json"), sort_keys=False))
-        if not as_json:
+        if not given.as_json:
             people().print(table)
         out({"profile": resolved.profile, "params": rows})
 
 
 @app.command()
+@with_given("")
 def judge(
+    given: Given,
     workdir: Annotated[Path, typer.Argument(help="workspace with model_new.py and kernels/")],
     task: Annotated[Path | None, typer.Option("--task", help="task file; without it the workspace's own model.py")] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; without it cuda where there is a GPU")] = "",
     precision: Annotated[str, typer.Option("--precision", help="strict-fp32 or tf32")] = "",
-    profile: Profile = "",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Build one candidate, check it and measure it against eager and torch.compile; exit 0 whatever the verdict."""
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-        chosen = [*(sets or []), f"device={device}", *([f"precision={precision}"] if precision else [])]
-        resolved = resolved_params(profile, chosen, home, params_file)
+        resolved = given.resolved(f"device={device}", *([f"precision={precision}"] if precision else []))
         from components.sandbox.workspace import judge_workdir
 
         verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")

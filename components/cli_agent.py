@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, Json, answer, home_of, people, with_given
 
 if TYPE_CHECKING:
     from components.agent.policies import Effort, FolderPolicy, ServerPolicy
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 trajectory_app = typer.Typer(help="What a policy did: read it, look at it, do it again.", no_args_is_help=True, rich_markup_mode=None)
 
 
+@with_given()
 def optimize(
+    given: Given,
     module: Annotated[Path, typer.Argument(help="file with Model, get_inputs and get_init_inputs, or with the class that --class names")],
     policy: Annotated[str, typer.Option("--policy", help="champion, a version, a folder, or the address of an OpenAI-compatible server")] = "champion",
     model: Annotated[str, typer.Option("--model", help="which of the server's models; without it the first")] = "",
@@ -31,18 +33,13 @@ def optimize(
     class_name: Annotated[str, typer.Option("--class", help="class of the file to make faster")] = "",
     inputs: Annotated[str, typer.Option("--inputs", metavar="EXPR", help="what --class is called with: a tensor or a list, such as torch.randn(8, 64)")] = "",
     init: Annotated[str, typer.Option("--init", metavar="EXPR", help="list of the constructor's arguments of --class")] = "",
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Make a PyTorch module faster: a verified, measured kernel, or an honest "no gain found". Exit 0 either way."""
     from components.view import View
 
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-        resolved = resolved_params(profile, [*(sets or []), f"device={device}"], home, params_file)
+        resolved = given.resolved(f"device={device}")
         from components.agent.handover import check_out, hand_over, headline
         from components.agent.modules import user_task
         from components.agent.optimize import any_time
@@ -168,10 +165,7 @@ def trajectory_show(
 
 @trajectory_app.command("html")
 def trajectory_html(
-    folder: Folder,
-    number: Number = 0,
-    out_file: Annotated[Path, typer.Option("--out", help="file to write")] = Path("trajectory.html"),
-    as_json: Json = False,
+    folder: Folder, number: Number = 0, out_file: Annotated[Path, typer.Option("--out", help="file to write")] = Path("trajectory.html"), as_json: Json = False
 ) -> None:
     """One page that needs no other file: speed-up by turn, every change as a diff, every observation."""
     with answer(as_json) as out:
@@ -185,26 +179,19 @@ def trajectory_html(
 
 
 @trajectory_app.command("replay")
-def trajectory_replay(
-    folder: Folder,
-    number: Number = 0,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
-) -> None:
+@with_given()
+def trajectory_replay(given: Given, folder: Folder, number: Number = 0) -> None:
     """Execute the recorded calls again and report what differs apart from measured times; exit 1 when anything does."""
     import dataclasses
 
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         from components.agent import timeline
         from components.agent.replay import replay
         from components.sandbox.pools import open_pool
 
         number, trajectory = timeline.choose(timeline.find(folder), number, folder)
         device = trajectory.settings.get("device", "cpu")
-        resolved = resolved_params(profile, [*(sets or []), f"device={device}"], home, params_file)
+        resolved = given.resolved(f"device={device}")
         pool, console = open_pool(resolved.params, home_of(resolved) / "verdicts"), people()
         try:
             # An epoch of its own, so that no verdict comes from the journal of an earlier replay.

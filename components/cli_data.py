@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, Json, answer, home_of, people, with_given
 
 if TYPE_CHECKING:
     from components.config import Resolved
@@ -26,10 +26,11 @@ Where = Annotated[Path, typer.Argument(help="folder with tasks.parquet, or a par
 
 
 @data_app.command("build")
-def data_build(out_folder: Out, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+@with_given()
+def data_build(given: Given, out_folder: Out) -> None:
     """Compose and admit a data set. The nightly run does this through DVC."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         with _judged(resolved) as (pool, view):
             from components.synthesis.dataset import build
 
@@ -38,19 +39,13 @@ def data_build(out_folder: Out, profile: Profile = "smoke", sets: Sets = None, h
 
 
 @data_app.command("import")
+@with_given()
 def data_import(
-    file: Annotated[Path, typer.Argument(help="parquet with the columns ops, data_source and code")],
-    out_folder: Out,
-    against: Against = None,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
+    given: Given, file: Annotated[Path, typer.Argument(help="parquet with the columns ops, data_source and code")], out_folder: Out, against: Against = None
 ) -> None:
     """Hold every row of a parquet against the rubric and the judge, and write a data set of those that pass."""
-    with answer(as_json) as out:
-        resolved = _against(resolved_params(profile, sets, home, params_file), against)
+    with answer(given.as_json) as out:
+        resolved = _against(given.resolved(), against)
         from components.synthesis.importing import read_public
 
         tasks = read_public(file, resolved.params.data.seed)
@@ -62,16 +57,15 @@ def data_import(
 
 
 @data_app.command("check")
-def data_check(
-    where: Where, against: Against = None, profile: Profile = "smoke", sets: Sets = None, params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def data_check(given: Given, where: Where, against: Against = None) -> None:
     """Say of each row why it is refused, without running anything; exit 1 when one is. `import` also runs them."""
     from collections import Counter
 
     from rich.table import Table
 
-    with answer(as_json) as out:
-        resolved = _against(resolved_params(profile, sets, "", params_file), against)
+    with answer(given.as_json) as out:
+        resolved = _against(given.resolved(), against)
         from components.synthesis.importing import examine, read_public
         from components.task import dataset_version, read_tasks
 
@@ -127,14 +121,11 @@ def data_stats(where: Where, as_json: Json = False) -> None:
 
 
 @data_app.command("show")
+@with_given()
 def data_show(
+    given: Given,
     task: Annotated[str, typer.Argument(help="beginning of a task's id")],
     dataset: Annotated[Path | None, typer.Option("--dataset", help="data set; without it the newest in the home")] = None,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """A task's source, its evidence, and its nearest neighbours in the data set."""
     import json
@@ -143,11 +134,11 @@ def data_show(
 
     from components.config import BadInput
 
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         from components.synthesis.importing import neighbours
         from components.task import read_tasks
 
-        path = _parquet(dataset or _newest(home_of(resolved_params(profile, sets, home, params_file))))
+        path = _parquet(dataset or _newest(home_of(given.resolved())))
         tasks = read_tasks(path)
         found = [candidate for candidate in tasks if candidate.task_id.startswith(task)]
         if len(found) != 1:
@@ -164,38 +155,26 @@ def data_show(
 
 
 @data_app.command("push")
-def data_push(
-    folder: Annotated[Path, typer.Argument(help="folder of a data set")],
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
-) -> None:
+@with_given()
+def data_push(given: Given, folder: Annotated[Path, typer.Argument(help="folder of a data set")]) -> None:
     """Keep a data set in the remote under its version; equal versions are kept once."""
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         from flows.versions import push
 
-        resolved = resolved_params(profile, sets, home, params_file)
+        resolved = given.resolved()
         version = push(resolved.params, home_of(resolved), folder)
         people().print(f"{version}: kept; cuda-agent data pull {version[:16]} restores it", highlight=False, soft_wrap=True)
         out({"version": version, "path": str(folder.resolve())})
 
 
 @data_app.command("pull")
-def data_pull(
-    version: Annotated[str, typer.Argument(help="a data set's version, or at least its first 8 digits")],
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
-) -> None:
+@with_given()
+def data_pull(given: Given, version: Annotated[str, typer.Argument(help="a data set's version, or at least its first 8 digits")]) -> None:
     """Restore a version from the remote into the home's datasets."""
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         from flows.versions import pull
 
-        resolved = resolved_params(profile, sets, home, params_file)
+        resolved = given.resolved()
         folder = pull(resolved.params, home_of(resolved), version)
         people().print(f"{folder}", highlight=False, soft_wrap=True)
         out({"version": folder.name, "path": str(folder)})

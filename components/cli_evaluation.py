@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, answer, home_of, people, with_given
 
 runs_app = typer.Typer(help="Finished runs and evaluations, side by side.", no_args_is_help=True, rich_markup_mode=None)
 
 
+@with_given()
 def evaluate(
+    given: Given,
     policy: Annotated[str, typer.Option("--policy", help="champion, a version, a folder, or the address of an OpenAI-compatible server")] = "champion",
     model: Annotated[str, typer.Option("--model", help="which of the server's models; without it the first")] = "",
     suite: Annotated[str, typer.Option("--suite", help="held-out, shipped, a folder, task file or parquet; without it evaluation.suite")] = "",
@@ -21,23 +23,18 @@ def evaluate(
     attempts: Annotated[int, typer.Option("--attempts", min=0, help="trajectories for each task; without it evaluation.attempts")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="only continue one that was begun; without it the command begins or continues")] = False,
     dataset: Annotated[Path | None, typer.Option("--dataset", help="data set whose held-out tasks are meant; without it the newest in the home")] = None,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Evaluate a policy: episodes in the agent loop, then each final answer measured anew; the same command continues a killed one."""
     from components.config import BadInput
     from components.view import View, evaluation_table
 
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         chosen = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
         if levels and not levels.replace(",", "").isdigit():
             raise BadInput(f"--levels {levels}: numbers with commas between them are expected, for instance 1,2.")
         chosen += [f"evaluation.levels=[{levels}]"] if levels else []
         chosen += [f"evaluation.attempts={attempts}"] if attempts else []
-        resolved = resolved_params(profile, [*(sets or []), *chosen], home, params_file)
+        resolved = given.resolved(*chosen)
         place, console = home_of(resolved), people()
         from components.agent.policies import Effort
         from components.cli_agent import policy_of, set_by_hand
@@ -79,18 +76,15 @@ def _newest_dataset(home: Path) -> Path:
 
 
 @runs_app.command("compare")
+@with_given()
 def runs_compare(
+    given: Given,
     first: Annotated[str, typer.Argument(metavar="A", help="run (the beginning of its id is enough), or the folder of an evaluation")],
     second: Annotated[str, typer.Argument(metavar="B", help="the same; what is said is how B differs from A")],
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """What differed in data, code and parameters, which tasks were won and lost, and whether that is more than chance."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         from components.evaluation.compare import compare, open_side
         from components.view import comparison_tables
 

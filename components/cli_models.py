@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, answer, home_of, people, with_given
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,12 +25,13 @@ Reason = Annotated[str, typer.Option("--reason", help="why; it stands in the aud
 
 
 @models_app.command("list")
-def models_list(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+@with_given()
+def models_list(given: Given) -> None:
     """Every version, newest first."""
     from rich.table import Table
 
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         from components.registry import models
 
@@ -46,12 +47,11 @@ def models_list(profile: Profile = "smoke", sets: Sets = None, home: Home = "", 
 
 
 @models_app.command("show")
-def models_show(
-    version: Version, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def models_show(given: Given, version: Version) -> None:
     """One version: its gates, its decision, its evidence and where the report is."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         from components.registry import models
 
@@ -68,14 +68,13 @@ def models_show(
 
 
 @models_app.command("gate")
-def models_gate(
-    version: Version, profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def models_gate(given: Given, version: Version) -> None:
     """Hold a version against today's thresholds, today's champion and the exploits; one that passes waits for approval."""
     from components.view import View
 
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         from components.registry import models
         from components.registry.gating import gate_again
@@ -102,19 +101,16 @@ def models_gate(
 
 
 @models_app.command("promote")
+@with_given()
 def models_promote(
+    given: Given,
     version: Version,
     reason: Reason = "",
     override: Annotated[bool, typer.Option("--override", help="although its gates did not pass; needs a reason")] = False,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Make a version whose gates passed the champion; exit code 4 when they did not."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         from components.registry.promotion import NotPassed
 
@@ -127,12 +123,11 @@ def models_promote(
 
 
 @models_app.command("approve")
-def models_approve(
-    version: Version, reason: Reason = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def models_approve(given: Given, version: Version, reason: Reason = "") -> None:
     """Approve a version that waits: it becomes the champion. Past its deadline it expires (exit code 4)."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         entry = _office(resolved, client).approve(version, reason=reason)
         _report(resolved, client, entry, out)
@@ -141,34 +136,33 @@ def models_approve(
 
 
 @models_app.command("refuse")
-def models_refuse(
-    version: Version, reason: Reason = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def models_refuse(given: Given, version: Version, reason: Reason = "") -> None:
     """Refuse a version that waits: the champion stays."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         _report(resolved, client, _office(resolved, client).decline(version, reason=reason), out)
 
 
 @models_app.command("rollback")
-def models_rollback(
-    reason: Reason = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def models_rollback(given: Given, reason: Reason = "") -> None:
     """The previous champion returns; the two change places."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         _report(resolved, client, _office(resolved, client).rollback(reason=reason), out)
 
 
 @models_app.command("audit")
-def models_audit(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+@with_given()
+def models_audit(given: Given) -> None:
     """Every act in order: who, when, what, and on which evidence."""
     from rich.table import Table
 
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         office = _office(resolved, registry_client(resolved))
         entries = office.chain.entries()
         table = Table("", "when", "who", "act", "version", "champion", "reason", "entry", box=None, padding=(0, 2, 0, 0))
@@ -180,10 +174,11 @@ def models_audit(profile: Profile = "smoke", sets: Sets = None, home: Home = "",
 
 
 @models_app.command("verify")
-def models_verify(profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False) -> None:
+@with_given()
+def models_verify(given: Given) -> None:
     """See that audit chain, registry, checkpoints and evidence agree; exit code 1 when they do not."""
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         client = registry_client(resolved)
         office = _office(resolved, client)
         from components.registry import models

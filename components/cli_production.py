@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from components.cli_store import store_app
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, Home, Json, Sets, answer, home_of, people, with_given
 
 if TYPE_CHECKING:
     from components.planner import Input
@@ -49,14 +49,11 @@ def deploy(
         out(record)
 
 
+@with_given("h20-pool")
 def plan(
-    profile: Profile = "h20-pool",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
+    given: Given,
     gpu: Annotated[str, typer.Option("--gpu", help="h20, h100 or h200")] = "h20",
     assumed: Annotated[list[str] | None, typer.Option("--assume", metavar="NAME=VALUE", help="replace one input of the plan; may be repeated")] = None,
-    as_json: Json = False,
 ) -> None:
     """What a profile needs: memory per GPU, time per step and its bottleneck, judges, GPU-hours, cost. Measures nothing, trains nothing."""
     from rich.table import Table
@@ -64,8 +61,8 @@ def plan(
     from components import planner
     from components.config import BadInput
 
-    with answer(as_json) as out:
-        resolved = resolved_params(profile, sets, home, params_file)
+    with answer(given.as_json) as out:
+        resolved = given.resolved()
         if gpu not in planner.GPUS:
             raise BadInput(f"--gpu {gpu}: no such GPU; give one of {', '.join(planner.GPUS)}.")
         inputs = planner.default_inputs(resolved.params, planner.GPUS[gpu]) | _measured_here(home_of(resolved))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, answer, home_of, people, with_given
 
 if TYPE_CHECKING:
     from components.config import Resolved
@@ -26,12 +26,11 @@ def _open(resolved: Resolved) -> Store:
 
 
 @store_app.command("list")
-def store_list(
-    prefix: Prefix = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def store_list(given: Given, prefix: Prefix = "") -> None:
     """Every object with its size and time."""
-    with answer(as_json) as out:
-        entries = list(_open(resolved_params(profile, sets, home, params_file)).entries(prefix))
+    with answer(given.as_json) as out:
+        entries = list(_open(given.resolved()).entries(prefix))
         console = people()
         for entry in entries:
             console.print(f"{entry.bytes:>14,}  {entry.modified:%Y-%m-%d %H:%M}  {entry.key}", highlight=False, markup=False, soft_wrap=True)
@@ -40,21 +39,18 @@ def store_list(
 
 
 @store_app.command("get")
+@with_given()
 def store_get(
+    given: Given,
     key: Annotated[str, typer.Argument(help="a key, or a prefix that ends with /: everything below it")],
     out_path: Annotated[Path, typer.Option("--out", help="file, or folder for a prefix")],
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Fetch an object, checked against its digest. An interrupted fetch goes on where it was."""
     from components.config import BadInput
     from components.view import View
 
-    with answer(as_json) as out:
-        store = _open(resolved_params(profile, sets, home, params_file))
+    with answer(given.as_json) as out:
+        store = _open(given.resolved())
         entries = list(store.entries(key)) if key.endswith("/") else []
         keys = {entry.key: out_path / entry.key.removeprefix(key) for entry in entries} if key.endswith("/") else {key: out_path}
         if not keys:
@@ -70,16 +66,15 @@ def store_get(
 
 
 @store_app.command("verify")
-def store_verify(
-    prefix: Prefix = "", profile: Profile = "smoke", sets: Sets = None, home: Home = "", params_file: ParamsFile = None, as_json: Json = False
-) -> None:
+@with_given()
+def store_verify(given: Given, prefix: Prefix = "") -> None:
     """Read every object and compare it with what was written; exit 1 when one is damaged."""
     from components.view import View
 
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         from components.storage.collect import damaged
 
-        store, console = _open(resolved_params(profile, sets, home, params_file)), people()
+        store, console = _open(given.resolved()), people()
         total, faults, checked = sum(1 for _ in store.entries(prefix)), {}, 0
         with View(console) as view:
             for key, fault in damaged(store, prefix):
@@ -96,24 +91,21 @@ def store_verify(
 
 
 @store_app.command("gc")
+@with_given()
 def store_gc(
+    given: Given,
     older_than: Annotated[float, typer.Option("--older-than", metavar="DAYS", min=0, help="keep what is younger")] = 30,
     delete: Annotated[bool, typer.Option("--delete", help="really remove; without it only say what would go")] = False,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Remove checkpoints and runs that no alias, no unfinished night and no audit entry refers to."""
-    with answer(as_json) as out:
+    with answer(given.as_json) as out:
         from components.cli_models import registry_client
         from components.registry.promotion import Promotion
         from components.registry.references import evidence, references
         from components.storage.collect import plan, reason_to_keep, remove
         from components.storage.s3 import S3Store
 
-        resolved = resolved_params(profile, sets, home, params_file)
+        resolved = given.resolved()
         store, client, age, console = _open(resolved), registry_client(resolved), timedelta(days=older_than), people()
 
         chain = Promotion(client, resolved.params.registry, home_of(resolved)).chain

@@ -16,12 +16,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from components.terminal import Home, Json, ParamsFile, Profile, Sets, answer, home_of, people, resolved_params
+from components.terminal import Given, answer, home_of, people, with_given
 
 FAILED = 1
 
 
+@with_given()
 def train(
+    given: Given,
     stage: Annotated[Literal["warmup", "rejection", "critic", "agentic"], typer.Argument(metavar="STAGE", help="warmup, rejection, critic or agentic")],
     start: Annotated[Path, typer.Option("--input", help="checkpoint that the stage starts from, or the folder of the stage that wrote it")],
     output: Annotated[Path, typer.Option("--output", help="folder of the stage; one that was interrupted is continued")],
@@ -29,14 +31,9 @@ def train(
     values: Annotated[Path | None, typer.Option("--critic", help="stage 4: the checkpoint or folder of stage 3")] = None,
     trajectories: Annotated[list[Path] | None, typer.Option("--trajectories", help="stage 3: folder of an earlier stage; may be repeated")] = None,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one for each GPU")] = 1,
-    profile: Profile = "smoke",
-    sets: Sets = None,
-    home: Home = "",
-    params_file: ParamsFile = None,
-    as_json: Json = False,
 ) -> None:
     """Run one training stage: from a checkpoint to a checkpoint, as often as it takes."""
-    resolved = resolved_params(profile, sets, home, params_file)
+    resolved = given.resolved()
     if ranks > 1:
         _launch(ranks, output)
         return
@@ -58,7 +55,7 @@ def train(
 
     code = digest_json({name: digest for name, digest in digest_tree(PROJECT / "components").items() if "__pycache__" not in name})
     place, console = home_of(resolved), people()
-    with answer(as_json and rank == 0) as out:
+    with answer(given.as_json and rank == 0) as out:
         pool = open_pool(resolved.params, place / "verdicts")
         try:
             with View(console) if rank == 0 else contextlib.nullcontext(Quiet()) as progress:

@@ -58,6 +58,9 @@ class Sandbox(Section):
     correctness_sets: Annotated[int, Field(ge=5)] = Field(description="secret input sets for correctness, over the input families")
     rounds: Annotated[int, Field(ge=3)] = Field(description="timed rounds per arm, at least")
     most_rounds: Count = Field(description="timed rounds per arm at most, while its ratio to the baseline is uncertain")
+    process_spread: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        description="standard deviation of the log-ratio of two processes of the same code, part of every interval (tests/bench/judge_validity.py)"
+    )
     sets_per_round: Count = Field(description="fresh secret input sets in one timed round")
     round_seconds: Positive = Field(description="a round repeats its sets until it lasts about this long on eager, seconds")
     error_multiple: Positive = Field(description="a candidate's error may be this multiple of the float32 reference's own error")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +28,45 @@ ParamsFile = Annotated[Path | None, typer.Option("--params", help="another param
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 
 
-def resolved_params(profile: str, sets: list[str] | None, home: str, path: Path | None) -> Resolved:
-    from components.config import PROJECT, resolve
+@dataclass(frozen=True)
+class Given:
+    """The options of every command that reads parameters, as a person gave them."""
 
-    return resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ())), path or PROJECT / "params.yaml")
+    profile: Profile = "smoke"
+    sets: Sets = None
+    home: Home = ""
+    params_file: ParamsFile = None
+    as_json: Json = False
+
+    def resolved(self, *more: str) -> Resolved:
+        """The parameters; `more` are changes that a command's other options stand for. BadInput names what is wrong."""
+        from components.config import PROJECT, resolve
+
+        home = (f"home={json.dumps(self.home)}",) if self.home else ()
+        return resolve(self.profile, (*(self.sets or ()), *more, *home), self.params_file or PROJECT / "params.yaml")
+
+
+def with_given(profile: str = "smoke") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, whose first parameter is `given: Given`, those options after its own; `profile` is the default of the first."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = [
+            parameter.replace(default=profile if name == "profile" else parameter.default)
+            for name, parameter in inspect.signature(Given, eval_str=True).parameters.items()
+        ]
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            given = Given(**{parameter.name: values.pop(parameter.name, parameter.default) for parameter in shared})
+            command(given, **values)
+
+        # What typer reads: the names with their defaults from the one, the options from the other.
+        call.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+        return call
+
+    return decorate
 
 
 def home_of(resolved: Resolved) -> Path:

@@ -7,6 +7,7 @@ in Prefect's event feed. Times are in seconds and belong to nights of hours; a d
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from uuid import UUID
 
 from prefect.automations import AutomationCore
@@ -29,6 +30,10 @@ EACH_RUN = {"prefect.resource.id"}
 SUBJECT = "CUDA Agent: {{ automation.name }}"
 BODY = "{{ automation.description }}\nFlow run {{ flow_run.name }} is {{ flow_run.state.name }}: {{ flow_run.state.message }}\n{{ flow_run | ui_url }}"
 
+when = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Reactive)
+unless = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Proactive, threshold=1)
+"""Fires when nothing that it expects came within the time after the first event."""
+
 
 def of_deployment(name: str) -> ResourceSpecification:
     return ResourceSpecification({"prefect.resource.name": name, "prefect.resource.role": "deployment"})
@@ -41,13 +46,9 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         AutomationCore(
             name="cuda-agent-zombie",
             description="No heartbeat for 90 s: the run was killed and nobody said so; it is marked as crashed.",
-            trigger=EventTrigger(
-                match=FLOW_RUN,
+            trigger=unless(
                 after={"prefect.flow-run.heartbeat"},
                 expect={"prefect.flow-run.heartbeat", *ENDS, "prefect.flow-run.AwaitingRetry"},
-                for_each=EACH_RUN,
-                posture=Posture.Proactive,
-                threshold=1,
                 within=timedelta(seconds=HEARTBEATS_SECONDS),
             ),
             actions=[ChangeFlowRunState(name="Crashed", state=StateType.CRASHED, force=False, message="no heartbeat: the run's process is gone")],
@@ -55,32 +56,21 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         AutomationCore(
             name="cuda-agent-resume",
             description="A crashed night goes back to a worker, which continues it where it was. A run that crashes again and again ends itself.",
-            trigger=EventTrigger(
-                match=FLOW_RUN,
-                match_related=of_deployment("nightly"),
-                expect={"prefect.flow-run.Crashed"},
-                for_each=EACH_RUN,
-                posture=Posture.Reactive,
-                threshold=1,
-            ),
+            trigger=when(match_related=of_deployment("nightly"), expect={"prefect.flow-run.Crashed"}),
             actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="crashed; continued by a worker", force=True)],
         ),
         AutomationCore(
             name="cuda-agent-failed",
             description="A run failed or crashed.",
-            trigger=EventTrigger(match=FLOW_RUN, expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, for_each=EACH_RUN, posture=Posture.Reactive),
+            trigger=when(expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}),
             actions=[alarm],
         ),
         AutomationCore(
             name="cuda-agent-late",
             description="A scheduled run was late and did not start within 15 minutes: no worker serves its pool, or the one before it is not done.",
-            trigger=EventTrigger(
-                match=FLOW_RUN,
+            trigger=unless(
                 after={"prefect.flow-run.Late"},
                 expect={"prefect.flow-run.Running", "prefect.flow-run.Pending", "prefect.flow-run.Cancelled"},
-                for_each=EACH_RUN,
-                posture=Posture.Proactive,
-                threshold=1,
                 within=timedelta(seconds=START_SECONDS),
             ),
             actions=[alarm],
@@ -88,13 +78,10 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         AutomationCore(
             name="cuda-agent-missed",
             description="No night was completed for 26 hours.",
-            trigger=EventTrigger(
-                match=FLOW_RUN,
+            trigger=unless(
                 match_related=of_deployment("nightly"),
                 after={"prefect.flow-run.Completed"},
                 expect={"prefect.flow-run.Completed"},
-                posture=Posture.Proactive,
-                threshold=1,
                 within=timedelta(seconds=NIGHT_SECONDS),
             ),
             actions=[alarm],
@@ -102,21 +89,13 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         AutomationCore(
             name="cuda-agent-stalled",
             description="A run reported progress and then nothing for an hour.",
-            trigger=EventTrigger(
-                match=FLOW_RUN,
-                after={PROGRESS},
-                expect={PROGRESS, *ENDS},
-                for_each=EACH_RUN,
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(seconds=STALL_SECONDS),
-            ),
+            trigger=unless(after={PROGRESS}, expect={PROGRESS, *ENDS}, within=timedelta(seconds=STALL_SECONDS)),
             actions=[alarm],
         ),
         AutomationCore(
             name="cuda-agent-collapsing",
             description="Training begins to collapse: entropy, length-clipped share or explained variance near their limits.",
-            trigger=EventTrigger(match=FLOW_RUN, expect={COLLAPSING}, for_each=EACH_RUN, posture=Posture.Reactive),
+            trigger=when(expect={COLLAPSING}),
             actions=[alarm],
         ),
     ]

@@ -12,6 +12,12 @@ from components.config import Params, resolve
 from components.sandbox.judge import Judge
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: one that starts last keeps one process busy while the others have nothing left."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def ci_params() -> Params:
     return resolve("ci").params

@@ -124,6 +124,21 @@ def test_rounds_go_on_until_a_gain_is_told_from_noise() -> None:
     assert called_faster(1.1, most=480) >= 99
 
 
+def covered(process_spread: float) -> int:
+    """Of 200 comparisons of equal code, each in two processes of its own that differ by 1.5 %, how many intervals hold 1."""
+    noise, found = np.random.default_rng(0), 0
+    for _ in range(200):
+        pairs = np.exp(noise.normal(0, 0.015) + noise.normal(0, 0.02, 60))
+        ratio = paired_ratio(pairs, np.ones(60), process_spread=process_spread, resamples=150)
+        found += ratio.low <= 1 <= ratio.high
+    return found
+
+
+def test_the_interval_holds_what_two_processes_of_the_same_code_differ_by() -> None:
+    assert 180 <= covered(0.015) <= 199
+    assert covered(0.0) < 120
+
+
 def test_clear_answers_cost_no_more_rounds() -> None:
     assert wanted_rounds(Ratio(estimate=2.0, low=1.7, high=2.3), 15, 480) == 15
     assert wanted_rounds(Ratio(estimate=1.0, low=0.99, high=1.01), 15, 480) == 15

@@ -17,6 +17,7 @@ from components.policy.corpus import plan
 from components.policy.demonstrations import demonstration
 from components.policy.generate import TransformersSampler, draw
 from components.policy.model import verify_checkpoint
+from components.policy.muon import Muon
 from components.policy.sampling import Completion
 from components.policy.tokenizer import encode_messages, train_tokenizer
 from components.progress import Quiet
@@ -256,3 +257,17 @@ def test_the_plan_uses_every_conversation_once_an_epoch_and_fills_its_micro_batc
     assert sorted(seen[:1000]) == list(range(1000)) and seen[:1000] != seen[1000:2000]
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in flat)
     assert sum(lengths[i] for i in seen) > 0.95 * padded
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
+def test_muon_steps_as_torchs_own_does_in_lower_precision(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [Muon([ours], lr=0.1), torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0)]
+    for _ in range(3):
+        gradient = torch.randn(shape)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()

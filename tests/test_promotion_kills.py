@@ -9,11 +9,11 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import FORKS
 from promotion_world import aliases, make, office_of, settle
 from promotion_world import blank as blank
 from promotion_world import home as home
@@ -91,11 +91,8 @@ def final(home: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_twenty_processes_with_kills_among_them_leave_one_champion_and_a_whole_chain(tmp_path: Path) -> None:
-    # Forked before this process opens a store of its own: a database connection must not cross a fork.
-    fork = get_context("fork")
-
     def in_process(call: Callable[..., None], *arguments: Any) -> Any:
-        process = fork.Process(target=call, args=arguments)
+        process = FORKS.Process(target=call, args=arguments)
         process.start()
         return process
 

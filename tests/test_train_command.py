@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -43,34 +44,39 @@ def words(world: Path, out: Path, name: str = "critic") -> list[str]:
     return [name, *inputs, "--output", str(out / name), "--home", str(out / "home"), "--json"]
 
 
-def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(world: Path, tmp_path: Path) -> None:
-    ran = train(*words(world, tmp_path))
+@pytest.fixture(scope="module")
+def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The critic's stage as one process of its own: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("alone")
+    ran = train(*words(world, folder))
     assert ran.returncode == 0, ran.stderr[-3000:]
-    result = json.loads(ran.stdout)
+    return folder, json.loads(ran.stdout)
+
+
+def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(world: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, result = alone
     assert result["name"] == "critic" and result["checkpoint"] == "checkpoint" and result["figures"]["trajectories"] > 0
     made = dataclasses.replace(
         stage(tmp_path / "here", "critic", actor=world / "start"), dataset=world / "data", trajectories=(world / "warmup",), params=resolve("ci", SETS).params
     )
     critic.run(made)
-    here, there = (load_file(folder / "checkpoint" / "value_head.safetensors") for folder in (made.out, tmp_path / "critic"))
+    here, there = (load_file(place / "checkpoint" / "value_head.safetensors") for place in (made.out, folder / "critic"))
     assert all(tensor.equal(there[name]) for name, tensor in here.items())
-    again = train(*words(world, tmp_path))
+    again = train(*words(world, folder))
     assert json.loads(again.stdout) == result, "a finished stage is only reported"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["--ranks", "torchrun"])
-def test_two_ranks_make_what_one_makes(launcher: str, world: Path, tmp_path: Path) -> None:
-    one = train(*words(world, tmp_path / "one"))
-    assert one.returncode == 0, one.stderr[-3000:]
-    both = words(world, tmp_path / "two")
+def test_two_ranks_make_what_one_makes(launcher: str, world: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    both = words(world, tmp_path)
     if launcher == "torchrun":
         two = train(*both, program=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "components.cli"))
     else:
         two = train(*both, "--ranks", "2", program=("-m", "components.cli"))
     assert two.returncode == 0, two.stderr[-3000:]
-    assert json.loads(two.stdout)["figures"]["trajectories"] == json.loads(one.stdout)["figures"]["trajectories"]
-    heads = [load_file(tmp_path / kind / "critic" / "checkpoint" / "value_head.safetensors") for kind in ("one", "two")]
+    assert json.loads(two.stdout)["figures"]["trajectories"] == alone[1]["figures"]["trajectories"]
+    heads = [load_file(folder / "critic" / "checkpoint" / "value_head.safetensors") for folder in (alone[0], tmp_path)]
     for name, tensor in heads[0].items():
         assert float((tensor - heads[1][name]).abs().max()) < 1e-5, name
 

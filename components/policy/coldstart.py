@@ -29,6 +29,7 @@ from components.config import Params
 from components.files import atomic_write, digest_json
 from components.policy.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan
 from components.policy.model import Manifest, save_checkpoint
+from components.policy.muon import Muon
 from components.progress import Progress, Quiet
 from components.task import KernelTask
 
@@ -164,7 +165,7 @@ def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optim
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=params.coldstart.matrix_learning_rate, weight_decay=0.0),
+        Muon(matrices, lr=params.coldstart.matrix_learning_rate),
         torch.optim.AdamW(others, lr=params.coldstart.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 

@@ -132,7 +132,7 @@ class Judge:
                 raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop}, "eager")
             if failure is not None:
                 return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
-            speedup = Speedup(eager=_ratio(raw, "eager"))
+            speedup = Speedup(eager=self._ratio(raw, "eager"))
             seconds = Seconds(candidate=_median(raw, "candidate"), eager=_median(raw, "eager"))
             assert speedup.eager is not None
             if speedup.eager.estimate > MARGIN or always_compile:
@@ -143,7 +143,7 @@ class Judge:
                     second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "eager": eager, "noop": noop}, "compile")
                 if failure is not None:
                     return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
-                speedup = Speedup(eager=speedup.eager, compile=_ratio(second, "compile"))
+                speedup = Speedup(eager=speedup.eager, compile=self._ratio(second, "compile"))
                 seconds = seconds.model_copy(update={"compile": _median(second, "compile")})
                 raw |= {f"{name}_2": values for name, values in second.items()}
             _, taken = candidate.round("check", sets)  # once more, for candidates that count their calls
@@ -210,6 +210,9 @@ class Judge:
                 wanted = wanted_rounds(_ratio(raw, baseline), number, sandbox.most_rounds)
             number += 1
         return raw, None
+
+    def _ratio(self, raw: dict[str, list[float]], baseline: str) -> Ratio:
+        return _ratio(raw, baseline, self.params.sandbox.process_spread)
 
     def _evidence(self, bench: Bench, files: dict[str, str]) -> dict[str, Any]:
         cuda = self.params.device == "cuda"
@@ -354,8 +357,8 @@ def _median(raw: dict[str, list[float]], name: str) -> float:
     return float(np.median(net(raw[name], raw["noop"])))
 
 
-def _ratio(raw: dict[str, list[float]], baseline: str) -> Ratio:
-    return paired_ratio(net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"]))
+def _ratio(raw: dict[str, list[float]], baseline: str, process_spread: float = 0.0) -> Ratio:
+    return paired_ratio(net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"]), process_spread=process_spread)
 
 
 class _Speaker:

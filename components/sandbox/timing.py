@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 
@@ -27,10 +28,12 @@ def net(samples: list[float], noop: list[float]) -> np.ndarray:
     return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)
 
 
-def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, resamples: int = 1000) -> Ratio:
+def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, process_spread: float = 0.0, resamples: int = 1000) -> Ratio:
     """Median of the paired log-ratios baseline / candidate, and its 95 % interval by a circular block bootstrap.
 
-    Neighbouring rounds share the machine's state, so blocks of them are drawn, not single rounds.
+    Neighbouring rounds share the machine's state, so blocks of them are drawn, not single rounds. Two processes of the same
+    code differ for as long as they live, by where their memory lies, which no round shows: `process_spread` is the standard
+    deviation of that log-ratio, and widens the interval as an independent error does.
     """
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
@@ -38,8 +41,11 @@ def paired_ratio(baseline: np.ndarray, candidate: np.ndarray, *, resamples: int 
     generator = np.random.default_rng(0)
     starts = generator.integers(0, count, size=(resamples, -(-count // block)))
     index = ((starts[:, :, None] + np.arange(block)) % count).reshape(resamples, -1)[:, :count]
-    low, high = np.quantile(np.median(logs[index], axis=1), [0.025, 0.975])
-    return Ratio(estimate=float(np.exp(np.median(logs))), low=float(np.exp(low)), high=float(np.exp(high)))
+    middle = float(np.median(logs))
+    low, high = (float(edge) for edge in np.quantile(np.median(logs[index], axis=1), [0.025, 0.975]))
+    between = NormalDist().inv_cdf(0.975) * process_spread
+    low, high = middle - math.hypot(middle - low, between), middle + math.hypot(high - middle, between)
+    return Ratio(estimate=math.exp(middle), low=math.exp(low), high=math.exp(high))
 
 
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:

@@ -9,11 +9,13 @@ measured in the judge's own rounds and with its own estimator.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,7 +30,7 @@ from components.sandbox.verdict import MARGIN, Ratio
 from components.task import KernelTask
 
 RUNNER_SECONDS = 300
-REPEATS_PER_RUNNER = 10
+REPEATS_PER_RUNNER = 5
 """Fresh runners now and then: two processes of the same code can differ by where their memory lies."""
 
 
@@ -71,35 +73,39 @@ def measured(judge: Judge, arms: list[Arm]) -> Ratio:
     bench = arms[0].bench
     raw, failure = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")}, "eager")
     assert failure is None, failure
-    return paired_ratio(net(raw["eager"], raw["noop"]), net(raw["candidate"], raw["noop"]))
+    noop, spread = raw["noop"], judge.params.sandbox.process_spread
+    return paired_ratio(net(raw["eager"], noop), net(raw["candidate"], noop), process_spread=spread)
 
 
 @dataclass(frozen=True)
 class Validity:
-    """Comparisons of candidates whose true ratio of work is `true`."""
+    """Comparisons of candidates whose true ratio of work is `true`, by the pair of processes that they were measured in."""
 
     true: float
-    ratios: list[Ratio]
+    pairs: list[list[Ratio]]
 
     def __str__(self) -> str:
-        estimates = sorted(ratio.estimate for ratio in self.ratios)
+        ratios = [ratio for pair in self.pairs for ratio in pair]
+        estimates = sorted(ratio.estimate for ratio in ratios)
         faster = sum(estimate > MARGIN for estimate in estimates)
-        covered = sum(ratio.low <= self.true <= ratio.high for ratio in self.ratios)
+        covered = sum(ratio.low <= self.true <= ratio.high for ratio in ratios)
         middle = estimates[len(estimates) // 2]
+        between = [math.log(median(ratio.estimate for ratio in pair)) for pair in self.pairs]
         return (
             f"true {self.true:.3f}: median {middle:.3f} ({middle / self.true - 1:+.1%}), {estimates[0]:.3f} to {estimates[-1]:.3f}; "
-            f"called more than 5 % faster {faster} of {len(estimates)}; interval holds the truth {covered} of {len(estimates)}"
+            f"called more than 5 % faster {faster} of {len(estimates)}; interval holds the truth {covered} of {len(estimates)}; "
+            f"between pairs of processes the log-ratio differs by {stdev(between) if len(between) > 1 else math.nan:.4f} (process_spread)"
         )
 
 
 def validity(judge: Judge, first: int, second: int, repeats: int) -> Validity:
     """`repeats` comparisons of `first` with `second` times the work."""
     one, other = repeating(judge.params.device, first), repeating(judge.params.device, second)
-    ratios: list[Ratio] = []
-    while len(ratios) < repeats:
+    pairs: list[list[Ratio]] = []
+    for _ in range(math.ceil(repeats / REPEATS_PER_RUNNER)):
         with pair(judge, one, other) as arms:
-            ratios += [measured(judge, arms) for _ in range(min(REPEATS_PER_RUNNER, repeats - len(ratios)))]
-    return Validity(second / first, ratios)
+            pairs.append([measured(judge, arms) for _ in range(REPEATS_PER_RUNNER)])
+    return Validity(second / first, pairs)
 
 
 def report(judge: Judge, repeats: int) -> None:
