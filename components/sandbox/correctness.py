@@ -84,14 +84,20 @@ class Near:
             return None if torch.equal(got, single) else "wrong_values"
         if single.numel() == 0:
             return None
-        scale = torch.linalg.vector_norm(single.flatten(), torch.inf).item()
+        scale = _largest(single)
         if not math.isfinite(scale):
             both = torch.isfinite(single)
             if not _same_special(got, single):
                 return "finite_mask"
             got, single = got[both], single[both]
-            scale = torch.linalg.vector_norm(single, torch.inf).item() if single.numel() else 0.0
+            scale = _largest(single) if single.numel() else 0.0
         return _too_large(torch.sub(got, single), 2 * self.slack[0] * scale, 2 * self.slack[1] * scale)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest absolute value, NaN if there is one. torch's infinity norm says the same and took fifteen times as long on cpu."""
+    low, high = torch.aminmax(values)
+    return max(-low.item(), high.item())
 
 
 def _same_special(got: torch.Tensor, single: torch.Tensor) -> bool:
@@ -103,7 +109,7 @@ def _too_large(error: torch.Tensor, max_allowed: float, rms_allowed: float) -> s
     if error.numel() == 0:
         return None
     error = error.float().flatten() if error.dtype in (torch.float16, torch.bfloat16) else error.flatten()
-    largest = torch.linalg.vector_norm(error, torch.inf).item()
+    largest = _largest(error)
     if not largest <= max_allowed:  # written so that NaN is wrong
         return "max_error" if math.isfinite(largest) else "finite_mask"
     return None if torch.linalg.vector_norm(error).item() / math.sqrt(error.numel()) <= rms_allowed else "rms_error"

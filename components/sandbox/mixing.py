@@ -25,8 +25,9 @@ class Mix(NamedTuple):
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view in which NaN equals itself."""
-    return tensor.view(-1).view(torch.uint8)
+    """A flat view in which NaN equals itself, of as few elements as may be: comparing bytes one by one took nine times as long."""
+    flat = tensor.view(-1)
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else torch.uint8)
 
 
 def structured(sets: list[list[torch.Tensor]]) -> bool:
