@@ -54,6 +54,12 @@ def _sync_directory(folder: Path) -> None:
         os.close(handle)
 
 
+def user_cache(name: str) -> Path:
+    """A folder for what is the same in every home of a user and costs seconds to make; whatever is in it can be deleted."""
+    place = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / name
+
+
 def atomic_write(path: Path, data: bytes | str) -> None:
     """Replace `path` by `data` in one step; readers see the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ else
         echo "export AWS_ENDPOINT_URL_S3=${AWS_ENDPOINT_URL_S3:-http://127.0.0.1:$S3_PORT} AWS_DEFAULT_REGION=${AWS_DEFAULT_REGION:-us-east-1}"
         [[ -z $local_store ]] || echo "export AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local"
         echo "export PREFECT_API_URL=http://127.0.0.1:$PREFECT_PORT/api PREFECT_HOME=$folder/prefect RAY_ADDRESS=127.0.0.1:$RAY_PORT"
-        echo "export PREFECT_SERVER_ANALYTICS_ENABLED=false MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true RAY_USAGE_STATS_ENABLED=0 DO_NOT_TRACK=1"
+        echo "export PREFECT_SERVER_ANALYTICS_ENABLED=false MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 DO_NOT_TRACK=1"
     } >"$folder/environment"
     . "$folder/environment"
 fi

@@ -29,11 +29,13 @@ MakePool = Callable[[Path], LocalPool]
 def cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False})
-    made.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"H20": 2})
-    yield made.address
-    ray.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_worker_niceness", "0")  # or they wait for the other tests
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False})
+        made.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"H20": 2})
+        yield made.address
+        ray.shutdown()
+        made.shutdown()
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])

@@ -1,6 +1,6 @@
 """Building a candidate's kernels, inside the same walls, once per content.
 
-Only the kernels are compiled: the binding module (pybind11) is compiled once per machine and linked, so that a cpu
+Only the kernels are compiled: the binding module (pybind11) is compiled once for all homes of a user and linked, so that a cpu
 candidate builds in a fraction of a second instead of the ten or more that torch's headers cost.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import pybind11
 
 from components.config import PROJECT, BadInput, Device, Sandbox
-from components.files import atomic_write, digest_json
+from components.files import atomic_write, digest_json, user_cache
 from components.sandbox import isolation
 from components.sandbox.nursery import InfrastructureError
 
@@ -55,6 +55,12 @@ def compiler(device: Device) -> str:
         mend = "install the CUDA toolkit or put nvcc on PATH" if device == "cuda" else "run apt-get install -y g++"
         raise BadInput(f"device={device}: the compiler {name} is not installed; {mend}.")
     return path
+
+
+def _processor() -> str:
+    """What -march=native compiles for here: a home may move to, or be shared with, a machine without some instructions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
 def _architecture() -> list[str]:
@@ -102,8 +108,10 @@ class Builder:
         self.includes = [f"-I{TEMPLATE}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else list(CPU_FLAGS)
         template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
-        self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX])
-        self.binding = self.cache / f"binding-{self.base[:32]}.o"
+        self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX, _processor()])
+        self.shared = user_cache("binding").resolve()
+        self.shared.mkdir(parents=True, exist_ok=True)
+        self.binding = self.shared / f"binding-{self.base[:32]}.o"
         try:
             self.binding_symbols = self._make_binding()
             if device == "cpu":
@@ -137,7 +145,7 @@ class Builder:
 
     def _make_headers(self) -> Path:
         """A folder with binding_registry.h precompiled, where the compiler looks first: half of what a small kernel's build costs."""
-        headers = self.cache / f"headers-{self.base[:32]}"
+        headers = self.shared / f"headers-{self.base[:32]}"
         name = "binding_registry.h"
         if not (headers / f"{name}.gch").exists():
             with self._folder() as folder:
@@ -175,7 +183,7 @@ class Builder:
         if self.sandbox.isolation == "bubblewrap":
             cuda_home = Path(self.compiler).resolve().parent.parent
             outside = [str(cuda_home)] if self.device == "cuda" and not str(cuda_home).startswith("/usr") else []
-            read_only = [*isolation.python_paths(), str(TEMPLATE), str(self.cache), pybind11.get_include(), *outside]
+            read_only = [*isolation.python_paths(), str(TEMPLATE), str(self.cache), str(self.shared), pybind11.get_include(), *outside]
             walls = isolation.bubblewrap(device="cpu", read_only=read_only, writable=[f"{folder}/out"], temporary_bytes=1 << 29, keep_capabilities=False)
             filter_fd = os.memfd_create("seccomp")
             os.write(filter_fd, isolation.seccomp_program("baseline"))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import Device, Sandbox
+from components.files import user_cache
 from components.sandbox import isolation
 
 MESSAGE_BYTES = 1 << 20
@@ -167,8 +168,7 @@ def warm_folder() -> Path:
     Inductor names what it makes by a digest of sources, compiler and flags, and locks meanwhile. Only a zygote writes
     here, before it runs anything foreign; its runners see the folder read-only.
     """
-    place = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / "inductor"
+    return user_cache("inductor")
 
 
 class Nursery:
