@@ -19,7 +19,11 @@ from prefect.events.schemas.events import ResourceSpecification
 from flows.signals import COLLAPSING, PROGRESS
 
 HEARTBEATS_SECONDS = 90
-"""Three heartbeats of 30 s (infra/prefect/pools.yaml) missed in a row."""
+"""Three heartbeats of 30 s (infra/prefect/pools.yaml) missed in a row.
+
+Prefect looks at a trigger when its open bucket ends, or, with none open, once in the trigger's own time; and it sweeps away a
+bucket 60 s after its end. A heartbeat that reaches the server more than a minute late is therefore never missed.
+"""
 START_SECONDS = 15 * 60
 STALL_SECONDS = 60 * 60
 NIGHT_SECONDS = 26 * 3600

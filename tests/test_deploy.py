@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -45,13 +45,25 @@ def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return {"home": str(home)} | json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def stopped(server: dict[str, str], deployed: dict[str, Any]) -> str:
+    """A night's run that sent one heartbeat: host, worker and process went down together. Its time passes while other tests run."""
+    (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
+    run = ask(server, f"/deployments/{night['id']}/create_flow_run")["id"]
+    ask(server, f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)
+    about = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    heartbeat = {"id": str(uuid4()), "event": "prefect.flow-run.heartbeat", "occurred": datetime.now(UTC).isoformat(), "resource": about}
+    httpx.post(f"{server['PREFECT_API_URL']}/events", json=[heartbeat], timeout=30).raise_for_status()
+    return str(run)
+
+
 def ask(server: dict[str, str], path: str, **body: Any) -> Any:
     answer = httpx.post(f"{server['PREFECT_API_URL']}{path}", json=body, timeout=30)
     answer.raise_for_status()
     return answer.json()
 
 
-def test_the_schedule_makes_scheduled_runs(server: dict[str, str], deployed: dict[str, Any]) -> None:
+def test_the_schedule_makes_scheduled_runs(server: dict[str, str], deployed: dict[str, Any], stopped: str) -> None:
     def scheduled() -> list[dict[str, Any]]:
         runs = ask(server, "/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["SCHEDULED"]}}}, deployments={"name": {"any_": ["nightly"]}})
         return [run for run in runs if run["auto_scheduled"]]
@@ -87,30 +99,6 @@ def test_automations_stand_once(server: dict[str, str], deployed: dict[str, Any]
 
 
 @pytest.mark.timeout(300)
-def test_a_night_whose_heart_stopped_is_marked_as_crashed_and_goes_back_to_a_worker(server: dict[str, str], deployed: dict[str, Any]) -> None:
-    (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
-    run = ask(server, f"/deployments/{night['id']}/create_flow_run")["id"]
-    ask(server, f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)
-
-    def send(event: str, occurred: datetime) -> None:
-        about = {"prefect.resource.id": f"prefect.flow-run.{run}"}
-        body = {"id": str(uuid4()), "event": event, "occurred": occurred.isoformat(), "resource": about}
-        httpx.post(f"{server['PREFECT_API_URL']}/events", json=[body], timeout=30).raise_for_status()
-
-    # Its last heartbeat but a few seconds short of the limit ago: host, worker and process went down together.
-    send("prefect.flow-run.heartbeat", datetime.now(UTC) - timedelta(seconds=HEARTBEATS_SECONDS - 3))
-
-    def states() -> list[tuple[str, str]]:
-        # Prefect's clock of events stands at the newest one's time, which on a server in use is always now.
-        send("clock", datetime.now(UTC))
-        found = httpx.get(f"{server['PREFECT_API_URL']}/flow_run_states/", params={"flow_run_id": run}, timeout=30).json()
-        return [(state["name"], state["message"]) for state in found]
-
-    # Prefect looks at a trigger that has nothing to watch only as often as the trigger's own time goes by.
-    wait_for(lambda: "AwaitingRetry" in {name for name, _ in states()}, 2 * HEARTBEATS_SECONDS)
-    assert ("Crashed", "no heartbeat: the run's process is gone") in states()
-
-
 def test_plain_prefect_deploy_works_where_the_pools_are(server: dict[str, str], deployed: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     done = subprocess.run(command, cwd=PROJECT, env=server, capture_output=True, text=True, check=False)
@@ -185,3 +173,12 @@ def test_an_unknown_pool_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(flows.deploy, "read_pools", lambda: {"cpu": {"description": "", "kubernetes": {"gpu": 1}}})
     with pytest.raises(BadInput, match=r"kubernetes\.json does not know"):
         base_job_template("cpu", "kubernetes")
+
+
+def test_a_night_whose_heart_stopped_is_marked_as_crashed_and_goes_back_to_a_worker(server: dict[str, str], stopped: str) -> None:
+    def states() -> list[tuple[str, str]]:
+        found = httpx.get(f"{server['PREFECT_API_URL']}/flow_run_states/", params={"flow_run_id": stopped}, timeout=30).json()
+        return [(state["name"], state["message"]) for state in found]
+
+    wait_for(lambda: "AwaitingRetry" in {name for name, _ in states()}, 2 * HEARTBEATS_SECONDS)
+    assert ("Crashed", "no heartbeat: the run's process is gone") in states()
