@@ -14,7 +14,6 @@ from components.terminal import Given, Json, answer, home_of, people, with_given
 if TYPE_CHECKING:
     from components.config import Resolved
     from components.sandbox.pool import LocalPool
-    from components.synthesis.headroom import HeadroomPool
     from components.synthesis.summary import Summary
     from components.view import View
 
@@ -181,9 +180,9 @@ def data_pull(given: Given, version: Annotated[str, typer.Argument(help="a data 
 
 
 @contextlib.contextmanager
-def _judged(resolved: Resolved) -> Iterator[tuple[LocalPool | HeadroomPool, View]]:
+def _judged(resolved: Resolved) -> Iterator[tuple[LocalPool, View]]:
     """The pool that admits, and the view that shows how far it is."""
-    from components.synthesis.dataset import open_pool
+    from components.sandbox.pools import open_pool
     from components.view import View
 
     pool = open_pool(resolved.params, home_of(resolved) / "verdicts")

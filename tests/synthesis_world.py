@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from components.config import Params, resolve
-from components.sandbox.judge import Admission, Judge
+from components.sandbox.admission import Admission
+from components.sandbox.judge import Judge
 from components.sandbox.pool import LocalPool
 
 CI = ("data.numel=[4096, 65536]", "data.tasks=12", "data.held_out=4", "data.eager_seconds=[1e-9, 10]")
@@ -48,11 +49,11 @@ class InProcess:
         self.refuse = refuse
         self.asked: list[str] = []
 
-    def admit(self, code: str) -> Future[Admission]:
+    def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
         self.asked.append(code)
         return self.executor.submit(self.admission, code)
 
-    def admission(self, code: str) -> Admission:
+    def admission(self, code: str, *, headroom: bool = False) -> Admission:
         if self.delay is not None:
             time.sleep(self.delay.random() * 0.05)
         if self.refuse and self.refuse in code:

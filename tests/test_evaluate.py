@@ -31,7 +31,8 @@ from components.evaluation.suites import load_suite
 from components.files import digest_tree
 from components.progress import Quiet
 from components.registry.gating import complete
-from components.sandbox.judge import Admission, Judge
+from components.sandbox.admission import Admission
+from components.sandbox.judge import Judge
 from components.sandbox.pool import Candidate, Job, LocalPool
 from components.sandbox.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone_of
 from components.task import KernelTask

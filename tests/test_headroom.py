@@ -8,8 +8,9 @@ import pytest
 from synthesis_world import Borrowed
 
 from components.config import BadInput, resolve
+from components.sandbox.admission import measure_rates
 from components.sandbox.judge import Judge
-from components.synthesis.headroom import HeadroomPool, headroom, measure_rates, weighed
+from components.synthesis.headroom import headroom, weighed
 from components.task import KernelTask
 
 RATES = {"bandwidth": 1e9, "flops": 1e10}
@@ -57,17 +58,17 @@ def test_rates_are_those_of_a_machine() -> None:
 
 
 def test_compile_is_measured_once_and_kept(judge: Judge, tmp_path: Path) -> None:
-    params = resolve("ci", ("data.eager_seconds=[1e-7, 10]", "data.headroom=true")).params
-    pool = HeadroomPool(Borrowed(judge, params, tmp_path / "verdicts"), params)
+    params = resolve("ci", ("data.eager_seconds=[1e-7, 10]",)).params
+    pool = Borrowed(judge, params, tmp_path / "verdicts")
     try:
-        first = pool.admit(CODE).result()
+        first = pool.admit(CODE, headroom=True).result()
         assert first.admitted and first.evidence["compile_seconds"] > 0
         assert first.evidence["compulsory_bytes"] == 4 * (2 * 512 * 256 + 256 * 256 + 256)
         assert headroom(first.evidence, 2 * 512 * 256 * 256)["headroom"] > 0
     finally:
         pool.close()
-    again = HeadroomPool(Borrowed(judge, params, tmp_path / "verdicts"), params)
+    again = Borrowed(judge, params, tmp_path / "verdicts")
     try:
-        assert again.admit(CODE).result() == first and again.pool._judge is None
+        assert again.admit(CODE, headroom=True).result() == first and again._judge is None
     finally:
         again.close()

@@ -28,7 +28,8 @@ from components.policy.demonstrations import write_kernel
 from components.policy.operators_source import composed_form
 from components.progress import Quiet
 from components.sandbox import pools
-from components.sandbox.judge import Admission, Judge
+from components.sandbox.admission import Admission
+from components.sandbox.judge import Judge
 from components.sandbox.pool import Job, LocalPool
 from components.sandbox.verdict import Verdict
 from components.synthesis.compose import stream

@@ -17,7 +17,7 @@ from components.agent.trajectory import Trajectory
 from components.config import BadInput, Params
 from components.files import digest_json
 from components.progress import Progress
-from components.sandbox.judge import Admission
+from components.sandbox.admission import Admission
 from components.sandbox.pool import EVALUATION, Candidate, Job, JudgePool
 from components.sandbox.verdict import Verdict
 from components.task import KernelTask

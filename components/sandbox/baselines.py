@@ -6,11 +6,14 @@ candidate could see them. They are shared by the candidates of one task, each of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import secrets
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +25,9 @@ from components.sandbox import buffers
 from components.sandbox.correctness import Expected, Near
 from components.sandbox.families import FAMILIES
 from components.sandbox.mixing import Mix, structured
-from components.sandbox.nursery import InfrastructureError, Nursery, Runner, RunnerError
+from components.sandbox.nursery import Nursery, Runner, RunnerError
 from components.sandbox.rounds import Arm, Dtype, Form, Part, Shape
+from components.sandbox.turns import Turns
 
 MAX_SETS = {"cpu": 32, "cuda": 256}
 """Most calls in one round."""
@@ -56,9 +60,10 @@ class TaskFault(Exception):
 class Bench:
     """One task, ready to judge candidates; made once and kept warm."""
 
-    def __init__(self, params: Params, nursery: Nursery, code: str):
+    def __init__(self, params: Params, nursery: Nursery, turns: Turns, code: str):
         self.params = params
         self.nursery = nursery
+        self.device_turns = turns
         self.code = code
         self.users = 0
         self.lock = threading.RLock()
@@ -68,27 +73,26 @@ class Bench:
         self.prepared: dict[int, list[Expected]] = {}
         self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
-        sandbox = params.sandbox
-        try:
-            oracle = nursery.spawn({"role": "describe", "code": code, "precision": params.precision}, seconds=sandbox.run_seconds)
-        except InfrastructureError:
-            self.close()
-            raise
-        except RunnerError as error:
-            self.close()
-            raise TaskFault(error.text) from error
-        try:
-            self.description = Description.model_validate(json.loads(oracle.receive()))
+        self._oracle: Runner | None = None
+        with self._blaming_the_task(), turns.preparing():
+            self._oracle = nursery.spawn({"role": "describe", "code": code, "precision": params.precision}, seconds=params.sandbox.run_seconds)
+            self.description = Description.model_validate(json.loads(self._oracle.receive()))
             self._lay_out()
-            self._fill(oracle)
+
+    @contextlib.contextmanager
+    def _blaming_the_task(self) -> Iterator[None]:
+        """What its own source does wrong is the task's fault; whatever it is, nothing stays open."""
+        try:
+            yield
         except RunnerError as error:
             self.close()
             raise TaskFault(f"{error.kind}: {error.text.strip().splitlines()[-1] if error.text.strip() else ''}"[:300]) from error
         except (ValidationError, ValueError, AttributeError) as error:
             self.close()
             raise TaskFault(f"description: {error}"[:300]) from error
-        finally:
-            oracle.close()
+        except BaseException:
+            self.close()
+            raise
 
     def _lay_out(self) -> None:
         sandbox, description = self.params.sandbox, self.description
@@ -106,11 +110,12 @@ class Bench:
         self.slots = max(self.per_round, sandbox.correctness_sets)
         self.families = list(itertools.islice(itertools.cycle(FAMILIES), sandbox.correctness_sets))
         self.total = sandbox.correctness_sets + BASES
-        device = self.params.device
-        self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
-        self.bank_inputs = self._keep(buffers.make(device, self.inputs.stride * self.total))
-        self.bank_single = self._keep(buffers.make(device, self.outputs.stride * sandbox.correctness_sets))
-        self.bank_expected = self._keep(buffers.make(device, self.expected.stride * sandbox.correctness_sets))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the bank and of three arms, about."""
+        arm = self.inputs.stride * (self.slots + 1) + 3 * self.outputs.stride * self.slots
+        return self.inputs.stride * self.total + (self.outputs.stride + self.expected.stride) * len(self.families) + 3 * arm + 4 * self.parameters_part.bytes
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)
@@ -137,8 +142,22 @@ class Bench:
         oracle.send(header, (self.parameters.fd, *(buffer.fd for _, buffer in bank.values())))
         oracle.receive()
 
+    def fill(self) -> None:
+        """Make what candidates are held against; a bench is of no use before. Raises TaskFault."""
+        assert self._oracle is not None
+        self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
+        with self._blaming_the_task(), self.device_turns.preparing():
+            self._fill(self._oracle)
+        self._oracle.close()
+        self._oracle = None
+
     def _fill(self, oracle: Runner) -> None:
         """Secret seeds; correctness sets of every family with their outputs, then the inputs that timed calls are made of."""
+        device = self.params.device
+        self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
+        self.bank_inputs = self._keep(buffers.make(device, self.inputs.stride * self.total))
+        self.bank_single = self._keep(buffers.make(device, self.outputs.stride * len(self.families)))
+        self.bank_expected = self._keep(buffers.make(device, self.expected.stride * len(self.families)))
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
         bank = {"inputs": (self.inputs, self.bank_inputs), "outputs": (self.outputs, self.bank_single), "expected": (self.expected, self.bank_expected)}
@@ -271,6 +290,9 @@ class Bench:
             self.arms.pop(role).close()
 
     def close(self) -> None:
+        if self._oracle is not None:
+            self._oracle.close()
+            self._oracle = None
         for arm in self.arms.values():
             arm.close()
         self.arms.clear()

@@ -38,16 +38,22 @@ def fastest(bench: Bench) -> tuple[Arm, str, dict[str, float]]:
     return bench.arm(roles[best]), best, dict(bench.modes)
 
 
-def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
-    """Median seconds of one call of each named arm, in alternating rounds; modes that the task does without are left out."""
-    raw: dict[str, list[float]] = {"noop": []}
+def started(bench: Bench, roles: dict[str, str]) -> list[str]:
+    """Start each named arm, which compiles; those that the task does without are left out of the names that come back."""
+    names = []
     for name, role in roles.items():
         try:
             bench.arm(role)
-            raw[name] = []
+            names.append(name)
         except TaskFault:
             if not _optional(role):
                 raise
+    return names
+
+
+def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
+    """Median seconds of one call of each named arm, in alternating rounds; modes that the task does without are left out."""
+    raw: dict[str, list[float]] = {name: [] for name in ("noop", *started(bench, roles))}
     for _ in range(bench.params.sandbox.rounds):
         sets = bench.fresh_sets()
         for name in list(raw):

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,17 @@ import torch
 
 from components.config import BadInput, Params
 from components.files import digest_bytes, digest_json
+from components.sandbox.admission import Admission, admit
 from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.compiled import DEFAULT, fastest
-from components.sandbox.correctness import compare
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 from components.sandbox.rounds import Arm
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio, wanted_rounds
+from components.sandbox.turns import Turns
 from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
-from components.task import KernelTask, check_contract
+from components.task import KernelTask
 
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py"))))[:16]
 """Digest of the judge's own sources, part of every verdict's evidence."""
@@ -39,7 +39,6 @@ VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file
 PLAIN_REASON = re.compile("wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|wrong_(?:shape|dtype|device)|torch_compute")
 """All that is told of a fault once a candidate has seen timed inputs: others of its task get the same ones, and its own
 words could carry the answers to them."""
-ADMISSION_ROUNDS = 3
 ROUNDS_SHARE = 0.1
 """More rounds are begun only while those before took less than this share of a candidate's limit: on a machine with many times
 more work than cores the rounds alone used it up."""
@@ -52,15 +51,6 @@ STATUS_OF: dict[str, tuple[Status, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Admission:
-    """Whether a task can be judged at all (DESIGN §5, Admission), why not, and what was measured."""
-
-    admitted: bool
-    reason: str
-    evidence: dict[str, Any]
-
-
 class Judge:
     """Judges candidates one measurement at a time per device; builds and task preparation run beside it."""
 
@@ -70,10 +60,7 @@ class Judge:
             raise BadInput("device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU.")
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
         self.nursery = Nursery(params.sandbox, params.device, folder / "runners")
-        self.measuring = threading.Lock()
-        # On cpu runners start, are checked and are compiled beside a measurement, which reads their own CPU clocks. On cuda
-        # the clock is the wall's, so whoever has a runner on the device has the device alone.
-        self.device: contextlib.AbstractContextManager[Any] = threading.Lock() if params.device == "cuda" else contextlib.nullcontext()
+        self.turns = Turns(params.device)
         self.benches: OrderedDict[str, Bench] = OrderedDict()
         self.bench_locks: dict[str, threading.Lock] = {}
         self.lock = threading.Lock()
@@ -105,7 +92,7 @@ class Judge:
         if imported is not None:
             return say("forbidden", imported, f"the library imports {imported.partition(':')[2]}, which kernels may not use.")
         try:
-            with self.device, self._bench(task) as bench, built.library.open("rb") as library:
+            with self._bench(task) as bench, self.turns.hosting(), built.library.open("rb") as library:
                 return self._measure(say, bench, files, library.fileno(), always_compile)
         except TaskFault as error:
             return say("infrastructure", "task", f"the task itself fails: {error}")
@@ -169,7 +156,7 @@ class Judge:
         """The compile baseline, and what the verdict's evidence says of it."""
         if not every_mode:
             return bench.arm(DEFAULT), {"compile_mode": "default"}
-        with self.measuring:
+        with self.turns.measuring():
             arm, mode, seconds = fastest(bench)
         return arm, {"compile_mode": mode, "compile_seconds": seconds}
 
@@ -177,7 +164,7 @@ class Judge:
     def _alone(self, candidate: Arm) -> Iterator[None]:
         """Timed rounds take turns; waiting for one's turn is not charged to the candidate's limit."""
         waited = time.monotonic()
-        with self.measuring:
+        with self.turns.measuring():
             candidate.grant(time.monotonic() - waited)
             yield
 
@@ -241,7 +228,8 @@ class Judge:
             with self.lock:
                 bench = self.benches.get(task.task_id)
             if bench is None:
-                bench = Bench(self.params, self.nursery, task.code)  # a failure is never kept: it may have been the machine's
+                bench = Bench(self.params, self.nursery, self.turns, task.code)  # a failure is never kept: it may have been the machine's
+                bench.fill()
             with self.lock:
                 self.benches[task.task_id] = bench
                 self.benches.move_to_end(task.task_id)
@@ -256,101 +244,16 @@ class Judge:
             with self.lock:
                 bench.users -= 1
 
-    def admit(self, code: str) -> Admission:
-        """Whether the judge can tell a cheat from an answer on this task, and its eager time (DESIGN §5, Admission)."""
-        with self.device:
-            try:
-                check_contract(code, "task")
-                bench = Bench(self.params, self.nursery, code)
-            except (BadInput, TaskFault) as error:
-                return Admission(False, "does_not_run", {"detail": str(error)[:300]})
-            try:
-                return self._admission(bench)
-            except TaskFault as error:
-                return Admission(False, "does_not_run", {"detail": str(error)[:300]})
-            finally:
-                bench.close()
-
-    def _admission(self, bench: Bench) -> Admission:
-        description = bench.description
-        eager, noop = bench.arm("eager"), bench.arm("noop")
-        raw: dict[str, list[float]] = {"eager": [], "noop": []}
-        fresh = bench.fresh_sets()
-        earlier = None
-        for _ in range(ADMISSION_ROUNDS):
-            for name, arm in (("eager", eager), ("noop", noop)):
-                seconds, taken = arm.round("time", fresh)
-                raw[name].append(seconds)
-                if name == "eager":
-                    if earlier is not None and bench.differs(taken, earlier, fresh) is not None:
-                        return Admission(False, "not_deterministic", {})
-                    earlier = taken.clone()
-        evidence: dict[str, Any] = {
-            "inputs": [{"shape": form[0], "dtype": form[1]} for form in description.inputs if form is not None],
-            "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in description.outputs],
-            "parameters": [name for name, _, _ in description.state],
-            "eager_seconds": _median(raw, "eager"),
-        }
-        low, high = self.params.data.eager_seconds
-        if not low <= evidence["eager_seconds"] <= high:
-            return Admission(False, "eager_time", evidence)
-        reason = strawman(bench) or self._sensitivity(bench)
-        return Admission(reason is None, reason or "", evidence)
-
-    def _sensitivity(self, bench: Bench) -> str | None:
-        """Another input, another parameter, untouched parameters: each must change the output beyond the tolerance."""
-        description = bench.description
-        seed, parameters = bench.seeds[0], bench.parameter_seed
-        orders: list[tuple[str, dict[str, Any]]] = [
-            (f"input_{i}_does_not_matter", {"other_input": i}) for i, form in enumerate(description.inputs) if form is not None and form[1].startswith("float")
-        ]
-        orders += [(f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters]
-        if description.parameters:
-            orders.append(("untouched_parameters_pass", {"parameters": None}))
-        probe = bench.probe(
-            [
-                {"op": "fill", "set": i, "seed": seed, "family": "given", "outputs": True, "exact": False, "parameters": parameters} | change
-                for i, (_, change) in enumerate(orders)
-            ]
-        )
-        for (reason, _), outputs in zip(orders, probe, strict=True):
-            expected = bench.expected.tensors(bench.bank_expected, 0)
-            single = bench.outputs.tensors(bench.bank_single, 0)
-            if all(compare(got, one, wide, self.params.sandbox) is None for got, one, wide in zip(outputs, single, expected, strict=True)):
-                return reason
-        return None
+    def admit(self, code: str, *, headroom: bool = False) -> Admission:
+        """Whether the judge can tell a cheat from an answer on this task, its eager time, and where asked for its compile time."""
+        return admit(self.params, self.nursery, self.turns, code, headroom=headroom)
 
     def close(self) -> None:
-        with self.measuring:
+        with self.turns.measuring():
             for bench in self.benches.values():
                 bench.close()
             self.benches.clear()
         self.nursery.close()
-
-
-def strawman(bench: Bench) -> str | None:
-    """The first cheap answer that would pass as correct on this task, or None (knowledge: KernelBench's zeros, METR's list)."""
-    single = bench.outputs.tensors(bench.bank_single, 0)
-    other = bench.outputs.tensors(bench.bank_single, 1)
-    expected = bench.expected.tensors(bench.bank_expected, 0)
-    first_input = bench.inputs.tensors(bench.bank_inputs, 0)[:1]
-    floats = [i for i, t in enumerate(single) if t.dtype.is_floating_point]
-    if not floats:
-        return "no_float_output"
-    if not all(torch.isfinite(single[i]).all() for i in floats):
-        return "not_finite"
-    answers: dict[str, list[torch.Tensor]] = {
-        "zeros_pass": [torch.zeros_like(t) for t in single],
-        "mean_passes": [torch.full_like(t, t.double().mean().item()) if t.dtype.is_floating_point else t for t in single],
-        "seeds_agree": other,
-        "half_precision_passes": [t.half().to(t.dtype) if t.dtype.is_floating_point else t for t in single],
-    }
-    if len(single) == 1 and first_input and first_input[0].shape == single[0].shape and first_input[0].dtype == single[0].dtype:
-        answers["first_input_passes"] = first_input
-    for reason, answer in answers.items():
-        if all(compare(a, s, e, bench.params.sandbox) is None for a, s, e in zip(answer, single, expected, strict=True)):
-            return reason
-    return None
 
 
 def _median(raw: dict[str, list[float]], name: str) -> float:

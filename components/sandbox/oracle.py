@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+import types
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def describe(code: str, device: str) -> dict:
     init_inputs = module.get_init_inputs()
     json.dumps(init_inputs)
     model = quiet(module.Model(*init_inputs), device)
-    inputs = list(module.get_inputs())
+    inputs = made_inputs(module, device)
     moved = [v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs]
     with torch.no_grad():
         outputs = flat(model(*moved))
@@ -50,6 +51,17 @@ def describe(code: str, device: str) -> dict:
     }
 
 
+def made_inputs(module: types.ModuleType, device: str) -> list[Any]:
+    """`get_inputs()`, on a GPU by that GPU where the source lets it: one core needs 7 s for 2^30 random numbers."""
+    if device == "cuda":
+        try:
+            with torch.device(device):
+                return list(module.get_inputs())
+        except RuntimeError:  # it mixes what it makes with tensors of the host
+            pass
+    return list(module.get_inputs())
+
+
 class Oracle:
     """Inputs, parameters and expected outputs of a task, made by its own source under the judge's secret seeds."""
 
@@ -59,24 +71,29 @@ class Oracle:
         torch.manual_seed(0)
         self.model = quiet(self.module.Model(*header["init_inputs"]), shared.device)
         self.default = {k: v.clone() for k, v in self.model.state_dict().items()}
+        self.drawn: tuple[tuple[int, str | None], dict[str, torch.Tensor]] = ((-1, None), {})
 
     def parameters(self, seed: int, only: str | None = None) -> dict[str, torch.Tensor]:
         """Random parameters: no scale is 1 and no bias is 0, so that a candidate that ignores them is wrong."""
-        generator = torch.Generator().manual_seed(seed)
+        if (seed, only) == self.drawn[0]:  # sets share them
+            return self.drawn[1]
+        device = self.shared.device
+        generator = torch.Generator(device).manual_seed(seed)
         state = {}
         for name, value in self.default.items():
             if not value.is_floating_point() or (only is not None and name != only):
                 state[name] = value
                 continue
-            noise = torch.randn(value.shape, generator=generator).to(value)
-            factor = (torch.rand(value.shape, generator=generator) + 0.5).to(value)
+            noise = torch.randn(value.shape, generator=generator, device=device).to(value)
+            factor = (torch.rand(value.shape, generator=generator, device=device) + 0.5).to(value)
             positive = name.endswith("running_var")
             state[name] = factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
+        self.drawn = ((seed, only), state)
         return state
 
     def inputs(self, seed: int, family: str) -> list[Any]:
         torch.manual_seed(seed)
-        values = list(self.module.get_inputs())
+        values = made_inputs(self.module, self.shared.device)
         moved = [v.to(self.shared.device) if isinstance(v, torch.Tensor) else v for v in values]
         return [FAMILIES[family](v).contiguous() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in moved]
 

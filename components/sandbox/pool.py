@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from components import telemetry
 from components.config import Params
 from components.files import digest_bytes, digest_json, read_json, write_json
-from components.sandbox.judge import Admission, Judge
+from components.sandbox.admission import Admission
+from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError
 from components.sandbox.verdict import Verdict
 from components.task import KernelTask
@@ -108,14 +109,14 @@ class LocalPool:
 
         return self._once(key, work, lambda record: Verdict.model_validate(record))
 
-    def admit(self, code: str) -> Future[Admission]:
+    def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
         """Whether a task's source is admitted (DESIGN §5, Admission), from the journal or by measurement."""
-        key = digest_json(["admission", self.protocol, self.params.data.eager_seconds, digest_bytes(code.encode())])
+        key = digest_json(["admission", self.protocol, self.params.data.eager_seconds, headroom, digest_bytes(code.encode())])
 
         def work() -> Admission:
             for _ in range(self.params.sandbox.attempts):
                 try:
-                    admission = self.judge.admit(code)
+                    admission = self.judge.admit(code, headroom=headroom)
                     break
                 except InfrastructureError as error:
                     admission = Admission(False, "infrastructure", {"detail": str(error)[:300]})

@@ -22,7 +22,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from components.config import BadInput, Params
-from components.sandbox.judge import Admission, Judge
+from components.sandbox.admission import Admission
+from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError
 from components.sandbox.pool import LocalPool
 from components.sandbox.verdict import Verdict
@@ -48,8 +49,8 @@ class JudgeActor:
     def verdict(self, task: KernelTask, files: dict[str, str], always_compile: bool) -> tuple[str, dict[str, Any]]:
         return self.life, self.judge.verdict(task, files, always_compile=always_compile).model_dump(mode="json")
 
-    def admit(self, code: str) -> dict[str, Any]:
-        return asdict(self.judge.admit(code))
+    def admit(self, code: str, headroom: bool) -> dict[str, Any]:
+        return asdict(self.judge.admit(code, headroom=headroom))
 
     def prepare(self) -> None:
         self.judge.nursery.prepare()
@@ -87,9 +88,9 @@ class RemoteJudges:
                     raise InfrastructureError("the judge's Ray actor died while it judged")
             return Verdict.model_validate(record)
 
-    def admit(self, code: str) -> Admission:
+    def admit(self, code: str, *, headroom: bool = False) -> Admission:
         with self._place(code) as actor:
-            return Admission(**_answer(actor.admit.remote(code)))
+            return Admission(**_answer(actor.admit.remote(code, headroom)))
 
     def prepare(self) -> None:
         for actor in self.actors:

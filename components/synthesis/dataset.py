@@ -19,12 +19,10 @@ from typing import Protocol
 from components.config import BadInput, Data, Params
 from components.files import atomic_folder
 from components.progress import Progress
-from components.sandbox import pools
-from components.sandbox.judge import Admission
-from components.sandbox.pool import LocalPool
+from components.sandbox.admission import Admission
 from components.synthesis.chains import Composer, Draft
 from components.synthesis.compose import stream
-from components.synthesis.headroom import HeadroomPool, headroom
+from components.synthesis.headroom import headroom
 from components.synthesis.mining import mined
 from components.synthesis.model_composer import ModelComposer
 from components.synthesis.rubric import Rubric
@@ -40,13 +38,7 @@ DRY = 5000
 class Admitting(Protocol):
     """What of the judge pool is needed here."""
 
-    def admit(self, code: str) -> Future[Admission]: ...
-
-
-def open_pool(params: Params, verdicts: Path) -> LocalPool | HeadroomPool:
-    """The pool that admits, and measures headroom where the parameters ask for it; whoever opens it closes it."""
-    pool = pools.open_pool(params, verdicts)
-    return HeadroomPool(pool, params) if params.data.headroom else pool
+    def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,10 @@ class Builder:
             )
         if reason:
             return Candidate(task, refused=Rejection(task, reason, detail))
-        return Candidate(task, judgement=self.pool.admit(task.code) if ahead else None, draft=candidate.draft, resized=candidate.resized)
+        return Candidate(task, judgement=self.admit(task) if ahead else None, draft=candidate.draft, resized=candidate.resized)
+
+    def admit(self, task: KernelTask) -> Future[Admission]:
+        return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def decide(self, candidate: Candidate) -> None:
         self.candidates += 1
@@ -148,7 +143,7 @@ class Builder:
         if self.wanted is not None and self.done[self.place(task)] >= self.wanted[self.place(task)]:
             self.surplus += 1
             return
-        admission = (candidate.judgement or self.pool.admit(task.code)).result()
+        admission = (candidate.judgement or self.admit(task)).result()
         reason, detail = self.rubric.weigh(admission)
         if not reason:
             self.fruitless = 0

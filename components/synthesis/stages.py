@@ -42,7 +42,8 @@ def seeds(params: Params, out: Path) -> str:
 
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
     """Compose, hold against the rubric and the judge, and write the data set."""
-    from components.synthesis.dataset import build, open_pool
+    from components.sandbox.pools import open_pool
+    from components.synthesis.dataset import build
 
     pool = open_pool(params, verdicts)
     try:

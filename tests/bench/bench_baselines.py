@@ -12,6 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,31 @@ from components.config import resolve
 from components.evaluation.suites import load_suite
 from components.files import read_json, write_json
 from components.sandbox.baselines import Bench, TaskFault
-from components.sandbox.compiled import ROLES, seconds
+from components.sandbox.compiled import ROLES, seconds, started
 from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError
+from components.task import KernelTask
 
 PASSES = ("first", "second")
 
 
 def measured(judge: Judge, code: str) -> dict[str, Any]:
     """Seconds of one call of eager and of every mode of torch.compile, and what finding them out took."""
-    started = time.monotonic()
+    began = time.monotonic()
     try:
-        bench = Bench(judge.params, judge.nursery, code)
-        try:
-            found = seconds(bench, {"eager": "eager"} | ROLES[judge.params.device])
-        finally:
-            bench.close()
+        bench, roles = Bench(judge.params, judge.nursery, judge.turns, code), {"eager": "eager"} | ROLES[judge.params.device]
+        with judge.turns.taking(bench.bytes):
+            try:
+                bench.fill()
+                with judge.turns.preparing():
+                    roles = {name: roles[name] for name in started(bench, roles)}
+                with judge.turns.measuring():
+                    found = seconds(bench, roles)
+            finally:
+                bench.close()
     except (TaskFault, InfrastructureError) as error:
         return {"fault": str(error)[:300]}
-    return {"seconds": found, "took": round(time.monotonic() - started, 2)}
+    return {"seconds": found, "took": round(time.monotonic() - began, 2)}
 
 
 def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -70,12 +77,17 @@ def main() -> None:
         judge = Judge(params, Path(folder))
         try:
             for name in PASSES:
-                for task in suite:
-                    record = tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})
-                    if name not in record and time.monotonic() < end:
-                        record[name] = measured(judge, task.code)
-                        write_json(chosen.out, {"device": params.device, "precision": params.precision, "agreement": agreement(tasks), "tasks": tasks})
-                        print(name, task.level, task.name, record[name], flush=True)
+                open_tasks = [task for task in suite if name not in tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})]
+
+                def one(task: KernelTask) -> dict[str, Any] | None:
+                    return measured(judge, task.code) if time.monotonic() < end else None
+
+                with ThreadPoolExecutor(params.sandbox.build_workers) as workers:
+                    for task, found in zip(open_tasks, workers.map(one, open_tasks), strict=True):
+                        if found is not None:
+                            tasks[task.task_id][name] = found
+                            write_json(chosen.out, {"device": params.device, "precision": params.precision, "agreement": agreement(tasks), "tasks": tasks})
+                            print(name, task.level, task.name, found, flush=True)
         finally:
             judge.close()
     for arm, figures in agreement(tasks).items():

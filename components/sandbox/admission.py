@@ -1,0 +1,192 @@
+"""Whether a task is fit to be judged at all (DESIGN §5, Admission), and what the device could do with it at best.
+
+Most of an admission is preparation, which many do side by side; only rounds that are timed have the device to themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from components.config import BadInput, Device, Params
+from components.sandbox.baselines import Bench, TaskFault
+from components.sandbox.compiled import DEFAULT
+from components.sandbox.correctness import compare
+from components.sandbox.nursery import Nursery
+from components.sandbox.timing import net
+from components.sandbox.turns import Turns
+from components.task import check_contract
+
+ROUNDS = 3
+COPIED_BYTES = 2**27
+MATRIX = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a task can be judged, why not, and what was measured."""
+
+    admitted: bool
+    reason: str
+    evidence: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device can do: bytes a second of a copy, counted once read and once written, and operations a second of a
+    float32 matrix product."""
+
+    bandwidth: float
+    flops: float
+
+
+@functools.cache
+def measure_rates(device: Device) -> Rates:
+    """On an idle device, once for a process; on cpu of one thread, as the judge measures. A second at most."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        source = torch.ones(COPIED_BYTES // 4, device=device)
+        target = torch.empty_like(source)
+        side = MATRIX[device]
+        a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+        return Rates(2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device), 2 * side**3 / _seconds(lambda: torch.mm(a, b), device))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _seconds(work: Callable[[], Any], device: Device) -> float:
+    times = []
+    for _ in range(6):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def admit(params: Params, nursery: Nursery, turns: Turns, code: str, *, headroom: bool) -> Admission:
+    """Whether the judge can tell a cheat from an answer on this task, its eager time, and where asked for what torch.compile
+    makes of it, with the figures that headroom is made of; a task that it cannot compile is not admitted then."""
+    try:
+        check_contract(code, "task")
+        bench = Bench(params, nursery, turns, code)
+    except (BadInput, TaskFault) as error:
+        return _does_not_run(error)
+    with turns.taking(bench.bytes):
+        try:
+            bench.fill()
+            return _admission(bench, turns, headroom)
+        except TaskFault as error:
+            return _does_not_run(error)
+        finally:
+            bench.close()
+
+
+def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
+    description = bench.description
+    with turns.preparing():
+        arms = {name: bench.arm(name) for name in ("eager", "noop")}
+    raw: dict[str, list[float]] = {name: [] for name in arms}
+    earlier = None
+    with turns.measuring():
+        fresh = bench.fresh_sets()
+        for _ in range(ROUNDS):
+            for name, arm in arms.items():
+                seconds, taken = arm.round("time", fresh)
+                raw[name].append(seconds)
+                if name == "eager":
+                    if earlier is not None and bench.differs(taken, earlier, fresh) is not None:
+                        return Admission(False, "not_deterministic", {})
+                    earlier = taken.clone()
+    evidence: dict[str, Any] = {
+        "inputs": [{"shape": form[0], "dtype": form[1]} for form in description.inputs if form is not None],
+        "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in description.outputs],
+        "parameters": [name for name, _, _ in description.state],
+        "eager_seconds": float(statistics.median(net(raw["eager"], raw["noop"]))),
+    }
+    low, high = bench.params.data.eager_seconds
+    if not low <= evidence["eager_seconds"] <= high:
+        return Admission(False, "eager_time", evidence)
+    with turns.preparing():
+        reason = strawman(bench) or _sensitivity(bench)
+    if reason is not None:
+        return Admission(False, reason, evidence)
+    if headroom:
+        try:
+            evidence |= _compiled(bench, turns)
+        except TaskFault as error:
+            return Admission(False, "does_not_compile", {"detail": str(error)[:300]})
+    return Admission(True, "", evidence)
+
+
+def _compiled(bench: Bench, turns: Turns) -> dict[str, Any]:
+    with turns.preparing():
+        arms = {name: bench.arm(name) for name in (DEFAULT, "noop")}
+    raw: dict[str, list[float]] = {name: [] for name in arms}
+    with turns.measuring():
+        rates = measure_rates(bench.params.device)
+        for _ in range(ROUNDS):
+            sets = bench.fresh_sets()
+            for name, arm in arms.items():
+                raw[name].append(arm.round("time", sets)[0])
+    slots = [*bench.inputs.slots, *bench.outputs.slots, *bench.parameters_part.slots]
+    seconds = float(statistics.median(net(raw[DEFAULT], raw["noop"])))
+    return {"compile_seconds": seconds, "compulsory_bytes": sum(slot.bytes for slot in slots), "rates": asdict(rates)}
+
+
+def _sensitivity(bench: Bench) -> str | None:
+    """Another input, another parameter, untouched parameters: each must change the output beyond the tolerance."""
+    description = bench.description
+    seed, parameters = bench.seeds[0], bench.parameter_seed
+    orders: list[tuple[str, dict[str, Any]]] = [
+        (f"input_{i}_does_not_matter", {"other_input": i}) for i, form in enumerate(description.inputs) if form is not None and form[1].startswith("float")
+    ]
+    orders += [(f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters]
+    if description.parameters:
+        orders.append(("untouched_parameters_pass", {"parameters": None}))
+    same: dict[str, Any] = {"op": "fill", "seed": seed, "family": "given", "outputs": True, "exact": False, "parameters": parameters}
+    expected = bench.expected.tensors(bench.bank_expected, 0)
+    single = bench.outputs.tensors(bench.bank_single, 0)
+    for (reason, _), outputs in zip(orders, bench.probe([same | {"set": i} | change for i, (_, change) in enumerate(orders)]), strict=True):
+        if all(compare(got, one, wide, bench.params.sandbox) is None for got, one, wide in zip(outputs, single, expected, strict=True)):
+            return reason
+    return None
+
+
+def _does_not_run(error: Exception) -> Admission:
+    return Admission(False, "does_not_run", {"detail": str(error)[:300]})
+
+
+def strawman(bench: Bench) -> str | None:
+    """The first cheap answer that would pass as correct on this task, or None (knowledge: KernelBench's zeros, METR's list)."""
+    single = bench.outputs.tensors(bench.bank_single, 0)
+    other = bench.outputs.tensors(bench.bank_single, 1)
+    expected = bench.expected.tensors(bench.bank_expected, 0)
+    first_input = bench.inputs.tensors(bench.bank_inputs, 0)[:1]
+    floats = [i for i, t in enumerate(single) if t.dtype.is_floating_point]
+    if not floats:
+        return "no_float_output"
+    if not all(torch.isfinite(single[i]).all() for i in floats):
+        return "not_finite"
+    answers: dict[str, list[torch.Tensor]] = {
+        "zeros_pass": [torch.zeros_like(t) for t in single],
+        "mean_passes": [torch.full_like(t, t.double().mean().item()) if t.dtype.is_floating_point else t for t in single],
+        "seeds_agree": other,
+        "half_precision_passes": [t.half().to(t.dtype) if t.dtype.is_floating_point else t for t in single],
+    }
+    if len(single) == 1 and first_input and first_input[0].shape == single[0].shape and first_input[0].dtype == single[0].dtype:
+        answers["first_input_passes"] = first_input
+    for reason, answer in answers.items():
+        if all(compare(a, s, e, bench.params.sandbox) is None for a, s, e in zip(answer, single, expected, strict=True)):
+            return reason
+    return None

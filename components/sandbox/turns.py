@@ -1,0 +1,86 @@
+"""Who may use the device: many that prepare, or one that measures; and how much of its memory preparations take together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from components.config import Device
+
+MEMORY_SHARE = 0.7
+"""Of the device's memory, for what is prepared side by side; the rest is for what the runners allocate themselves."""
+
+
+class Turns:
+    """On cpu runners start, are checked and are compiled beside a measurement, which reads their own CPU clocks: only
+    measurements take turns. On cuda the clock is the wall's: a measurement begins when nobody prepares, and who would prepare
+    waits for the measurements that are waiting. A thread that measures may do everything else as well."""
+
+    def __init__(self, device: Device):
+        self.wall = device == "cuda"
+        self.free = int(MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory) if self.wall else 0
+        self.whole = self.free
+        self.condition = threading.Condition()
+        self.preparers = 0
+        self.waiting = 0
+        self.measurer: int | None = None
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Beside others that prepare. Not to be held while waiting for anything else."""
+        if not self.wall or self.measurer == threading.get_ident():
+            yield
+            return
+        with self.condition:
+            self.condition.wait_for(lambda: self.measurer is None and not self.waiting)
+            self.preparers += 1
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.preparers -= 1
+                self.condition.notify_all()
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Alone."""
+        me = threading.get_ident()
+        if self.measurer == me:
+            yield
+            return
+        with self.condition:
+            self.waiting += 1
+            try:
+                self.condition.wait_for(lambda: self.measurer is None and not self.preparers)
+            finally:
+                self.waiting -= 1
+            self.measurer = me
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.measurer = None
+                self.condition.notify_all()
+
+    @contextlib.contextmanager
+    def hosting(self) -> Iterator[None]:
+        """While a candidate lives. What it started on a GPU goes on while it is stopped and would slow down others: there it is alone."""
+        with self.measuring() if self.wall else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def taking(self, memory: int) -> Iterator[None]:
+        """Once so many bytes of the device's memory are free; who needs more than there are takes all."""
+        wanted = min(memory, self.whole)  # nothing on cpu
+        with self.condition:
+            self.condition.wait_for(lambda: self.free >= wanted)
+            self.free -= wanted
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.free += wanted
+                self.condition.notify_all()

@@ -1,0 +1,99 @@
+"""Claims about turns on a device whose clock is the wall's: a measurement is alone, preparations are not, and nobody starves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.sandbox.turns import MEMORY_SHARE, Turns
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000 / MEMORY_SHARE))
+    return Turns("cuda")
+
+
+def test_a_measurement_is_alone_and_preparations_are_side_by_side(turns: Turns) -> None:
+    inside: list[str] = []
+    seen: list[tuple[str, ...]] = []
+    together = threading.Barrier(3, timeout=10)
+
+    def prepare() -> None:
+        with turns.preparing():
+            inside.append("prepares")
+            together.wait()
+            inside.remove("prepares")
+        with turns.measuring(), turns.measuring(), turns.preparing(), turns.hosting():
+            inside.append("measures")
+            seen.append(tuple(inside))
+            time.sleep(0.02)
+            inside.remove("measures")
+        with turns.preparing():
+            seen.append(tuple(name for name in inside if name == "measures"))
+
+    threads = [threading.Thread(target=prepare) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(seen) == [(), (), (), *[("measures",)] * 3], "three at the barrier at once, then each alone"
+
+
+def test_a_measurement_that_waits_goes_before_new_preparations(turns: Turns) -> None:
+    order: list[str] = []
+    first = turns.preparing()
+    first.__enter__()
+
+    def measure() -> None:
+        with turns.measuring():
+            order.append("measured")
+
+    def prepare() -> None:
+        with turns.preparing():
+            order.append("prepared")
+
+    threads = [threading.Thread(target=measure)]
+    threads[0].start()
+    while not turns.waiting:
+        time.sleep(0.001)
+    threads.append(threading.Thread(target=prepare))
+    threads[1].start()
+    time.sleep(0.05)
+    assert order == []
+    first.__exit__(None, None, None)
+    for thread in threads:
+        thread.join(10)
+    assert order == ["measured", "prepared"]
+
+
+def test_memory_is_waited_for_and_the_largest_takes_all(turns: Turns) -> None:
+    with turns.taking(600):
+        begun = threading.Event()
+
+        def large() -> None:
+            with turns.taking(5000):
+                begun.set()
+
+        thread = threading.Thread(target=large)
+        thread.start()
+        assert not begun.wait(0.1)
+    thread.join(10)
+    assert begun.is_set() and turns.free == 1000
+
+
+def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:
+    turns = Turns("cpu")
+    done = threading.Event()
+
+    def prepare() -> None:
+        with turns.preparing(), turns.hosting(), turns.taking(1 << 60):
+            done.set()
+
+    with turns.measuring():
+        threading.Thread(target=prepare).start()
+        assert done.wait(10)
