@@ -34,7 +34,7 @@ MAX_SETS = {"cpu": 32, "cuda": 256}
 MAX_ARM_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 """Most memory for the inputs and outputs of one round of one arm."""
 BASES = 6
-"""Input sets that the calls of timed rounds are mixed from (see `Mix`)."""
+"""Input sets that the calls of timed rounds are mixed from (see `Mix`): so many, or as many as MAX_ARM_BYTES hold, but two at least."""
 
 _random = random.SystemRandom()
 
@@ -104,18 +104,20 @@ class Bench:
         self.expected = Part.of(wide, 1)
         self.parameters_part = Part.of([(shape, dtype) for _, shape, dtype in description.state], 1)
         one = self.inputs.stride + self.outputs.stride
-        self.per_round = min(per_round, MAX_ARM_BYTES[self.params.device] // one)
-        if self.per_round < 1:
+        most = MAX_ARM_BYTES[self.params.device] // one
+        if most < 1:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
-        self.slots = max(self.per_round, sandbox.correctness_sets)
+        self.per_round = min(per_round, most)
+        self.slots = min(max(per_round, sandbox.correctness_sets), most)
         self.families = list(itertools.islice(itertools.cycle(FAMILIES), sandbox.correctness_sets))
-        self.total = sandbox.correctness_sets + BASES
+        self.total = sandbox.correctness_sets + max(2, min(BASES, MAX_ARM_BYTES[self.params.device] // self.inputs.stride))
 
     @property
     def bytes(self) -> int:
-        """Memory of the bank and of three arms, about."""
-        arm = self.inputs.stride * (self.slots + 1) + 3 * self.outputs.stride * self.slots
-        return self.inputs.stride * self.total + (self.outputs.stride + self.expected.stride) * len(self.families) + 3 * arm + 4 * self.parameters_part.bytes
+        """Memory of the bank, of what is prepared from it, and of three arms with what their runners hold, about."""
+        inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
+        bank = inputs * (3 * self.total - 2 * len(self.families)) + (outputs + 2 * exact) * len(self.families)
+        return bank + 3 * (inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)
@@ -230,6 +232,17 @@ class Bench:
         sets[other] = sets[other]._replace(family=self.families[number % len(self.families)])
         return sets
 
+    def verify(self, arm: Arm, operation: str, *, loose: bool = False) -> str | None:
+        """Why the arm's outputs are wrong on the correctness sets, or None."""
+        for first in range(0, len(self.families), self.slots):
+            sets = self.correctness_sets()[first : first + self.slots]
+            _, taken = arm.round(operation, sets)
+            if (reason := self.wrong(sets, taken, loose=loose)) is not None:
+                return reason
+            if arm.changed:
+                return "inputs_changed"
+        return None
+
     def wrong(self, sets: list[Mix], taken: torch.Tensor, *, loose: bool = False) -> str | None:
         """Why the outputs in `taken` are wrong for correctness sets, or None; the reason names the input family."""
         for i, mix in enumerate(sets):
@@ -272,13 +285,9 @@ class Bench:
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.
                 self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
-                if role != "noop":
-                    sets = self.correctness_sets()
-                    _, taken = self.arms[role].round("time", sets)
-                    reason = self.wrong(sets, taken, loose=True)
-                    if reason is not None:
-                        self.drop(role)
-                        raise TaskFault(f"{role}: {reason}")
+                if role != "noop" and (reason := self.verify(self.arms[role], "time", loose=True)) is not None:
+                    self.drop(role)
+                    raise TaskFault(f"{role}: {reason}")
             except RunnerError as error:
                 self.drop(role)
                 raise TaskFault(f"{role}: {error.kind} {error.text[-200:]}") from error

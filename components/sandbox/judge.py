@@ -109,10 +109,7 @@ class Judge:
         secret = False
         modes: dict[str, Any] = {}
         try:
-            sets = bench.correctness_sets()
-            _, taken = candidate.round("check", sets)
-            wrong = bench.wrong(sets, taken) or ("inputs_changed" if candidate.changed else None)
-            if wrong is not None:
+            if (wrong := bench.verify(candidate, "check")) is not None:
                 return say("wrong_output", wrong, f"the output is wrong ({wrong.replace(':', ' on inputs of the family ')}).")
             secret = True
             with self._alone(candidate):
@@ -133,8 +130,7 @@ class Judge:
                 speedup = Speedup(eager=speedup.eager, compile=self._ratio(second, "compile"))
                 seconds = seconds.model_copy(update={"compile": _median(second, "compile")})
                 raw |= {f"{name}_2": values for name, values in second.items()}
-            _, taken = candidate.round("check", sets)  # once more, for candidates that count their calls
-            if (wrong := bench.wrong(sets, taken)) is not None:
+            if (wrong := bench.verify(candidate, "check")) is not None:  # once more, for candidates that count their calls
                 return say("wrong_output", wrong, f"the output is wrong ({wrong}).")
         except RunnerError as error:
             text = error.text
