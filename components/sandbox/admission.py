@@ -79,7 +79,7 @@ def admit(params: Params, nursery: Nursery, turns: Turns, code: str, *, headroom
     makes of it, with the figures that headroom is made of; a task that it cannot compile is not admitted then."""
     try:
         check_contract(code, "task")
-        bench = Bench(params, nursery, turns, code)
+        bench = Bench(params, nursery, turns, code, only="compile" if headroom else "plain")
     except (BadInput, TaskFault) as error:
         return _does_not_run(error)
     with turns.taking(bench.bytes):
@@ -94,25 +94,15 @@ def admit(params: Params, nursery: Nursery, turns: Turns, code: str, *, headroom
 
 def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
     description = bench.description
-    with turns.preparing():
-        arms = {name: bench.arm(name) for name in ("eager", "noop")}
-    raw: dict[str, list[float]] = {name: [] for name in arms}
-    earlier = None
-    with turns.measuring():
-        fresh = bench.fresh_sets()
-        for _ in range(ROUNDS):
-            for name, arm in arms.items():
-                seconds, taken = arm.round("time", fresh)
-                raw[name].append(seconds)
-                if name == "eager":
-                    if earlier is not None and bench.differs(taken, earlier, fresh) is not None:
-                        return Admission(False, "not_deterministic", {})
-                    earlier = taken.clone()
+    eager, steady = _timed(bench, turns, "eager")
+    if not steady:
+        return Admission(False, "not_deterministic", {})
+    noop, _ = _timed(bench, turns, "noop")
     evidence: dict[str, Any] = {
         "inputs": [{"shape": form[0], "dtype": form[1]} for form in description.inputs if form is not None],
         "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in description.outputs],
         "parameters": [name for name, _, _ in description.state],
-        "eager_seconds": float(statistics.median(net(raw["eager"], raw["noop"]))),
+        "eager_seconds": float(statistics.median(net(eager, noop))),
     }
     low, high = bench.params.data.eager_seconds
     if not low <= evidence["eager_seconds"] <= high:
@@ -123,25 +113,37 @@ def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
         return Admission(False, reason, evidence)
     if headroom:
         try:
-            evidence |= _compiled(bench, turns)
+            evidence |= _compiled(bench, turns, noop)
         except TaskFault as error:
             return Admission(False, "does_not_compile", {"detail": str(error)[:300]})
     return Admission(True, "", evidence)
 
 
-def _compiled(bench: Bench, turns: Turns) -> dict[str, Any]:
+def _timed(bench: Bench, turns: Turns, role: str) -> tuple[list[float], bool]:
+    """Seconds per call of one role in rounds on the same inputs, and whether its outputs were the same in all of them."""
     with turns.preparing():
-        arms = {name: bench.arm(name) for name in (DEFAULT, "noop")}
-    raw: dict[str, list[float]] = {name: [] for name in arms}
+        arm = bench.arm(role)
+    seconds, steady, first = [], True, None
+    with turns.measuring():
+        sets = bench.fresh_sets()
+        for _ in range(ROUNDS):
+            found, taken = arm.round("time", sets)
+            seconds.append(found)
+            first = taken.clone() if first is None else first
+            steady = steady and bench.differs(taken, first, sets) is None
+    return seconds, steady
+
+
+def _compiled(bench: Bench, turns: Turns, noop: list[float]) -> dict[str, Any]:
     with turns.measuring():
         rates = measure_rates(bench.params.device)
-        for _ in range(ROUNDS):
-            sets = bench.fresh_sets()
-            for name, arm in arms.items():
-                raw[name].append(arm.round("time", sets)[0])
+    seconds, _ = _timed(bench, turns, DEFAULT)
     slots = [*bench.inputs.slots, *bench.outputs.slots, *bench.parameters_part.slots]
-    seconds = float(statistics.median(net(raw[DEFAULT], raw["noop"])))
-    return {"compile_seconds": seconds, "compulsory_bytes": sum(slot.bytes for slot in slots), "rates": asdict(rates)}
+    return {
+        "compile_seconds": float(statistics.median(net(seconds, noop))),
+        "compulsory_bytes": sum(slot.bytes for slot in slots),
+        "rates": asdict(rates),
+    }
 
 
 def _sensitivity(bench: Bench) -> str | None:

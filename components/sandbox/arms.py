@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -13,7 +14,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,7 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
         refuse_compute(shared.device)
     with torch.no_grad():
         connection.send(b"R")
-        while True:
-            order, _ = receive(connection)
-            if not order:
-                return
+        for order in orders(connection, receive):
             now = arguments[: order["sets"]]
             if order["op"] == "warm":
                 call(*arguments[-1])
@@ -170,6 +168,8 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
             if cuda:
                 torch.cuda.synchronize()
             connection.send(b"D")
+    gc.enable()
+    gc.unfreeze()
 
 
 def checked(call: Callable, arguments: list[list[Any]], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
@@ -192,43 +192,62 @@ def checked(call: Callable, arguments: list[list[Any]], delivery: HostDelivery |
 
 
 def serve(connection: socket.socket, header: dict, descriptors: list[int], receive: Receive) -> None:
-    """Play the role that the judge's header names until the judge closes the connection."""
-    settings(header["precision"])
-    if header["role"] == "describe":
-        connection.send(b"R" + json.dumps(oracle.describe(header["code"], header["device"])).encode())
+    """Play the role that the judge's header names, and when told to leave it the next one, until the judge closes the connection."""
+    while header:
+        if header.get("op") != "leave":
+            settings(header["precision"])
+            play(connection, header, descriptors, receive)
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):  # a buffer has closed its own
+                    os.close(descriptor)
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         header, descriptors = receive(connection)
-        if not header:
-            return
-    if header["role"] == "oracle":
-        shared = Shared(header, descriptors)
-        source = oracle.Oracle(header, shared)
-        connection.send(b"R")
-        while True:
-            order, _ = receive(connection)
-            if not order:
-                return
-            if order["op"] == "parameters":
-                source.write_parameters(order["seed"])
-            else:
-                source.fill(order)
-            if shared.device == "cuda":
-                torch.cuda.synchronize()
-            connection.send(b"D")
+
+
+def play(connection: socket.socket, header: dict, descriptors: list[int], receive: Receive) -> None:
+    role = header["role"]
+    if role == "describe":
+        connection.send(b"R" + json.dumps(oracle.describe(header["code"], header["device"])).encode())
+        return
+    if role == "oracle":
+        with contextlib.closing(Shared(header, descriptors)) as shared:
+            source = oracle.Oracle(header, shared)
+            connection.send(b"R")
+            for order in orders(connection, receive):
+                if order["op"] == "parameters":
+                    source.write_parameters(order["seed"])
+                else:
+                    source.fill(order)
+                if shared.device == "cuda":
+                    torch.cuda.synchronize()
+                connection.send(b"D")
+        return
     library, rest = descriptors[:1], descriptors[1:]
-    shared = Shared(header, rest)
-    try:
-        if header["role"] == "candidate":
-            call = make_candidate(header, shared, library)
-        elif header["role"] == "noop":
-            fixed = itertools.cycle(shared.outputs(shared.layout["sets"] - 1))
+    with contextlib.closing(Shared(header, rest)) as shared:
+        try:
+            if role == "candidate":
+                call = make_candidate(header, shared, library)
+            elif role == "noop":
+                fixed = itertools.cycle(shared.outputs(shared.layout["sets"] - 1))
 
-            def call(*_: Any) -> Any:
-                return next(fixed)
+                def call(*_: Any) -> Any:
+                    return next(fixed)
 
-        else:
-            call = make_reference(header, shared)
-        measured(connection, header, shared, call, receive)
-    except Fault as error:
-        connection.send(b"W" + str(error).encode())
-    except Forbidden as error:
-        connection.send(b"F" + str(error).encode())
+            else:
+                call = make_reference(header, shared)
+            measured(connection, header, shared, call, receive)
+        except Fault as error:
+            connection.send(b"W" + str(error).encode())
+        except Forbidden as error:
+            connection.send(b"F" + str(error).encode())
+
+
+def orders(connection: socket.socket, receive: Receive) -> Iterator[dict]:
+    """The judge's orders in one role."""
+    while True:
+        order, _ = receive(connection)
+        if not order or order["op"] == "leave":
+            return
+        yield order

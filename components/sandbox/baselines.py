@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from components.sandbox import buffers
 from components.sandbox.correctness import Expected, Near
 from components.sandbox.families import FAMILIES
 from components.sandbox.mixing import Mix, structured
-from components.sandbox.nursery import Nursery, Runner, RunnerError
+from components.sandbox.nursery import Kind, Nursery, Runner, RunnerError
 from components.sandbox.rounds import Arm, Dtype, Form, Part, Shape
 from components.sandbox.turns import Turns
 
@@ -58,9 +59,14 @@ class TaskFault(Exception):
 
 
 class Bench:
-    """One task, ready to judge candidates; made once and kept warm."""
+    """One task, ready to judge candidates; made once and kept warm.
 
-    def __init__(self, params: Params, nursery: Nursery, turns: Turns, code: str):
+    `only` names the zygote of a process that plays all of the task's roles, one after another. No candidate is held against
+    such a bench: it is for admissions, where a driver that makes five CUDA contexts a second (seen on an H200) would be
+    most of the time.
+    """
+
+    def __init__(self, params: Params, nursery: Nursery, turns: Turns, code: str, *, only: Kind | None = None):
         self.params = params
         self.nursery = nursery
         self.device_turns = turns
@@ -73,11 +79,37 @@ class Bench:
         self.prepared: dict[int, list[Expected]] = {}
         self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
+        self.only = only
         self._oracle: Runner | None = None
         with self._blaming_the_task(), turns.preparing():
-            self._oracle = nursery.spawn({"role": "describe", "code": code, "precision": params.precision}, seconds=params.sandbox.run_seconds)
+            self._oracle = self._described()
             self.description = Description.model_validate(json.loads(self._oracle.receive()))
             self._lay_out()
+
+    def _described(self) -> Runner:
+        header: dict[str, Any] = {"role": "describe", "code": self.code, "precision": self.params.precision}
+        if self.only is not None:
+            header |= {"zygote": self.only} | ({"cache": self._cache} if self.only == "compile" else {})
+        return self.nursery.spawn(header, seconds=self.params.sandbox.run_seconds)
+
+    @property
+    def _cache(self) -> str:
+        return digest_bytes(self.code.encode())
+
+    def start(self, header: dict[str, Any], descriptors: tuple[int, ...], *, seconds: float) -> Runner:
+        """What plays the role that `header` names: a runner of its own, or the only one."""
+        if self.only is None:
+            return self.nursery.spawn(header, descriptors, seconds=seconds)
+        assert self._oracle is not None
+        self._oracle.deadline = time.monotonic() + seconds
+        self._oracle.signal(signal.SIGCONT)
+        self._oracle.send({"op": "leave"})
+        self._oracle.send(header | {"device": self.params.device}, descriptors)
+        return self._oracle
+
+    def end(self, runner: Runner) -> None:
+        if self.only is None:  # which ends with the bench
+            runner.close()
 
     @contextlib.contextmanager
     def _blaming_the_task(self) -> Iterator[None]:
@@ -114,10 +146,11 @@ class Bench:
 
     @property
     def bytes(self) -> int:
-        """Memory of the bank, of what is prepared from it, and of three arms with what their runners hold, about."""
+        """Memory of the bank, of what is prepared from it, and of the arms with what their runners hold, about."""
         inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
         bank = inputs * (3 * self.total - 2 * len(self.families)) + (outputs + 2 * exact) * len(self.families)
-        return bank + 3 * (inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
+        arms = 3 if self.only is None else 1
+        return bank + arms * (inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)
@@ -141,6 +174,8 @@ class Bench:
             "init_inputs": self.description.init_inputs,
             "layout": layout,
         }
+        oracle.signal(signal.SIGCONT)
+        oracle.send({"op": "leave"})
         oracle.send(header, (self.parameters.fd, *(buffer.fd for _, buffer in bank.values())))
         oracle.receive()
 
@@ -150,8 +185,9 @@ class Bench:
         self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
         with self._blaming_the_task(), self.device_turns.preparing():
             self._fill(self._oracle)
-        self._oracle.close()
-        self._oracle = None
+        if self.only is None:  # dead before any candidate could see it
+            self._oracle.close()
+            self._oracle = None
 
     def _fill(self, oracle: Runner) -> None:
         """Secret seeds; correctness sets of every family with their outputs, then the inputs that timed calls are made of."""
@@ -174,21 +210,20 @@ class Bench:
         self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in given[0]]
 
     def probe(self, orders: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-        """Float32 outputs of the reference for each order, made by an oracle of its own; for admission."""
+        """Float32 outputs of the reference for each order; for admission, after its rounds."""
         device, count = self.params.device, len(orders)
         parts = {"inputs": self.inputs, "outputs": self.outputs}
         bank = {name: (part, buffers.make(device, part.stride * count)) for name, part in parts.items()}
-        oracle = self.nursery.spawn({"role": "describe", "code": self.code, "precision": self.params.precision}, seconds=self.params.sandbox.run_seconds)
+        assert self._oracle is not None
+        self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
         try:
-            oracle.receive()
-            self._connect(oracle, bank, count)
+            self._connect(self._oracle, bank, count)
             for order in orders:
-                oracle.ask(order)
+                self._oracle.ask(order)
             return [[t.clone() for t in self.outputs.tensors(bank["outputs"][1], i)] for i in range(count)]
         except RunnerError as error:
             raise TaskFault(f"{error.kind}: {error.text[-200:]}") from error
         finally:
-            oracle.close()
             for _, buffer in bank.values():
                 buffer.close()
 
@@ -278,10 +313,13 @@ class Bench:
 
     def _arm(self, role: str) -> Arm:
         if role not in self.arms:
+            if self.only is not None:
+                for other in list(self.arms):
+                    self.drop(other)
             kind, _, mode = role.partition(" ")
             header = {"role": kind, "code": self.code, "compile_mode": mode or "default"}
             if kind == "compile":
-                header["cache"] = digest_bytes(self.code.encode())
+                header["cache"] = self._cache
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.
                 self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
@@ -299,12 +337,12 @@ class Bench:
             self.arms.pop(role).close()
 
     def close(self) -> None:
-        if self._oracle is not None:
-            self._oracle.close()
-            self._oracle = None
         for arm in self.arms.values():
             arm.close()
         self.arms.clear()
+        if self._oracle is not None:
+            self._oracle.close()
+            self._oracle = None
         self.prepared.clear()
         self.doubled.clear()
         for buffer in self.closers:

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from components.config import Device, Sandbox
 from components.files import user_cache
@@ -159,7 +159,8 @@ class Zygote:
     control: socket.socket
 
 
-KINDS_OF_ZYGOTE = ("plain", "compile")
+Kind = Literal["plain", "compile"]
+KINDS_OF_ZYGOTE: tuple[Kind, ...] = ("plain", "compile")
 
 
 def warm_folder() -> Path:
@@ -260,7 +261,7 @@ class Nursery:
             ours.close()
             theirs.close()
             raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
-        kind = "compile" if header["role"] == "compile" else "plain"
+        kind: Kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         with theirs, self.lock:
             try:
                 send(self._zygote(kind).control, header | walls, (theirs.fileno(), *descriptors))

@@ -59,6 +59,8 @@ class Task(Protocol):
     slots: int
     total: int
 
+    def start(self, header: dict[str, Any], descriptors: tuple[int, ...], *, seconds: float) -> Runner: ...
+    def end(self, runner: Runner) -> None: ...
     def plain(self, index: int) -> Mix: ...
     def mixed(self, mix: Mix, index: int, out: torch.Tensor) -> None: ...
 
@@ -94,7 +96,7 @@ class Arm:
         try:
             self.parameters.raw().copy_(bench.parameters.raw())
             self.write([bench.plain(i % bench.total) for i in range(bench.slots + 1)])
-            self.runner = bench.nursery.spawn(header, descriptors, seconds=seconds)
+            self.runner = bench.start(header, descriptors, seconds=seconds)
             self.runner.receive()
             self._freeze()
         except BaseException:
@@ -197,7 +199,7 @@ class Arm:
 
     def close(self) -> None:
         if self.runner is not None:
-            self.runner.close()
+            self.bench.end(self.runner)
         for buffer in (self.inputs, self.outputs, self.parameters):
             if buffer is not None:
                 buffer.close()

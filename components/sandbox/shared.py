@@ -38,6 +38,11 @@ class Shared:
         names = [name for name in ("parameters", "inputs", "outputs", "expected") if "bytes" in self.layout.get(name, {})]
         self.buffers = {name: buffers.make(self.device, self.layout[name]["bytes"], descriptor) for name, descriptor in zip(names, descriptors, strict=True)}
 
+    def close(self) -> None:
+        """Give the memory back; no tensor of it may be used afterwards."""
+        for buffer in self.buffers.values():
+            buffer.close()
+
     def tensors(self, name: str, index: int = 0) -> list[torch.Tensor]:
         part = self.layout[name]
         base = index * part["stride"]
