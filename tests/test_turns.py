@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from components.sandbox.nursery import Runner
 from components.sandbox.turns import MEMORY_SHARE, Turns
 
 
@@ -97,3 +103,38 @@ def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:
     with turns.measuring():
         threading.Thread(target=prepare).start()
         assert done.wait(10)
+
+
+def test_what_works_aside_is_stopped_while_others_measure(turns: Turns) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    ours, theirs = socket.socketpair()
+    runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), time.monotonic() + 60)
+
+    def state() -> str:
+        return psutil.Process(worker.pid).status()
+
+    def seen(wanted: str) -> bool:
+        return any(state() == wanted or time.sleep(0.01) for _ in range(500))
+
+    measures, go = threading.Event(), threading.Event()
+
+    def measure() -> None:
+        with turns.measuring():
+            measures.set()
+            go.wait(10)
+
+    try:
+        with turns.aside(runner):
+            thread = threading.Thread(target=measure)
+            thread.start()
+            assert measures.wait(10), "nobody waits for who works aside"
+            assert seen(psutil.STATUS_STOPPED)
+            go.set()
+            thread.join(10)
+            assert seen(psutil.STATUS_RUNNING)
+        with turns.measuring(), turns.aside(runner):
+            assert state() == psutil.STATUS_RUNNING, "who measures may start runners of its own"
+    finally:
+        runner.close()
+        theirs.close()
+        worker.wait()

@@ -121,8 +121,7 @@ def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
 
 def _timed(bench: Bench, turns: Turns, role: str) -> tuple[list[float], bool]:
     """Seconds per call of one role in rounds on the same inputs, and whether its outputs were the same in all of them."""
-    with turns.preparing():
-        arm = bench.arm(role)
+    arm = bench.arm(role)
     seconds, steady, first = [], True, None
     with turns.measuring():
         sets = bench.fresh_sets()

@@ -27,7 +27,7 @@ from components.sandbox.correctness import Expected, Near
 from components.sandbox.families import FAMILIES
 from components.sandbox.mixing import Mix, structured
 from components.sandbox.nursery import Kind, Nursery, Runner, RunnerError
-from components.sandbox.rounds import Arm, Dtype, Form, Part, Shape
+from components.sandbox.rounds import BASELINE_LIMITS, Arm, Dtype, Form, Part, Shape
 from components.sandbox.turns import Turns
 
 MAX_SETS = {"cpu": 32, "cuda": 256}
@@ -81,9 +81,11 @@ class Bench:
         self.closers: list[Any] = []
         self.only = only
         self._oracle: Runner | None = None
-        with self._blaming_the_task(), turns.preparing():
+        with self._blaming_the_task():
             self._oracle = self._described()
-            self.description = Description.model_validate(json.loads(self._oracle.receive()))
+            with turns.aside(self._oracle):
+                said = self._oracle.receive()
+            self.description = Description.model_validate(json.loads(said))
             self._lay_out()
 
     def _described(self) -> Runner:
@@ -322,8 +324,15 @@ class Bench:
                 header["cache"] = self._cache
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.
-                self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
-                if role != "noop" and (reason := self.verify(self.arms[role], "time", loose=True)) is not None:
+                with self.device_turns.preparing():
+                    self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
+                if role == "noop":
+                    return self.arms[role]
+                limit = self.params.sandbox.run_seconds
+                self.arms[role].warm(self.device_turns, limit if self.only else BASELINE_LIMITS * limit)
+                with self.device_turns.preparing():
+                    reason = self.verify(self.arms[role], "time", loose=True)
+                if reason is not None:
                     self.drop(role)
                     raise TaskFault(f"{role}: {reason}")
             except RunnerError as error:

@@ -15,6 +15,7 @@ from components.config import Params
 from components.sandbox import buffers
 from components.sandbox.mixing import Mix, bits
 from components.sandbox.nursery import Nursery, Runner
+from components.sandbox.turns import Turns
 
 BASELINE_LIMITS = 10
 """How many times a candidate's limit one round of a baseline may last: the first one compiles."""
@@ -113,6 +114,15 @@ class Arm:
         for slot, mix in enumerate(sets):
             for index, target in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
                 self.bench.mixed(mix, index, target.view(-1))
+
+    def warm(self, turns: Turns, seconds: float) -> None:
+        """One untimed call that nobody looks at: in it the compile baseline compiles."""
+        assert self.runner is not None
+        self.runner.deadline = time.monotonic() + seconds
+        with turns.aside(self.runner):
+            self.runner.signal(signal.SIGCONT)
+            self.runner.ask({"op": "warm", "sets": 0})
+        self._freeze()
 
     def round(self, operation: str, sets: list[Mix]) -> tuple[float, torch.Tensor]:
         """One round over `sets`: seconds per call, and the results, read before the runner could do anything more to them.

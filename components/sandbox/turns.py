@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 
 import torch
 
 from components.config import Device
+from components.sandbox.nursery import Runner
 
 MEMORY_SHARE = 0.7
 """Of the device's memory, for what is prepared side by side; the rest is for what the runners allocate themselves."""
@@ -17,7 +19,8 @@ MEMORY_SHARE = 0.7
 class Turns:
     """On cpu runners start, are checked and are compiled beside a measurement, which reads their own CPU clocks: only
     measurements take turns. On cuda the clock is the wall's: a measurement begins when nobody prepares, and who would prepare
-    waits for the measurements that are waiting. A thread that measures may do everything else as well."""
+    waits for the measurements that are waiting. What a runner does for long and without the judge, such as to start or to
+    compile, is stopped during a measurement instead. A thread that measures may do everything else as well."""
 
     def __init__(self, device: Device):
         self.wall = device == "cuda"
@@ -25,6 +28,8 @@ class Turns:
         self.whole = self.free
         self.condition = threading.Condition()
         self.preparers = 0
+        self.runners: list[Runner] = []
+        """Those that work aside."""
         self.waiting = 0
         self.measurer: int | None = None
 
@@ -45,6 +50,22 @@ class Turns:
                 self.condition.notify_all()
 
     @contextlib.contextmanager
+    def aside(self, runner: Runner) -> Iterator[None]:
+        """While `runner` works and the judge only waits for its answer: it is stopped whenever others measure."""
+        if not self.wall or self.measurer == threading.get_ident():
+            yield
+            return
+        with self.condition:
+            self.runners.append(runner)
+            if self.measurer is not None:
+                runner.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.runners.remove(runner)
+
+    @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Alone."""
         me = threading.get_ident()
@@ -58,12 +79,18 @@ class Turns:
             finally:
                 self.waiting -= 1
             self.measurer = me
+            self._signal(signal.SIGSTOP)
         try:
             yield
         finally:
             with self.condition:
                 self.measurer = None
+                self._signal(signal.SIGCONT)
                 self.condition.notify_all()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for runner in self.runners:
+            runner.signal(number)
 
     @contextlib.contextmanager
     def hosting(self) -> Iterator[None]:

@@ -35,6 +35,9 @@ DRY = 5000
 """Duplicates in a row, after which the composer has nothing new to offer."""
 
 
+LOOKAHEAD = 4
+
+
 class Admitting(Protocol):
     """What of the judge pool is needed here."""
 
@@ -97,8 +100,8 @@ class Builder:
         self.candidates = self.surplus = self.fruitless = self.dry = 0
 
     def run(self, source: Iterator[Candidate], total: int) -> None:
-        # One more than is prepared at once, so that the device never waits for the composer.
-        width = self.params.sandbox.build_workers + 1
+        # More than are judged at once: decisions come in order, and one task may take torch.compile a minute.
+        width = LOOKAHEAD * self.params.sandbox.build_workers
         while self.wanted is None or self.done != self.wanted:
             entering = next(source, None) if len(self.window) < width else None
             if entering is not None:

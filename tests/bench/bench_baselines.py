@@ -38,8 +38,7 @@ def measured(judge: Judge, code: str) -> dict[str, Any]:
         with judge.turns.taking(bench.bytes):
             try:
                 bench.fill()
-                with judge.turns.preparing():
-                    roles = {name: roles[name] for name in started(bench, roles)}
+                roles = {name: roles[name] for name in started(bench, roles)}
                 with judge.turns.measuring():
                     found = seconds(bench, roles)
             finally:
