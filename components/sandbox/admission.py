@@ -108,7 +108,8 @@ def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
     if not low <= evidence["eager_seconds"] <= high:
         return Admission(False, "eager_time", evidence)
     with turns.preparing():
-        reason = strawman(bench) or _sensitivity(bench)
+        reason = strawman(bench)
+    reason = reason or _sensitivity(bench)
     if reason is not None:
         return Admission(False, reason, evidence)
     if headroom:

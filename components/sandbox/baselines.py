@@ -11,7 +11,6 @@ import itertools
 import json
 import random
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -104,7 +103,6 @@ class Bench:
             return self.nursery.spawn(header, descriptors, seconds=seconds)
         assert self._oracle is not None
         self._oracle.deadline = time.monotonic() + seconds
-        self._oracle.signal(signal.SIGCONT)
         self._oracle.send({"op": "leave"})
         self._oracle.send(header | {"device": self.params.device}, descriptors)
         return self._oracle
@@ -176,7 +174,6 @@ class Bench:
             "init_inputs": self.description.init_inputs,
             "layout": layout,
         }
-        oracle.signal(signal.SIGCONT)
         oracle.send({"op": "leave"})
         oracle.send(header, (self.parameters.fd, *(buffer.fd for _, buffer in bank.values())))
         oracle.receive()
@@ -185,7 +182,7 @@ class Bench:
         """Make what candidates are held against; a bench is of no use before. Raises TaskFault."""
         assert self._oracle is not None
         self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
-        with self._blaming_the_task(), self.device_turns.preparing():
+        with self._blaming_the_task():
             self._fill(self._oracle)
         if self.only is None:  # dead before any candidate could see it
             self._oracle.close()
@@ -201,15 +198,17 @@ class Bench:
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
         bank = {"inputs": (self.inputs, self.bank_inputs), "outputs": (self.outputs, self.bank_single), "expected": (self.expected, self.bank_expected)}
-        self._connect(oracle, bank, self.total)
-        oracle.ask({"op": "parameters", "seed": self.parameter_seed})
-        for index in range(self.total):
-            exact = index < len(self.families)
-            order = {"op": "fill", "set": index, "seed": self.seeds[index], "family": self.families[index] if exact else "given"}
-            oracle.ask(order | {"parameters": self.parameter_seed, "outputs": exact, "exact": exact})
+        with self.device_turns.aside(oracle):
+            self._connect(oracle, bank, self.total)
+            oracle.ask({"op": "parameters", "seed": self.parameter_seed})
+            for index in range(self.total):
+                exact = index < len(self.families)
+                order = {"op": "fill", "set": index, "seed": self.seeds[index], "family": self.families[index] if exact else "given"}
+                oracle.ask(order | {"parameters": self.parameter_seed, "outputs": exact, "exact": exact})
         given = [self.inputs.tensors(self.bank_inputs, index) for index in (self.total - 2, self.total - 1)]
-        self.turns = not structured(given)
-        self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in given[0]]
+        with self.device_turns.preparing():
+            self.turns = not structured(given)
+            self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in given[0]]
 
     def probe(self, orders: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
         """Float32 outputs of the reference for each order; for admission, after its rounds."""
@@ -219,9 +218,10 @@ class Bench:
         assert self._oracle is not None
         self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
         try:
-            self._connect(self._oracle, bank, count)
-            for order in orders:
-                self._oracle.ask(order)
+            with self.device_turns.aside(self._oracle):
+                self._connect(self._oracle, bank, count)
+                for order in orders:
+                    self._oracle.ask(order)
             return [[t.clone() for t in self.outputs.tensors(bank["outputs"][1], i)] for i in range(count)]
         except RunnerError as error:
             raise TaskFault(f"{error.kind}: {error.text[-200:]}") from error
@@ -324,12 +324,11 @@ class Bench:
                 header["cache"] = self._cache
             try:
                 # The compile baseline lives long: its clock is the bench's, not one candidate's.
-                with self.device_turns.preparing():
-                    self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
+                self.arms[role] = Arm(self, header, None, seconds=24 * 3600)
                 if role == "noop":
                     return self.arms[role]
                 limit = self.params.sandbox.run_seconds
-                self.arms[role].warm(self.device_turns, limit if self.only else BASELINE_LIMITS * limit)
+                self.arms[role].warm(limit if self.only else BASELINE_LIMITS * limit)
                 with self.device_turns.preparing():
                     reason = self.verify(self.arms[role], "time", loose=True)
                 if reason is not None:

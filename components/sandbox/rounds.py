@@ -52,6 +52,7 @@ class Task(Protocol):
 
     params: Params
     nursery: Nursery
+    device_turns: Turns
     description: Any
     inputs: Part
     outputs: Part
@@ -95,10 +96,12 @@ class Arm:
         header = header | {"layout": layout, "precision": bench.params.precision, "init_inputs": bench.description.init_inputs}
         self.runner: Runner | None = None
         try:
-            self.parameters.raw().copy_(bench.parameters.raw())
-            self.write([bench.plain(i % bench.total) for i in range(bench.slots + 1)])
+            with bench.device_turns.preparing():
+                self.parameters.raw().copy_(bench.parameters.raw())
+                self.write([bench.plain(i % bench.total) for i in range(bench.slots + 1)])
             self.runner = bench.start(header, descriptors, seconds=seconds)
-            self.runner.receive()
+            with bench.device_turns.aside(self.runner):
+                self.runner.receive()
             self._freeze()
         except BaseException:
             self.close()
@@ -115,12 +118,11 @@ class Arm:
             for index, target in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
                 self.bench.mixed(mix, index, target.view(-1))
 
-    def warm(self, turns: Turns, seconds: float) -> None:
+    def warm(self, seconds: float) -> None:
         """One untimed call that nobody looks at: in it the compile baseline compiles."""
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
-        with turns.aside(self.runner):
-            self.runner.signal(signal.SIGCONT)
+        with self.bench.device_turns.aside(self.runner):
             self.runner.ask({"op": "warm", "sets": 0})
         self._freeze()
 

@@ -51,19 +51,18 @@ class Turns:
 
     @contextlib.contextmanager
     def aside(self, runner: Runner) -> Iterator[None]:
-        """While `runner` works and the judge only waits for its answer: it is stopped whenever others measure."""
-        if not self.wall or self.measurer == threading.get_ident():
-            yield
-            return
+        """While `runner`, thawed here, works and the judge only waits for its answer: it stands still whenever others measure."""
         with self.condition:
-            self.runners.append(runner)
-            if self.measurer is not None:
-                runner.signal(signal.SIGSTOP)
+            mine = not self.wall or self.measurer in (None, threading.get_ident())
+            runner.signal(signal.SIGCONT if mine else signal.SIGSTOP)
+            if self.wall and self.measurer != threading.get_ident():
+                self.runners.append(runner)
         try:
             yield
         finally:
             with self.condition:
-                self.runners.remove(runner)
+                if runner in self.runners:
+                    self.runners.remove(runner)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
