@@ -168,8 +168,7 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
             if cuda:
                 torch.cuda.synchronize()
             connection.send(b"D")
-    gc.enable()
-    gc.unfreeze()
+    gc.enable()  # and nothing is unfrozen: a collection that looks at all of torch copies every page that this process shares
 
 
 def checked(call: Callable, arguments: list[list[Any]], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
