@@ -1,6 +1,6 @@
 """The judge's corpus on a device: every honest candidate and every exploit, one line each, then how true the figures are.
 
-    python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [NAME...]
+    python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [NAME...]
 
 Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured. Ends with 1
 unless every line is OK; lines marked `open` are exploits that are known to succeed and count apart.
@@ -44,9 +44,15 @@ def eager_speedup(verdict: Verdict) -> float:
     return verdict.speedup.eager.estimate if verdict.speedup.eager else 0.0
 
 
+ROWS: list[str] = []
+"""The lines so far, as rows of docs/corpus.md."""
+
+
 def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) -> None:
     ratios = [f"{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else "-" for ratio in (verdict.speedup.eager, verdict.speedup.compile)]
     print(f"{mark:5} {name:42} {expected:34} {verdict.status + ' ' + verdict.reason:40.40} {ratios[0]:22} {ratios[1]:22} {seconds:6.1f}", flush=True)
+    limit = expected.partition("<= ")[2]
+    ROWS.append(f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} | {ratios[1]} |")
     if mark == "FAIL" and verdict.log:
         print("      " + verdict.log.strip()[-400:].replace("\n", "\n      "), flush=True)
 
@@ -81,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--repeats", type=int, default=200, help="comparisons of each kind for the measurement's own validity")
+    parser.add_argument("--table", type=Path, help="write the lines as a table in Markdown")
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     suffix = "_cuda" if arguments.device == "cuda" else ""
@@ -102,6 +109,9 @@ def main() -> int:
                 judge_validity.report(judge, arguments.repeats)
         finally:
             judge.close()
+    if arguments.table:
+        head = "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | --- | --- | --- | --- |\n"
+        arguments.table.write_text(head + "".join(f"{row}\n" for row in ROWS))
     print(f"{marks.count('OK')} OK, {marks.count('FAIL')} FAIL, {marks.count('open')} open")
     return 1 if "FAIL" in marks else 0
 
