@@ -342,17 +342,19 @@ class Bench:
     def drop(self, role: str) -> None:
         """Forget a baseline that died; the next use starts it anew."""
         if role in self.arms:
-            self.arms.pop(role).close()
+            with self.device_turns.preparing():
+                self.arms.pop(role).close()
 
     def close(self) -> None:
-        for arm in self.arms.values():
-            arm.close()
-        self.arms.clear()
-        if self._oracle is not None:
-            self._oracle.close()
-            self._oracle = None
-        self.prepared.clear()
-        self.doubled.clear()
-        for buffer in self.closers:
-            buffer.close()
-        self.closers.clear()
+        with self.device_turns.preparing():  # giving memory back holds up the whole device
+            for arm in self.arms.values():
+                arm.close()
+            self.arms.clear()
+            if self._oracle is not None:
+                self._oracle.close()
+                self._oracle = None
+            self.prepared.clear()
+            self.doubled.clear()
+            for buffer in self.closers:
+                buffer.close()
+            self.closers.clear()
