@@ -52,7 +52,7 @@ def describe(code: str, device: str) -> dict:
 
 
 def made_inputs(module: types.ModuleType, device: str) -> list[Any]:
-    """`get_inputs()`, on a GPU by that GPU where the source lets it: one core needs 7 s for 2^30 random numbers."""
+    """`get_inputs()`, on a GPU by that GPU where the source lets it: one core needs half a second for 2^26 random numbers."""
     if device == "cuda":
         try:
             with torch.device(device):
