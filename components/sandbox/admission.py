@@ -159,9 +159,11 @@ def _sensitivity(bench: Bench) -> str | None:
     same: dict[str, Any] = {"op": "fill", "seed": seed, "family": "given", "outputs": True, "exact": False, "parameters": parameters}
     expected = bench.expected.tensors(bench.bank_expected, 0)
     single = bench.outputs.tensors(bench.bank_single, 0)
-    for (reason, _), outputs in zip(orders, bench.probe([same | {"set": i} | change for i, (_, change) in enumerate(orders)]), strict=True):
-        if all(compare(got, one, wide, bench.params.sandbox) is None for got, one, wide in zip(outputs, single, expected, strict=True)):
-            return reason
+    found = bench.probe([same | {"set": i} | change for i, (_, change) in enumerate(orders)])
+    with bench.device_turns.preparing():
+        for (reason, _), outputs in zip(orders, found, strict=True):
+            if all(compare(got, one, wide, bench.params.sandbox) is None for got, one, wide in zip(outputs, single, expected, strict=True)):
+                return reason
     return None
 
 

@@ -222,7 +222,8 @@ class Bench:
                 self._connect(self._oracle, bank, count)
                 for order in orders:
                     self._oracle.ask(order)
-            return [[t.clone() for t in self.outputs.tensors(bank["outputs"][1], i)] for i in range(count)]
+            with self.device_turns.preparing():
+                return [[t.clone() for t in self.outputs.tensors(bank["outputs"][1], i)] for i in range(count)]
         except RunnerError as error:
             raise TaskFault(f"{error.kind}: {error.text[-200:]}") from error
         finally:
