@@ -109,6 +109,8 @@ def environment_fault(error: BaseException) -> str:
     while seen is not None:
         text = str(seen)
         full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
+        if type(seen).__name__ == "InfrastructureError":  # by name, so that help needs no import of the judge
+            return f"{text}; what was judged is kept: run the same command again."
         if full or "No space left on device" in text or "database or disk is full" in text:
             place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
             return f"{place}the disk is full; free some space or give another folder with --home, then run the same command again."

@@ -1,3 +1,4 @@
+#ifndef __NVCC__  // the kernel of a CPU; on a GPU it is forward.cu
 #include "binding_registry.h"
 #include "vec.h"
 
@@ -12,3 +13,4 @@ KERNEL(forward) {
     out[i] = alpha * vsigmoid(a[i]) + b[i];
   }
 }
+#endif

@@ -5,6 +5,7 @@ Most of an admission is preparation, which many do side by side; only rounds tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from components.config import BadInput, Device, Params
-from components.sandbox.baselines import Bench, TaskFault
+from components.sandbox.baselines import RUNNER_SHARE, Bench, TaskFault
 from components.sandbox.compiled import DEFAULT
 from components.sandbox.correctness import compare
 from components.sandbox.nursery import Nursery
@@ -24,7 +25,12 @@ from components.sandbox.turns import Turns
 from components.task import check_contract
 
 ROUNDS = 3
+ROUND_SHARE = 0.25
+"""Of the calls that a round of a candidate has, on a GPU, where everything else stands still meanwhile: a window of times and
+headroom need less than a reward does."""
 COPIED_BYTES = 2**27
+DESCRIBED_BYTES = 2 << 30
+"""Taken while a task runs for the first time, and nobody knows what it needs."""
 MATRIX = {"cpu": 1024, "cuda": 8192}
 
 
@@ -76,20 +82,29 @@ def _seconds(work: Callable[[], Any], device: Device) -> float:
 
 def admit(params: Params, nursery: Nursery, turns: Turns, code: str, *, headroom: bool) -> Admission:
     """Whether the judge can tell a cheat from an answer on this task, its eager time, and where asked for what torch.compile
-    makes of it, with the figures that headroom is made of; a task that it cannot compile is not admitted then."""
+    makes of it, with the figures that headroom is made of; a task that it cannot compile is not admitted then.
+
+    A device's memory is shared with the tasks beside it: who ran out of it gets more room once.
+    """
     try:
         check_contract(code, "task")
-        bench = Bench(params, nursery, turns, code, only="compile" if headroom else "plain")
-    except (BadInput, TaskFault) as error:
+    except BadInput as error:
         return _does_not_run(error)
-    with turns.taking(bench.bytes):
+    for spare in (0, int(RUNNER_SHARE * turns.whole)) if turns.wall else (0,):
         try:
-            bench.fill()
-            return _admission(bench, turns, headroom)
+            with turns.taking(DESCRIBED_BYTES + spare):
+                bench = Bench(params, nursery, turns, code, only="compile" if headroom else "plain")
+            with contextlib.closing(bench), turns.taking(bench.bytes + spare):
+                bench.fill()
+                return _admission(bench, turns, headroom)
         except TaskFault as error:
-            return _does_not_run(error)
-        finally:
-            bench.close()
+            fault: Exception = error
+            if not error.of_memory:
+                break
+        except torch.OutOfMemoryError as error:
+            fault = error
+            torch.cuda.empty_cache()
+    return _does_not_run(fault)
 
 
 def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
@@ -126,6 +141,8 @@ def _timed(bench: Bench, turns: Turns, role: str) -> tuple[list[float], bool]:
     seconds, steady, first = [], True, None
     with turns.measuring():
         sets = bench.fresh_sets()
+        if turns.wall:
+            sets = sets[: max(bench.params.sandbox.sets_per_round, int(len(sets) * ROUND_SHARE))]
         for _ in range(ROUNDS):
             found, taken = arm.round("time", sets)
             seconds.append(found)

@@ -208,6 +208,8 @@ def serve(connection: socket.socket, header: dict, descriptors: list[int], recei
 def play(connection: socket.socket, header: dict, descriptors: list[int], receive: Receive) -> None:
     role = header["role"]
     if role == "describe":
+        if "share" in header and header["device"] == "cuda":
+            torch.cuda.set_per_process_memory_fraction(header["share"])
         connection.send(b"R" + json.dumps(oracle.describe(header["code"], header["device"])).encode())
         return
     if role == "oracle":

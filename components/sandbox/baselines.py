@@ -33,6 +33,10 @@ MAX_SETS = {"cpu": 32, "cuda": 256}
 """Most calls in one round."""
 MAX_ARM_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 """Most memory for the inputs and outputs of one round of one arm."""
+RUNNER_SHARE = 0.125
+"""Of a GPU's memory, for what one task's runner may allocate beside others: two tasks of 1,200 took 65 and 80 GB and broke their neighbours."""
+CONTEXT_BYTES = 600 << 20
+"""What CUDA takes for each process."""
 BASES = 6
 """Input sets that the calls of timed rounds are mixed from (see `Mix`): so many, or as many as MAX_ARM_BYTES hold, but two at least."""
 
@@ -51,10 +55,15 @@ class Description(BaseModel):
     state: list[tuple[str, Shape, Dtype]] = Field(max_length=4096)
     parameters: list[str] = Field(max_length=4096)
     seconds: float = Field(ge=0, lt=1e6)
+    peak_bytes: int = Field(ge=0)
 
 
 class TaskFault(Exception):
     """The task's own source fails: it is refused at admission, and no candidate is blamed for it."""
+
+    @property
+    def of_memory(self) -> bool:
+        return isinstance(self.__cause__, RunnerError) and self.__cause__.kind == "out_of_memory"
 
 
 class Bench:
@@ -90,7 +99,7 @@ class Bench:
     def _described(self) -> Runner:
         header: dict[str, Any] = {"role": "describe", "code": self.code, "precision": self.params.precision}
         if self.only is not None:
-            header |= {"zygote": self.only} | ({"cache": self._cache} if self.only == "compile" else {})
+            header |= {"zygote": self.only, "share": RUNNER_SHARE} | ({"cache": self._cache} if self.only == "compile" else {})
         return self.nursery.spawn(header, seconds=self.params.sandbox.run_seconds)
 
     @property
@@ -142,7 +151,8 @@ class Bench:
         self.per_round = min(per_round, most)
         self.slots = min(max(per_round, sandbox.correctness_sets), most)
         self.families = list(itertools.islice(itertools.cycle(FAMILIES), sandbox.correctness_sets))
-        self.total = sandbox.correctness_sets + max(2, min(BASES, MAX_ARM_BYTES[self.params.device] // self.inputs.stride))
+        bases = BASES if self.only is None else 2
+        self.total = sandbox.correctness_sets + max(2, min(bases, MAX_ARM_BYTES[self.params.device] // self.inputs.stride))
 
     @property
     def bytes(self) -> int:
@@ -150,7 +160,8 @@ class Bench:
         inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
         bank = inputs * (3 * self.total - 2 * len(self.families)) + (outputs + 2 * exact) * len(self.families)
         arms = 3 if self.only is None else 1
-        return bank + arms * (inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
+        own = CONTEXT_BYTES + 3 * self.description.peak_bytes  # what its runner computes with, in float64 too
+        return bank + arms * (own + inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)

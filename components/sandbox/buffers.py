@@ -107,6 +107,7 @@ POSIX_FILE_DESCRIPTOR = 1
 PINNED = 1
 DEVICE = 1
 READ_WRITE = 3
+OUT_OF_MEMORY = 2
 
 
 def _driver() -> ctypes.CDLL:
@@ -116,6 +117,8 @@ def _driver() -> ctypes.CDLL:
 
 
 def _check(result: int, call: str) -> None:
+    if result == OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"{call}: the device's memory is full")
     if result != 0:
         raise RuntimeError(f"{call} failed with CUDA driver error {result}")
 

@@ -96,6 +96,8 @@ class Judge:
                 return self._measure(say, bench, files, library.fileno(), always_compile)
         except TaskFault as error:
             return say("infrastructure", "task", f"the task itself fails: {error}")
+        except torch.OutOfMemoryError as error:
+            raise InfrastructureError(f"the judge's own work does not fit the device's memory: {error}") from error
 
     def _measure(self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, always_compile: bool) -> Verdict:
         python = {"model_new.py": files["model_new.py"]}  # what nobody has screened is not there to be imported

@@ -14,8 +14,10 @@ checks for length and never believes: what counts is the shared memory, and the 
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import resource
@@ -155,6 +157,41 @@ def warm_up_inductor() -> None:
     tempfile.tempdir = None
 
 
+LATE = (
+    "torch._dynamo.backends.inductor",
+    "torch._export.passes.collect_tracepoints_pass",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.codegen.halide",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.codegen.pallas",
+    "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.mkldnn_fusion",
+    "torch._inductor.fx_passes.quantization",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "sympy.tensor.tensor",
+    "triton.backends.nvidia.compiler",
+    "triton.compiler.code_generator",
+)
+"""What the first compilation of a process imports besides, as seen with torch 2.11 on a GPU; a name that another version lacks is passed over."""
+
+
+def import_inductor() -> None:
+    """What compiling for a GPU imports, seconds of CPU time of every runner otherwise; CUDA must not be initialised before a fork.
+
+    Of all of it one module asks whether there is a GPU when it is imported (`_inductor.runtime.benchmarking`), which initialises CUDA.
+    """
+    asked, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    try:
+        for name in ("torch._inductor.compile_fx", *LATE):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    finally:
+        torch.cuda.is_available = asked
+
+
 def warm_up_torch() -> None:
     """What every runner would otherwise do for itself, done once before they are forked."""
     for key in ("CPU", "CUDA"):
@@ -198,8 +235,6 @@ if __name__ == "__main__":
     warm_up_torch()
     if kind == "compile" and device == "cpu":
         warm_up_inductor()
-    elif kind == "compile":  # CUDA must not be initialised before a fork; importing compile_fx would (seen with torch 2.11), these do not
-        import torch._dynamo
-        import torch._inductor.codecache
-        import triton  # noqa: F401
+    elif kind == "compile":
+        import_inductor()
     zygote(socket.socket(fileno=int(descriptor)), walled=walls == "walled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -12,8 +13,8 @@ import torch
 from components.config import Device
 from components.sandbox.nursery import Runner
 
-MEMORY_SHARE = 0.7
-"""Of the device's memory, for what is prepared side by side; the rest is for what the runners allocate themselves."""
+MEMORY_SHARE = 0.85
+"""Of the device's memory, for what is prepared side by side; the rest is for what was guessed too low."""
 
 
 class Turns:
@@ -26,6 +27,8 @@ class Turns:
         self.wall = device == "cuda"
         self.free = int(MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory) if self.wall else 0
         self.whole = self.free
+        self.takers: deque[object] = deque()
+        """Those that wait for memory, in their order: who needs much is not passed by."""
         self.condition = threading.Condition()
         self.preparers = 0
         self.runners: list[Runner] = []
@@ -101,9 +104,13 @@ class Turns:
     def taking(self, memory: int) -> Iterator[None]:
         """Once so many bytes of the device's memory are free; who needs more than there are takes all."""
         wanted = min(memory, self.whole)  # nothing on cpu
+        place = object()
         with self.condition:
-            self.condition.wait_for(lambda: self.free >= wanted)
+            self.takers.append(place)
+            self.condition.wait_for(lambda: self.takers[0] is place and self.free >= wanted)
+            self.takers.popleft()
             self.free -= wanted
+            self.condition.notify_all()
         try:
             yield
         finally:

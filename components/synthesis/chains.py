@@ -19,9 +19,9 @@ from torch import Tensor
 from components.config import BadInput, Data, Device
 from components.synthesis import mine_transformers
 from components.synthesis.compose import SOURCE, is_held_out
-from components.synthesis.cost import eager_seconds, metered
+from components.synthesis.cost import Metered, eager_seconds, metered
 from components.synthesis.mine_torch import probe
-from components.synthesis.operators import FAULTS, SMALL, Form, Module, Table, apply, shape_after, written
+from components.synthesis.operators import FAULTS, SMALL, Form, Module, Table, apply, written
 from components.synthesis.seeds import canonical
 from components.task import KernelTask
 
@@ -31,9 +31,13 @@ POWERS = tuple(2**power for power in range(0, 21))
 WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
 SIZES_TRIED = 5
+SAMPLED = 2048
+"""Values of an output that are counted; sorting all of a large one cost more than everything else."""
 FEATURES = (256, 512, 768, 1024, 2048)
 
 Shape = tuple[int, ...]
+Place = tuple[Shape, Shape]
+"""Shape and strides."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +104,18 @@ class Composer:
 
     def _chain(self, count: int) -> Draft | None:
         rank = self.rng.choices(list(RANKS), weights=list(RANKS.values()))[0]
-        forms: list[Form] = []
-        place: tuple[Shape, Shape] = SMALL[rank], _contiguous(SMALL[rank])
+        chain: tuple[Form, ...] = ()
+        place: Place = SMALL[rank], _contiguous(SMALL[rank])
         for _ in range(count):
             form = self.rng.choice(self.rng.choice(self.by_rank[len(place[0])]))
-            after = shape_after(form, *place)
-            twice = forms and canonical(forms[-1].name) == canonical(form.name)
-            if after is None or twice or (form.second and any(other.second for other in forms)):
+            twice = chain and canonical(chain[-1].name) == canonical(form.name)
+            if twice or (form.second and any(other.second for other in chain)):
                 return None
-            forms.append(form)
-            place = after
-        chain = tuple(forms)
+            met = metered(form, *place)
+            if met is None or _too_large(met.after[0], SMALL[rank]):
+                return None
+            chain += (form,)
+            place = met.after
         if not matters(chain, SMALL[rank]):
             return None
         for shape in self._likely(chain, rank):
@@ -120,27 +125,30 @@ class Composer:
 
     def _likely(self, chain: tuple[Form, ...], rank: int) -> list[Shape]:
         """A few shapes, first drawn from those where the time of the small shape, grown with the elements, is measurable."""
-        small = SMALL[rank]
-        each = self._guess(chain, small) / math.prod(small)
+        fixed, growing = self._guess(chain, SMALL[rank])
+        each = growing / math.prod(SMALL[rank])
         low, high = self.data.eager_seconds
-        near = [shape for shape in self.shapes[rank] if low <= each * math.prod(shape) <= high] or self.shapes[rank]
+        near = [shape for shape in self.shapes[rank] if low <= fixed + each * math.prod(shape) <= high] or self.shapes[rank]
         return self.rng.sample(near, min(SIZES_TRIED, len(near)))
 
     def _measurable(self, chain: tuple[Form, ...], shape: Shape) -> bool:
         low, high = self.data.eager_seconds
-        return 1.3 * low <= self._guess(chain, shape) <= high / 1.3
+        return 1.3 * low <= sum(self._guess(chain, shape)) <= high / 1.3
 
-    def _guess(self, chain: tuple[Form, ...], shape: Shape) -> float:
-        """Eager seconds; infinite where the chain does not fit."""
-        places = _walk(chain, shape)
-        return math.inf if places is None else sum(eager_seconds(form, *at, self.device) for form, at in zip(chain, places, strict=False))
+    def _guess(self, chain: tuple[Form, ...], shape: Shape) -> tuple[float, float]:
+        """Eager seconds that are fixed, and that grow; infinite where the chain does not fit."""
+        walked = _walk(chain, shape)
+        if walked is None:
+            return math.inf, math.inf
+        guesses = [eager_seconds(form, met, self.device) for form, (_, met) in zip(chain, walked, strict=True)]
+        return sum(fixed for fixed, _ in guesses), sum(growing for _, growing in guesses)
 
     def _written(self, chain: tuple[Form, ...], shape: Shape) -> Draft:
-        places = _walk(chain, shape)
-        assert places is not None
-        task = KernelTask(code=write_source(chain, [at[0] for at in places]), ops=tuple(form.name for form in chain), data_source=f"torch#{len(chain)}")
-        flops = sum(metered(form, *at)[0] for form, at in zip(chain, places, strict=False))
-        return Draft(self._reserved(task), chain, shape, flops)
+        walked = _walk(chain, shape)
+        assert walked is not None
+        code = write_source(chain, [before[0] for before, _ in walked])
+        task = KernelTask(code=code, ops=tuple(form.name for form in chain), data_source=f"torch#{len(chain)}")
+        return Draft(self._reserved(task), chain, shape, sum(met.flops for _, met in walked))
 
     def _module(self) -> Draft:
         module = self.rng.choice(self.modules)
@@ -176,7 +184,8 @@ def matters(chain: Sequence[Form], shape: Shape) -> bool:
         size = _rms(out)
         if out.numel() < 16 or not 1e-4 < size < 1e4 or out.std().item() < 3e-3 * size:
             return False
-        if torch.unique((out / size * 1000).round()).numel() < min(100, 0.6 * out.numel()):
+        some = out.flatten()[:: out.numel() // SAMPLED + 1]
+        if torch.unique((some / size * 1000).round()).numel() < min(100, 0.6 * some.numel()):
             return False
         if _rms(out.double() - _run(chain, shape, torch.float64)) > 1e-5 * size:
             return False
@@ -203,15 +212,21 @@ def _rms(values: Tensor) -> float:
     return values.double().square().mean().sqrt().item()
 
 
-def _walk(chain: Sequence[Form], shape: Shape) -> list[tuple[Shape, Shape]] | None:
-    """Shape and strides before each operator and after the last; None where one does not fit at this size."""
-    places = [(shape, _contiguous(shape))]
+def _walk(chain: Sequence[Form], shape: Shape) -> list[tuple[Place, Metered]] | None:
+    """What is before each operator, and what the operator does there; None where one does not fit at this size."""
+    place, walked = (shape, _contiguous(shape)), []
     for form in chain:
-        after = shape_after(form, *places[-1])
-        if after is None or math.prod(after[0]) > 4 * math.prod(shape):
+        met = metered(form, *place)
+        if met is None or _too_large(met.after[0], shape):
             return None
-        places.append(after)
-    return places
+        walked.append((place, met))
+        place = met.after
+    return walked
+
+
+def _too_large(shape: Shape, start: Shape) -> bool:
+    """Whether a chain from `start` may not grow to this shape."""
+    return math.prod(shape) > 4 * math.prod(start)
 
 
 def _contiguous(shape: Shape) -> Shape:

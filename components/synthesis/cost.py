@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from components.config import Device
-from components.synthesis.operators import Form, apply
+from components.synthesis.operators import Form, shape_after
 from components.synthesis.seeds import SEEDS, canonical
 
 VIEWS = frozenset("view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias detach as_strided split unbind".split())
@@ -42,20 +42,27 @@ class Meter(TorchDispatchMode):
         return out
 
 
+@dataclass(frozen=True)
+class Metered:
+    """A form on one input: shape and strides of its output, operations, bytes and kernel launches."""
+
+    after: tuple[tuple[int, ...], tuple[int, ...]]
+    flops: int
+    bytes: int
+    calls: int
+
+
 @functools.lru_cache(maxsize=65536)
-def metered(form: Form, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, int]:
-    """Operations, bytes and kernel launches of a form that fits this input."""
-    x = torch.empty_strided(shape, stride, device="meta")
-    with torch.no_grad():
-        y = torch.empty(shape, device="meta") if form.second else None
-        with Meter() as meter:
-            apply(form, x, y)
-    return meter.flops, meter.bytes, meter.calls
+def metered(form: Form, shape: tuple[int, ...], stride: tuple[int, ...]) -> Metered | None:
+    """None where the form does not fit this input."""
+    with Meter() as meter:
+        after = shape_after.__wrapped__(form, shape, stride)
+    return None if after is None else Metered(after, meter.flops, meter.bytes, meter.calls)
 
 
-def eager_seconds(form: Form, shape: tuple[int, ...], stride: tuple[int, ...], device: Device) -> float:
-    """A guess of the eager time: only to choose a size, the judge measures."""
-    flops, moved, calls = metered(form, shape, stride)
+def eager_seconds(form: Form, met: Metered, device: Device) -> tuple[float, float]:
+    """A guess of the eager time, only to choose a size, since the judge measures: what it takes at any size, and what grows with
+    the size. On a GPU launches are nearly all that a small input takes."""
     if device == "cuda":
-        return flops / GPU_FLOPS + moved / GPU_BANDWIDTH + calls * GPU_LAUNCH
-    return flops / CPU_FLOPS + moved / 8e9 * NANOSECONDS.get(canonical(form.name), OTHER_NANOSECONDS)
+        return met.calls * GPU_LAUNCH, met.flops / GPU_FLOPS + met.bytes / GPU_BANDWIDTH
+    return 0.0, met.flops / CPU_FLOPS + met.bytes / 8e9 * NANOSECONDS.get(canonical(form.name), OTHER_NANOSECONDS)

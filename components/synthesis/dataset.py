@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from components.config import BadInput, Data, Params
 from components.files import atomic_folder
 from components.progress import Progress
 from components.sandbox.admission import Admission
+from components.sandbox.nursery import InfrastructureError
 from components.synthesis.chains import Composer, Draft
 from components.synthesis.compose import stream
 from components.synthesis.headroom import headroom
@@ -34,8 +37,8 @@ HOPELESS = 60
 DRY = 5000
 """Duplicates in a row, after which the composer has nothing new to offer."""
 
-
-LOOKAHEAD = 4
+LOOKAHEAD = 16
+"""Candidates in the window for each that is judged at once: decisions come in order, and one task may take torch.compile a minute."""
 
 
 class Admitting(Protocol):
@@ -100,7 +103,6 @@ class Builder:
         self.candidates = self.surplus = self.fruitless = self.dry = 0
 
     def run(self, source: Iterator[Candidate], total: int) -> None:
-        # More than are judged at once: decisions come in order, and one task may take torch.compile a minute.
         width = LOOKAHEAD * self.params.sandbox.build_workers
         while self.wanted is None or self.done != self.wanted:
             entering = next(source, None) if len(self.window) < width else None
@@ -147,6 +149,8 @@ class Builder:
             self.surplus += 1
             return
         admission = (candidate.judgement or self.admit(task)).result()
+        if admission.reason == "infrastructure":  # a set must not depend on what failed beside it; who builds again goes on here
+            raise InfrastructureError(f"the judge failed by its own fault: {admission.evidence.get('detail', '')}")
         reason, detail = self.rubric.weigh(admission)
         if not reason:
             self.fruitless = 0
@@ -197,9 +201,14 @@ def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds:
         else:
             builder.composer = Composer(table, data, params.device, modules=data.operators == "all")
             source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on many a mined form; the rubric decides
-        builder.run(source, data.tasks + data.held_out)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # probes are small: fifteen more threads that wait for each took two of sixteen cores from the judge
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on many a mined form; the rubric decides
+            builder.run(source, data.tasks + data.held_out)
+    finally:
+        torch.set_num_threads(threads)
     return builder.write(out)
 
 

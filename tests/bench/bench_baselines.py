@@ -9,6 +9,7 @@ task; a repeated command goes on where the last one ended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from components.config import resolve
 from components.evaluation.suites import load_suite
@@ -30,20 +32,19 @@ from components.task import KernelTask
 PASSES = ("first", "second")
 
 
-def measured(judge: Judge, code: str) -> dict[str, Any]:
-    """Seconds of one call of eager and of every mode of torch.compile, and what finding them out took."""
+def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
+    """Seconds of one call of eager and of the named modes of torch.compile, and what finding them out took."""
     began = time.monotonic()
+    roles = {"eager": "eager"} | {name: ROLES[judge.params.device][name] for name in modes}
     try:
-        bench, roles = Bench(judge.params, judge.nursery, judge.turns, code), {"eager": "eager"} | ROLES[judge.params.device]
-        with judge.turns.taking(bench.bytes):
-            try:
-                bench.fill()
-                roles = {name: roles[name] for name in started(bench, roles)}
-                with judge.turns.measuring():
-                    found = seconds(bench, roles)
-            finally:
-                bench.close()
-    except (TaskFault, InfrastructureError) as error:
+        with judge.turns.taking(judge.turns.whole // 8):  # what it needs is not known before it has run
+            bench = Bench(judge.params, judge.nursery, judge.turns, code)
+        with contextlib.closing(bench), judge.turns.taking(bench.bytes):
+            bench.fill()
+            roles = {name: roles[name] for name in started(bench, roles)}
+            with judge.turns.measuring():
+                found = seconds(bench, roles)
+    except (TaskFault, InfrastructureError, torch.OutOfMemoryError) as error:
         return {"fault": str(error)[:300]}
     return {"seconds": found, "took": round(time.monotonic() - began, 2)}
 
@@ -66,10 +67,12 @@ def main() -> None:
     parser.add_argument("--levels", default="")
     parser.add_argument("--every", type=int, default=1, help="take each n-th task")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a repeated command goes on")
+    parser.add_argument("--modes", help="of torch.compile, separated by commas; all that the device has where it is left out")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     chosen = parser.parse_args()
     params = resolve(chosen.profile, (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets)).params
     suite = load_suite(params, Path())[:: chosen.every]
+    modes = chosen.modes.split(",") if chosen.modes else list(ROLES[params.device])
     tasks: dict[str, dict[str, Any]] = read_json(chosen.out)["tasks"] if chosen.out.is_file() else {}
     end = time.monotonic() + chosen.seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +82,7 @@ def main() -> None:
                 open_tasks = [task for task in suite if name not in tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})]
 
                 def one(task: KernelTask) -> dict[str, Any] | None:
-                    return measured(judge, task.code) if time.monotonic() < end else None
+                    return measured(judge, task.code, modes) if time.monotonic() < end else None
 
                 with ThreadPoolExecutor(params.sandbox.build_workers) as workers:
                     for task, found in zip(open_tasks, workers.map(one, open_tasks), strict=True):

@@ -26,7 +26,7 @@ from components.synthesis import chains, mining
 from components.synthesis.operators import Form, apply
 from components.synthesis.rubric import Rubric
 
-PARTS = {"matters": "probe on small real tensors", "_walk": "fit on meta tensors", "eager_seconds": "cost on meta tensors", "shape_after": "drawing the chain"}
+PARTS = {"matters": "probe on small real tensors", "metered": "fit and cost on meta tensors"}
 
 
 def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,13 +4,15 @@ The naive cycle is what the public workspace does for each candidate: a fresh Py
 `torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager, torch.compile and the candidate
 ten times each. Both judge the same kernel on the same task; the judge measures torch.compile for it too.
 
-    python tests/bench/bench_judge.py
+    python tests/bench/bench_judge.py [--device cuda]
 
 How true its figures are: judge_validity.py.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,9 +35,11 @@ from components.task import KernelTask, load_task
 TEMPLATE = PROJECT / "agent_workdir"
 REPEATS = 8
 
-NAIVE_BINDING = """
+HEAD = """
 #include <torch/types.h>
 #include <torch/csrc/utils/pybind.h>
+"""
+CPU_BINDING = """
 #include "vec.h"
 static void forward(torch::Tensor a, torch::Tensor b, torch::Tensor alpha, torch::Tensor out) {
   const float *x = a.data_ptr<float>(), *y = b.data_ptr<float>(); const float s = alpha.data_ptr<float>()[0]; float* o = out.data_ptr<float>();
@@ -44,34 +48,59 @@ static void forward(torch::Tensor a, torch::Tensor b, torch::Tensor alpha, torch
 }
 PYBIND11_MODULE(cuda_extension, m) { m.def("forward", &forward); }
 """
+CUDA_BINDING = """
+#include <c10/cuda/CUDAStream.h>
+void launch(const float* a, const float* b, const float* alpha, float* out, int64_t count, cudaStream_t stream);
+static void forward(torch::Tensor a, torch::Tensor b, torch::Tensor alpha, torch::Tensor out) {
+  launch(a.data_ptr<float>(), b.data_ptr<float>(), alpha.data_ptr<float>(), out.data_ptr<float>(), a.numel(), c10::cuda::getCurrentCUDAStream());
+}
+PYBIND11_MODULE(cuda_extension, m) { m.def("forward", &forward); }
+"""
+CUDA_KERNEL = """
+#include <cstdint>
+__global__ void fused(const float* a, const float* b, const float* alpha, float* out, int64_t count) {
+  const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  if (i < count) out[i] = alpha[0] / (1.0f + __expf(-a[i])) + b[i];
+}
+void launch(const float* a, const float* b, const float* alpha, float* out, int64_t count, cudaStream_t stream) {
+  fused<<<(count + 255) / 256, 256, 0, stream>>>(a, b, alpha, out, count);
+}
+"""
+SOURCES = {"cpu": {"binding.cpp": HEAD + CPU_BINDING}, "cuda": {"binding.cpp": HEAD + CUDA_BINDING, "forward.cu": CUDA_KERNEL}}
 NAIVE = """
 import sys, time, torch
 from torch.utils.cpp_extension import load
 torch.set_num_threads(1)
-load(name="cuda_extension", sources=["binding.cpp"], extra_cflags=["-O3", "-march=native", "-fopenmp-simd", "-I" + sys.argv[1]], build_directory=".")
+device, include, *sources = sys.argv[1:]
+load(name="cuda_extension", sources=sources, extra_cflags=["-O3", "-march=native", "-fopenmp-simd", "-I" + include], build_directory=".")
 sys.path.insert(0, ".")
 import model, model_new
-old, new = model.Model(*model.get_init_inputs()).eval(), model_new.ModelNew(*model.get_init_inputs()).eval()
+old, new = (kind(*model.get_init_inputs()).eval().to(device) for kind in (model.Model, model_new.ModelNew))
 new.load_state_dict(old.state_dict())
 with torch.no_grad():
     for _ in range(5):
-        inputs = model.get_inputs()
+        inputs = [value.to(device) for value in model.get_inputs()]
         torch.testing.assert_close(new(*inputs), old(*inputs), atol=1e-2, rtol=1e-2)
     for call in (new, old, torch.compile(old)):
         for _ in range(15):
             call(*inputs)
+            if device == "cuda":
+                torch.cuda.synchronize()
 """
 
 
-def naive_seconds() -> float:
+def naive_seconds(device: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("model.py", "model_new.py"):
             Path(folder, name).write_text((TEMPLATE / name).read_text())
-        Path(folder, "binding.cpp").write_text(NAIVE_BINDING)
+        for name, text in SOURCES[device].items():
+            Path(folder, name).write_text(text)
         Path(folder, "naive.py").write_text(NAIVE)
-        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "HOME": folder, "OMP_NUM_THREADS": "1", "CCACHE_DISABLE": "1"}
+        environment = os.environ | {"HOME": folder, "OMP_NUM_THREADS": "1", "CCACHE_DISABLE": "1", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         started = time.perf_counter()
-        subprocess.run([sys.executable, "naive.py", str(TEMPLATE)], cwd=folder, env=environment, check=True, capture_output=True)
+        command = [sys.executable, "naive.py", device, str(TEMPLATE), *SOURCES[device]]
+        subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
         return time.perf_counter() - started
 
 
@@ -103,7 +132,7 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
         setattr(owner, method, timed(records[name], originals[name]))
 
     def one(number: int) -> None:
-        fresh = files | {"kernels/forward.cpp": files["kernels/forward.cpp"] + f"// {in_flight} {number}\n"}  # another content: built anew
+        fresh = {name: f"{text}// {in_flight} {number}\n" if name.startswith("kernels/") else text for name, text in files.items()}  # built anew
         verdict = judge.verdict(task, fresh, always_compile=True)
         assert verdict.status == "correct", verdict
 
@@ -119,16 +148,19 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    device = parser.parse_args().device
     task, files = load_task(TEMPLATE / "model.py"), read_workspace(TEMPLATE)
     with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(resolve("smoke").params, Path(folder))
+        judge = Judge(resolve("smoke", (f"device={device}",)).params, Path(folder))
         judge.verdict(task, files, always_compile=True)  # the zygote, the binding and the task's baselines: once per night and task
         seconds = latency(judge, task, files, REPEATS, 1)
         started = time.perf_counter()
-        latency(judge, task, files, 3 * 16, 16)
-        together = (time.perf_counter() - started) / (3 * 16)
+        latency(judge, task, files, 2 * 16, 16)
+        together = (time.perf_counter() - started) / (2 * 16)
         judge.close()
-    own, naive = sorted(seconds)[REPEATS // 2], naive_seconds()
+    own, naive = sorted(seconds)[REPEATS // 2], naive_seconds(device)
     spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with 16 in flight"
     print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour", flush=True)
 
