@@ -152,6 +152,12 @@ def test_no_screen_of_the_syntax_tree(own: Judge, monkeypatch: pytest.MonkeyPatc
     assert verdict(own, "patched_time").status == "correct"
 
 
+def test_runner_that_speaks_before_it_is_asked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner waits for the judge's word after every result: who says all at once pays for one message in each round."""
+    monkeypatch.setattr(Runner, "waits", lambda self: True)
+    assert verdict(own, "native_ahead").status == "correct"
+
+
 @pytest.fixture
 def mutated(own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], Judge]]:
     """A judge whose runners have `old` replaced by `new` in one file that runs inside the sandbox."""

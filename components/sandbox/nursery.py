@@ -8,6 +8,7 @@ import ctypes
 import errno
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -115,8 +116,16 @@ class Runner:
                 raise RunnerError("crashed", "the process is gone")
             raise RunnerError("wrong", "unreadable_output")
 
+    def waits(self) -> bool:
+        """Whether the runner has said nothing that was not read: who speaks ahead is not waiting for the judge's word."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return all(events & select.POLLHUP for _, events in poll.poll(0))
+
     def acknowledge(self) -> None:
         """Let the runner go on after a result."""
+        if not self.waits():
+            raise RunnerError("protocol", "it spoke before it was asked")
         try:
             self.connection.send(b"A")
         except OSError as error:

@@ -76,8 +76,13 @@ def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
         says = f"{wanted['status']} {wanted['reason']}"
         if good and "times_honest" in wanted and verdict.status == "correct":
             plain = "plain" if suffix else "simd"
-            limit = wanted["times_honest"] * eager_speedup(judged(judge, f"honest{suffix}", wanted.get("honest", plain)))
-            good, says = eager_speedup(verdict) <= limit, f"{says} <= {limit:.2f}x"
+            for _ in range(3):  # a measurement can be off on a busy machine, a gain comes again
+                limit = wanted["times_honest"] * eager_speedup(judged(judge, f"honest{suffix}", wanted.get("honest", plain)))
+                good = verdict.status == "correct" and eager_speedup(verdict) <= limit
+                if good:
+                    break
+                verdict = judged(judge, f"exploits{suffix}", name, wanted.get("run_seconds"))
+            says = f"{says} <= {limit:.2f}x"
         marks.append("OK" if good else "open" if "open" in wanted else "FAIL")
         line(name, says, verdict, time.monotonic() - started, marks[-1])
     return marks
