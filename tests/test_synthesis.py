@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from components.cli import app
 from components.config import PROJECT, BadInput, resolve
 from components.progress import Quiet
+from components.sandbox.admission import Admission
+from components.sandbox.nursery import InfrastructureError
 from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
 from components.synthesis.contamination import Programs, graph, similarity, subtrees
 from components.synthesis.dataset import build
@@ -191,6 +193,16 @@ def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:
     summary = build(parameters(f"data.against=[{tmp_path / 'suite'}]"), tmp_path / "tasks", InProcess(), Quiet())
     assert first.task_id not in {task.task_id for task in summary.admitted}
     assert "similar_to_evaluation" in summary.reasons
+
+
+def test_a_set_does_not_depend_on_what_failed_beside_it(tmp_path: Path) -> None:
+    class Failing(InProcess):
+        def admission(self, code: str, *, headroom: bool = False) -> Admission:
+            return Admission(False, "infrastructure", {"detail": "the zygote is gone"}) if len(self.asked) > 5 else super().admission(code)
+
+    with pytest.raises(InfrastructureError, match="zygote"):
+        build(parameters(), tmp_path / "tasks", Failing(), Quiet())
+    assert not (tmp_path / "tasks").exists()
 
 
 def test_a_hopeless_window_ends_with_the_reason(tmp_path: Path) -> None:

@@ -92,6 +92,26 @@ def test_memory_is_waited_for_and_the_largest_takes_all(turns: Turns) -> None:
     assert begun.is_set() and turns.free == 1000
 
 
+def test_who_needs_much_memory_is_not_passed_by(turns: Turns) -> None:
+    order: list[int] = []
+
+    def take(memory: int) -> None:
+        with turns.taking(memory):
+            order.append(memory)
+
+    threads = []
+    with turns.taking(600):
+        for memory in (900, 100, 300):
+            threads.append(threading.Thread(target=take, args=(memory,)))
+            threads[-1].start()
+            while len(turns.takers) < len(threads):
+                time.sleep(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join(10)
+    assert order[0] == 900 and turns.free == 1000 and not turns.takers
+
+
 def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:
     turns = Turns("cpu")
     done = threading.Event()
