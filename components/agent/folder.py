@@ -1,7 +1,7 @@
 """A folder that an untrusted process writes too: read and written without ever following what it may have put there.
 
-Symbolic links, FIFOs, devices and large files are not followed, opened or read; every step goes through a descriptor
-of the folder above it.
+Symbolic links, FIFOs, devices and large files are not followed, opened or read. The folder itself is ours; every step
+below it goes through a descriptor of the folder above.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ def read_bytes(root: Path, path: str, limit: int = MAX_FILE_BYTES) -> bytes | No
     """The content of the regular file `path` (two levels at most) below `root`; None when there is no such plain file."""
     folder, _, name = path.rpartition("/")
     try:
-        with contextlib.ExitStack() as stack:
-            above = stack.enter_context(opened(root, _FOLDER))
-            if folder:
-                above = stack.enter_context(opened(folder, _FOLDER, above))
-            descriptor = stack.enter_context(opened(name, _READ, above))
-            found = os.fstat(descriptor)
-            return os.pread(descriptor, limit, 0) if stat.S_ISREG(found.st_mode) and found.st_size <= limit else None
+        with opened(root / folder, _FOLDER) as above:
+            return _regular(above, name, limit)
     except OSError:
         return None
 
 
-def names(root: Path, folder: str = "") -> list[str]:
-    """What lies directly in `folder` below `root`, sorted; nothing when it is no plain folder."""
+def contents(root: Path, folder: str = "") -> dict[str, bytes]:
+    """The regular files among the first 200 names that lie directly in `folder` below `root`; none when it is no plain folder."""
     try:
-        with contextlib.ExitStack() as stack:
-            above = stack.enter_context(opened(root, _FOLDER))
-            if folder:
-                above = stack.enter_context(opened(folder, _FOLDER, above))
-            return sorted(os.listdir(above))
+        with opened(root / folder, _FOLDER) as above:
+            found = {name: _regular(above, name, MAX_FILE_BYTES) for name in sorted(os.listdir(above))[:MAX_FILES]}
     except OSError:
-        return []
+        return {}
+    return {name: data for name, data in found.items() if data is not None}
+
+
+def _regular(above: int, name: str, limit: int) -> bytes | None:
+    try:
+        with opened(name, _READ, above) as descriptor:
+            found = os.fstat(descriptor)
+            return os.pread(descriptor, found.st_size, 0) if stat.S_ISREG(found.st_mode) and found.st_size <= limit else None
+    except OSError:
+        return None
 
 
 def write_text(root: Path, path: str, text: str) -> None:

@@ -61,19 +61,22 @@ class TokenEpisode(Episode):
         self.ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
-        self.observed: list[tuple[int, int, list[int]]] = []
-        """Where each turn's observations stand in `ids`, and what stands there once they are shortened."""
+        self.observed: list[tuple[int, int]] = []
+        """Where each turn's observations begin and end in `ids`."""
         self.shortened = 0
 
     def prompt(self, *, shorten: bool) -> list[int]:
         """The history to sample from. With `shorten`, the oldest observations give way until a turn fits into the window."""
         ids, self.shortened = self.ids, 0
         room = self.params.policy.context - min(self.params.policy.context // 8, 4096)
-        while shorten and len(ids) > room and self.shortened < len(self.observed) - 1:
+        if not shorten or len(ids) <= room:
+            return ids
+        short = suffix_ids(self.tokenizer, [SHORTENED], self.descriptions)
+        while len(ids) > room and self.shortened < len(self.observed) - 1:
             self.shortened += 1
             pieces, end = [], 0
-            for start, stop, short in self.observed[: self.shortened]:
-                pieces += [*self.ids[end:start], *short]
+            for start, stop in self.observed[: self.shortened]:
+                pieces += [*self.ids[end:start], *min(self.ids[start:stop], short, key=len)]
                 end = stop
             ids = [*pieces, *self.ids[end:]]
         return ids
@@ -87,8 +90,7 @@ class TokenEpisode(Episode):
         calls = self.perform(text, parse_calls(text), cut=completion.finish_reason == "length", last=last, shortened=self.shortened)
         if not self.finish_reason:
             suffix = suffix_ids(self.tokenizer, self._messages(calls), self.descriptions)
-            short = suffix_ids(self.tokenizer, [SHORTENED], self.descriptions)
-            self.observed.append((len(self.ids), len(self.ids) + len(suffix), short if len(short) < len(suffix) else suffix))
+            self.observed.append((len(self.ids), len(self.ids) + len(suffix)))
             self.ids += suffix
             self.mask += [0] * len(suffix)
             self.logprobs += [0.0] * len(suffix)

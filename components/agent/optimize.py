@@ -16,6 +16,7 @@ from typing import Protocol
 from components.agent.trajectory import Trajectory
 from components.config import BadInput, Params
 from components.files import digest_json
+from components.policy.composed_form import composed_form
 from components.progress import Progress
 from components.sandbox.admission import Admission
 from components.sandbox.pool import EVALUATION, Candidate, Job, JudgePool
@@ -26,6 +27,7 @@ FINALISTS = 3
 WHATEVER_TIME = (1e-9, 1e9)
 SHORT_SECONDS = 2e-5
 UNSURE = "_does_not_matter"
+NOT_LEARNED = "The module was not recognised as a chain of the operators that this policy has learned; a larger policy (--policy) is the one to ask."
 UNJUDGEABLE = {
     "zeros_pass": "an output of zeros would pass as right",
     "mean_passes": "a constant would pass as right",
@@ -144,6 +146,8 @@ def optimize(
     interrupted one goes on with the verdicts that it had; `origin` names the module in messages."""
     begun = time.monotonic()
     task, notes = admitted_task(params, task, origin, pool)
+    if params.policy.prompt == "compact" and composed_form(task.code) is None:
+        notes.append(NOT_LEARNED)
     epoch = digest_json([task.task_id, *identity])[:16]
     recorder = Recorder(pool)
     deadline = None if budget_seconds is None else begun + budget_seconds

@@ -95,9 +95,11 @@ class Shell:
 
     def pull(self) -> dict[str, str]:
         """The candidate's files as they lie in the folder."""
-        paths = ["model_new.py", *(f"kernels/{name}" for name in folder.names(self.workspace, "kernels")[: folder.MAX_FILES])]
-        found = {path: folder.read_bytes(self.workspace, path) for path in paths}
-        return {path: data.decode(errors="replace") for path, data in found.items() if data is not None}
+        found = {f"kernels/{name}": data for name, data in folder.contents(self.workspace, "kernels").items()}
+        model = folder.read_bytes(self.workspace, "model_new.py")
+        if model is not None:
+            found["model_new.py"] = model
+        return {path: data.decode(errors="replace") for path, data in found.items()}
 
     # --- commands ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import re
 import shlex
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from components.agent import arguments, folder
 from components.agent.arguments import Arguments, validated
@@ -186,8 +185,7 @@ class Tools:
     def _paths(self) -> list[str]:
         found = set(self.workspace.paths())
         if self._shell is not None:
-            root = Path(self._shell.workspace)
-            found |= {name for name in folder.names(root)[: folder.MAX_FILES] if folder.read_bytes(root, name) is not None}
+            found |= folder.contents(self._shell.workspace).keys()
         return sorted(found)
 
     def grep(self, given: arguments.Grep) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from components.config import PROJECT, Device, Policy
-from components.policy.operators_source import composed_form
+from components.policy.composed_form import composed_form
 
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
 """Ends the compact prompt of an episode with several turns; without it, one answer is final."""
