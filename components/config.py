@@ -65,6 +65,7 @@ class Sandbox(Section):
     round_seconds: Positive = Field(description="a round repeats its sets until it lasts about this long on eager, seconds")
     error_multiple: Positive = Field(description="a candidate's error may be this multiple of the float32 reference's own error")
     absolute_tolerance: Positive = Field(description="ceiling of the error that is ever accepted, relative to the output's scale")
+    tf32_tolerance: Positive = Field(description="that ceiling where precision is tf32: its products keep 11 bits (NVIDIA A100 white paper)")
     build_workers: Count = Field(description="builds that run in parallel")
     warm_tasks: Count = Field(description="tasks whose baselines are kept warm")
     attempts: Count = Field(description="tries of a judgement that failed by the judge's own fault")

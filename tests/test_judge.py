@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from components.config import Params
-from components.sandbox import compiled, rounds
+from components.sandbox import baselines, buffers, compiled, rounds
+from components.sandbox.baselines import Bench
 from components.sandbox.correctness import Expected, Near
 from components.sandbox.judge import Judge
+from components.sandbox.mixing import Mix
 from components.sandbox.nursery import InfrastructureError, Nursery
 from components.sandbox.pool import Candidate, Job, LocalPool
+from components.sandbox.rounds import Part
 from components.sandbox.screen import screen_files, screen_symbols
 from components.sandbox.timing import paired_ratio, wanted_rounds
 from components.sandbox.verdict import MARGIN, Ratio
@@ -149,7 +152,7 @@ def test_clear_answers_cost_no_more_rounds() -> None:
 @pytest.mark.parametrize("kind", [Expected, Near])
 def test_infinity_is_neither_its_opposite_nor_nan(kind: type, ci_params: Params) -> None:
     expected = torch.tensor([1.0, 2.0, -torch.inf])
-    exact = Expected(expected, expected.double(), ci_params.sandbox)
+    exact = Expected(expected, expected.double(), ci_params.sandbox, "strict-fp32")
     judged = exact if kind is Expected else Near(expected, exact.slack)
     assert judged.fault(expected.clone()) is None
     for special in (torch.inf, torch.nan, 0.0):
@@ -260,3 +263,48 @@ def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float]
     with pytest.raises(InfrastructureError, match="timed_out"):
         with_limits(3, 30).verdict(KernelTask(code=code), SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")})
     assert time.monotonic() - started < 60
+
+
+def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every arm gets the same inputs, so a wrong mixture would go unnoticed: it is compared here with rolling whole tensors."""
+    bench = object.__new__(Bench)
+    bench.inputs, bench.families, bench.turns, bench.blends = Part.of([([7, 11], "float32"), ([13], "int64")], 1), ["given"], True, [True, False]
+    bench.bank_inputs = buffers.make("cpu", 3 * bench.inputs.stride)
+    sets = [bench.inputs.tensors(bench.bank_inputs, index) for index in range(3)]
+    for index, (floats, whole) in enumerate(sets):
+        floats.copy_(torch.randn(7, 11))
+        whole.copy_(torch.arange(13) + 100 * index)
+    for limit in (1 << 20, 0):
+        monkeypatch.setattr(baselines, "DOUBLED_BYTES", limit)
+        bench.doubled = {}
+        for turns in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
+            mix = Mix(1, 2, (turns[0], turns[0] % 13), (turns[1], turns[1] % 13), 0.3)
+            floats, whole = torch.empty(77), torch.empty(13, dtype=torch.int64)
+            bench.mixed(mix, 0, floats)
+            bench.mixed(mix, 1, whole)
+            first, second = (sets[base][0].flatten().roll(-turn) for base, turn in ((1, turns[0]), (2, turns[1])))
+            assert torch.equal(floats, torch.lerp(first, second, 0.3))
+            assert torch.equal(whole, sets[1][1].roll(-(turns[0] % 13)))
+    bench.bank_inputs.close()
+
+
+def test_a_large_task_has_fewer_families_and_is_judged(ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "FAMILY_BYTES", 1)
+    monkeypatch.setattr(baselines, "DOUBLED_BYTES", 1)
+    judge = Judge(ci_params, tmp_path)
+    try:
+        assert judge.verdict(world.task("honest", "simd"), world.files("honest", "simd")).status == "correct"
+        assert judge.verdict(world.task("exploits", "pointer_cache"), world.files("exploits", "pointer_cache")).status == "wrong_output"
+        assert {tuple(bench.families) for bench in judge.benches.values()} == {("given",)}
+    finally:
+        judge.close()
+
+
+def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Params) -> None:
+    """A product whose operands keep 11 bits, against its float64 value: right at tf32, wrong where float32 is asked for."""
+    exact = torch.randn(256, 512, dtype=torch.float64) @ torch.randn(512, 256, dtype=torch.float64)
+    rounded = (exact * (1 + 5e-4 * torch.randn_like(exact))).float()
+    for precision, right in (("tf32", True), ("strict-fp32", False)):
+        expected = Expected(rounded, exact, ci_params.sandbox, precision)  # type: ignore[arg-type]
+        assert (expected.fault(exact.float()) is None) and (expected.fault(rounded) is None) == right
+        assert expected.fault(torch.zeros_like(rounded)) == "max_error"

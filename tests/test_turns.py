@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -110,6 +111,14 @@ def test_who_needs_much_memory_is_not_passed_by(turns: Turns) -> None:
     for thread in threads:
         thread.join(10)
     assert order[0] == 900 and turns.free == 1000 and not turns.takers
+
+
+def test_what_is_only_kept_warm_gives_way(turns: Turns) -> None:
+    warm = contextlib.ExitStack()
+    warm.enter_context(turns.taking(800))
+    turns.relieve = warm.close
+    with turns.taking(500):
+        assert turns.free == 500
 
 
 def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:

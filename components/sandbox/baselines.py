@@ -32,9 +32,15 @@ from components.sandbox.turns import Turns
 MAX_SETS = {"cpu": 32, "cuda": 256}
 """Most calls in one round."""
 MAX_ARM_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Most memory for the inputs and outputs of one round of one arm."""
+"""Most memory for the inputs and outputs of one round of one arm, unless one call has more."""
+LARGEST_SHARE = 1 / 16
+"""Of a GPU's memory, for the inputs and outputs of one call: four arms hold them two and a half times, the bank five times."""
+FAMILY_BYTES = 24 << 30
+"""Most memory for the families of inputs with their expected outputs, in float64 too; a large task has fewer families, the given one at least."""
 RUNNER_SHARE = 0.125
 """Of a GPU's memory, for what one task's runner may allocate beside others: two tasks of 1,200 took 65 and 80 GB and broke their neighbours."""
+DOUBLED_BYTES = 1 << 28
+"""Largest input that is held twice, so that a turned one is a view."""
 CONTEXT_BYTES = 600 << 20
 """What CUDA takes for each process."""
 BASES = 6
@@ -74,7 +80,7 @@ class Bench:
     most of the time.
     """
 
-    def __init__(self, params: Params, nursery: Nursery, turns: Turns, code: str, *, only: Kind | None = None):
+    def __init__(self, params: Params, nursery: Nursery, turns: Turns, code: str, *, only: Kind | None = None, share: float = 1.0):
         self.params = params
         self.nursery = nursery
         self.device_turns = turns
@@ -88,6 +94,8 @@ class Bench:
         self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
         self.only = only
+        self.share = share
+        """Of a GPU's memory, for what the only process may allocate."""
         self._oracle: Runner | None = None
         with self._blaming_the_task():
             self._oracle = self._described()
@@ -99,7 +107,7 @@ class Bench:
     def _described(self) -> Runner:
         header: dict[str, Any] = {"role": "describe", "code": self.code, "precision": self.params.precision}
         if self.only is not None:
-            header |= {"zygote": self.only, "share": RUNNER_SHARE} | ({"cache": self._cache} if self.only == "compile" else {})
+            header |= {"zygote": self.only, "share": self.share} | ({"cache": self._cache} if self.only == "compile" else {})
         return self.nursery.spawn(header, seconds=self.params.sandbox.run_seconds)
 
     @property
@@ -145,21 +153,25 @@ class Bench:
         self.expected = Part.of(wide, 1)
         self.parameters_part = Part.of([(shape, dtype) for _, shape, dtype in description.state], 1)
         one = self.inputs.stride + self.outputs.stride
-        most = MAX_ARM_BYTES[self.params.device] // one
-        if most < 1:
+        largest = self.device_turns.total * LARGEST_SHARE if self.device_turns.wall else MAX_ARM_BYTES["cpu"]
+        if one > largest:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
+        most = max(1, MAX_ARM_BYTES[self.params.device] // one)
         self.per_round = min(per_round, most)
-        self.slots = min(max(per_round, sandbox.correctness_sets), most)
-        self.families = list(itertools.islice(itertools.cycle(FAMILIES), sandbox.correctness_sets))
+        least = 1 if self.only is None else 2  # an admission compares two
+        families = max(least, min(sandbox.correctness_sets, FAMILY_BYTES // (self.inputs.stride + self.outputs.stride + 2 * self.expected.stride)))
+        self.slots = min(max(per_round, families), most)
+        self.families = list(itertools.islice(itertools.cycle(FAMILIES), families))
         bases = BASES if self.only is None else 2
-        self.total = sandbox.correctness_sets + max(2, min(bases, MAX_ARM_BYTES[self.params.device] // self.inputs.stride))
+        self.total = families + max(2, min(bases, MAX_ARM_BYTES[self.params.device] // self.inputs.stride))
 
     @property
     def bytes(self) -> int:
         """Memory of the bank, of what is prepared from it, and of the arms with what their runners hold, about."""
         inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
-        bank = inputs * (3 * self.total - 2 * len(self.families)) + (outputs + 2 * exact) * len(self.families)
-        arms = 3 if self.only is None else 1
+        doubled = 2 * (self.total - len(self.families)) if inputs <= DOUBLED_BYTES else 0
+        bank = inputs * (self.total + doubled) + (outputs + 2 * exact) * len(self.families)
+        arms = 4 if self.only is None else 1  # a candidate, eager, the no-op and one torch.compile
         own = CONTEXT_BYTES + 3 * self.description.peak_bytes  # what its runner computes with, in float64 too
         return bank + arms * (own + inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
 
@@ -243,21 +255,31 @@ class Bench:
 
     def mixed(self, mix: Mix, index: int, out: torch.Tensor) -> None:
         """Write input `index` of a call into the flat tensor `out`."""
-        first = self._turned(mix.first, index, mix.first_turns[index])
-        if self.blends[index] and mix.first != mix.second:
-            torch.lerp(first, self._turned(mix.second, index, mix.second_turns[index]), mix.weight, out=out)
-        else:
-            out.copy_(first)
+        first, second = mix.first_turns[index], mix.second_turns[index]
+        blended = self.blends[index] and mix.first != mix.second
+        # Turned inputs are views of two copies side by side; a large one has a single copy, and is written in up to three pieces.
+        count = out.numel()
+        edges = {0, count} if count * out.element_size() <= DOUBLED_BYTES else {0, count, count - first, *([count - second] if blended else [])}
+        for start, end in itertools.pairwise(sorted(edges)):
+            piece, one = out[start:end], self._turned(mix.first, index, first, start, end)
+            if blended:
+                torch.lerp(one, self._turned(mix.second, index, second, start, end), mix.weight, out=piece)
+            else:
+                piece.copy_(one)
         if mix.family != "given" and out.is_floating_point():
             out.copy_(FAMILIES[mix.family](out))
 
-    def _turned(self, base: int, index: int, turn: int) -> torch.Tensor:
-        """A flat view of one input of the bank, turned by `turn` elements."""
+    def _turned(self, base: int, index: int, turn: int, start: int, end: int) -> torch.Tensor:
+        """Elements `start` to `end` of one flat input of the bank, turned by `turn` elements."""
         if (base, index) not in self.doubled:
             flat = self.inputs.tensors(self.bank_inputs, base)[index].view(-1)
-            self.doubled[base, index] = torch.cat([flat, flat]) if base >= len(self.families) and self.turns else flat
-        doubled = self.doubled[base, index]
-        return doubled[turn : turn + torch.Size(self.inputs.slots[index].shape).numel()]
+            double = base >= len(self.families) and self.turns and flat.nbytes <= DOUBLED_BYTES
+            self.doubled[base, index] = torch.cat([flat, flat]) if double else flat
+        held = self.doubled[base, index]
+        first = turn + start
+        if first >= held.numel():
+            first -= held.numel()
+        return held[first : first + end - start]
 
     def plain(self, index: int) -> Mix:
         """Set `index` of the bank as the task's source made it."""
@@ -265,13 +287,13 @@ class Bench:
         return Mix(index, index, still, still, 0.0)
 
     def correctness_sets(self) -> list[Mix]:
-        return [self.plain(i) for i in range(self.params.sandbox.correctness_sets)]
+        return [self.plain(i) for i in range(len(self.families))]
 
     def fresh_sets(self, number: int = 0) -> list[Mix]:
         """Inputs for timed round `number` that no round had before, of the family that the task gives but for one call of
         each round: who counts its calls, to be right on the other families only while it is verified, meets them here."""
         sizes = [torch.Size(slot.shape).numel() if self.turns else 1 for slot in self.inputs.slots]
-        bases = range(self.params.sandbox.correctness_sets, self.total)
+        bases = range(len(self.families), self.total)
         sets = []
         for _ in range(self.per_round):
             first, second = _random.sample(bases, 2)
@@ -317,7 +339,7 @@ class Bench:
         """The outputs that are right for one correctness set, prepared at their first use."""
         if index not in self.prepared:
             pairs = zip(self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True)
-            self.prepared[index] = [Expected(single, wide, self.params.sandbox) for single, wide in pairs]
+            self.prepared[index] = [Expected(single, wide, self.params.sandbox, self.params.precision) for single, wide in pairs]
         return self.prepared[index]
 
     def arm(self, role: str) -> Arm:

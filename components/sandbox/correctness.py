@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from components.config import Sandbox
+from components.config import Params, Precision, Sandbox
 
 FLOAT32_FLOOR = 8 * 2.0**-23
 """A few units in the last place of the largest output: no order of summation may be punished for less."""
@@ -24,8 +24,8 @@ class Expected:
     rounding, and of a result far from it nothing more has to be known.
     """
 
-    def __init__(self, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox):
-        """`single` is the float32 reference's own output, `expected` the same in float64, of equal shape."""
+    def __init__(self, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox, precision: Precision):
+        """`single` is the reference's own output at `precision`, `expected` the same in float64, of equal shape."""
         self.single = single
         self.mask: torch.Tensor | None = None
         self.slack = (0.0, 0.0)
@@ -44,7 +44,7 @@ class Expected:
             return
         scale = expected.abs().max().item()
         own = (single.double() - expected).abs_()
-        self.ceiling = sandbox.absolute_tolerance * scale
+        self.ceiling = (sandbox.tf32_tolerance if precision == "tf32" else sandbox.absolute_tolerance) * scale
         own_max, own_rms = own.max().item(), own.square().mean().sqrt().item()
         self.max_allowed = min(max(sandbox.error_multiple * own_max, FLOAT32_FLOOR * scale), self.ceiling)
         self.rms_allowed = min(max(sandbox.error_multiple * own_rms, FLOAT32_FLOOR / 4 * scale), self.ceiling)
@@ -115,6 +115,6 @@ def _too_large(error: torch.Tensor, max_allowed: float, rms_allowed: float) -> s
     return None if torch.linalg.vector_norm(error).item() / math.sqrt(error.numel()) <= rms_allowed else "rms_error"
 
 
-def compare(got: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox) -> str | None:
+def compare(got: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:
     """Why `got` is wrong, or None; `Expected` in one call."""
-    return Expected(single, expected, sandbox).fault(got)
+    return Expected(single, expected, params.sandbox, params.precision).fault(got)

@@ -64,6 +64,7 @@ class Judge:
         self.benches: OrderedDict[str, Bench] = OrderedDict()
         self.bench_locks: dict[str, threading.Lock] = {}
         self.lock = threading.Lock()
+        self.turns.relieve = self._retire
 
     def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool = False) -> Verdict:
         """Judge `files` (workspace path -> text) on `task`. InfrastructureError is the judge's own fault.
@@ -210,7 +211,7 @@ class Judge:
             "compiler": self.builder.base[:16],
             "task": digest_bytes(bench.code.encode()),
             "candidate": digest_json(sorted(files.items())),
-            "seeds": [bench.parameter_seed, *bench.seeds[: self.params.sandbox.correctness_sets]],
+            "seeds": [bench.parameter_seed, *bench.seeds[: len(bench.families)]],
             "sets_per_round": bench.per_round,
             "inputs": "turned and blended" if bench.turns else "blended",
         }
@@ -221,26 +222,37 @@ class Judge:
 
     @contextlib.contextmanager
     def _bench(self, task: KernelTask) -> Iterator[Bench]:
-        """The task's bench, warm; beyond the limit the least recently used ones that nobody uses are closed."""
+        """The task's bench, warm; beyond the limit the least recently used ones that nobody uses are closed, and before it where
+        somebody needs their memory."""
         with self._task_lock(task.task_id):
             with self.lock:
                 bench = self.benches.get(task.task_id)
             if bench is None:
                 bench = Bench(self.params, self.nursery, self.turns, task.code)  # a failure is never kept: it may have been the machine's
+                room = contextlib.ExitStack()
+                bench.closers.append(room)
+                room.enter_context(self.turns.taking(bench.bytes))
                 bench.fill()
             with self.lock:
                 self.benches[task.task_id] = bench
                 self.benches.move_to_end(task.task_id)
                 bench.users += 1
-                idle = [name for name, other in self.benches.items() if other.users == 0]
-                retired = [self.benches.pop(name) for name in idle[: max(0, len(self.benches) - self.params.sandbox.warm_tasks)]]
-        for old in retired:
-            old.close()
+                surplus = len(self.benches) - self.params.sandbox.warm_tasks
+        for _ in range(surplus):
+            self._retire()
         try:
             yield bench
         finally:
             with self.lock:
                 bench.users -= 1
+
+    def _retire(self) -> None:
+        """Close the bench that nobody has used for longest, if there is one."""
+        with self.lock:
+            idle = next((name for name, bench in self.benches.items() if bench.users == 0), None)
+            bench = None if idle is None else self.benches.pop(idle)
+        if bench is not None:
+            bench.close()
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
         """Whether the judge can tell a cheat from an answer on this task, its eager time, and where asked for its compile time."""

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,6 +15,9 @@ from components.sandbox.nursery import Runner
 
 MEMORY_SHARE = 0.85
 """Of the device's memory, for what is prepared side by side; the rest is for what was guessed too low."""
+
+RELIEF_SECONDS = 0.2
+"""Between two looks for memory that could be given back."""
 
 
 class Turns:
@@ -25,10 +28,13 @@ class Turns:
 
     def __init__(self, device: Device):
         self.wall = device == "cuda"
-        self.free = int(MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory) if self.wall else 0
+        self.total: int = torch.cuda.get_device_properties(0).total_memory if self.wall else 0
+        self.free = int(MEMORY_SHARE * self.total)
         self.whole = self.free
         self.takers: deque[object] = deque()
         """Those that wait for memory, in their order: who needs much is not passed by."""
+        self.relieve: Callable[[], None] = lambda: None
+        """Gives back memory that is only kept warm; asked while somebody waits for some."""
         self.condition = threading.Condition()
         self.preparers = 0
         self.runners: list[Runner] = []
@@ -107,13 +113,28 @@ class Turns:
         place = object()
         with self.condition:
             self.takers.append(place)
-            self.condition.wait_for(lambda: self.takers[0] is place and self.free >= wanted)
-            self.takers.popleft()
-            self.free -= wanted
-            self.condition.notify_all()
+        try:
+            while not self._took(place, wanted):
+                if self.takers[0] is place:
+                    self.relieve()
+        except BaseException:
+            with self.condition:
+                self.takers.remove(place)
+            raise
         try:
             yield
         finally:
             with self.condition:
                 self.free += wanted
                 self.condition.notify_all()
+
+    def _took(self, place: object, wanted: int) -> bool:
+        """Whether it is `place`'s turn and the memory is there, taken then; if not, something may have changed since."""
+        with self.condition:
+            if self.takers[0] is not place or self.free < wanted:
+                self.condition.wait(RELIEF_SECONDS)
+                return False
+            self.takers.popleft()
+            self.free -= wanted
+            self.condition.notify_all()
+            return True

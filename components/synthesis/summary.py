@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -26,6 +27,8 @@ HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 """Lower edges of the distribution of headroom."""
 BINS = 20
 """Of the distribution of similarities."""
+QUANTILES = (0, 0.1, 0.5, 0.9, 1)
+"""Of the distributions in the card."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,17 @@ def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"
     mix = ", ".join(f"{source}: {share:.1%}" for source, share in figures["sources"].items())
-    times = figures["eager_seconds"]
+    shown = {
+        "eager time of one call (ms)": sorted(task.evidence["eager_seconds"] * 1e3 for task in summary.admitted),
+        "headroom: torch.compile's time over the physical floor": sorted(t.evidence["headroom"] for t in summary.admitted if "headroom" in t.evidence),
+        "similarity to the nearest evaluation program (all candidates)": list(summary.similarities),
+    }
+    spread = "\n".join(f"| {name} | {' | '.join(f'{value:.3g}' for value in np.quantile(values, QUANTILES))} |" for name, values in shown.items() if values)
+    uses = Counter(canonical(name) for task in summary.admitted for name in task.ops)
+    often = ", ".join(f"{name} {count}" for name, count in uses.most_common(10))
     against = ", ".join(Path(path).name for path in params.data.against) or "none given"
-    near = figures["similarity"]
-    similar = f"; nearest program: median similarity {near['median']:.2f}, highest {near['highest']:.2f} over all candidates" if near else ""
     left = figures["headroom"]
-    room = f"- Headroom (torch.compile's time over the physical floor): median {left['median']:.2f}, {left['from_1.5']:.0%} from 1.5.\n" if left else ""
+    room = f"- {left['from_1.5']:.0%} of the tasks have headroom of 1.5 or more.\n" if left else ""
     by = f" by the model {params.data.composer_model}" if params.data.composer else ""
     library = "" if params.data.operators != "all" else LIBRARY
     return f"""---
@@ -143,11 +151,14 @@ and no demonstration.
 | --- | --- |
 {reasons}
 
+| | lowest | 10 % | half | 90 % | highest |
+| --- | --- | --- | --- | --- | --- |
+{spread}
+
 - Kinds of task: {mix}.
-- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}.
-- Eager time of one call: {times["lowest"] * 1e3:.3g} to {times["highest"] * 1e3:.3g} ms, median {times["median"] * 1e3:.3g} ms; the window was
-  {params.data.eager_seconds[0] * 1e3:g} to {params.data.eager_seconds[1] * 1e3:g} ms.
-- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}{similar}.
+- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}. Most frequent: {often}.
+- The window of eager times was {params.data.eager_seconds[0] * 1e3:g} to {params.data.eager_seconds[1] * 1e3:g} ms.
+- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
 {room}{library}
 `tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's
 evidence as JSON. `rejected.parquet` holds every refused candidate with its reason, `plots/` the figures behind this card.

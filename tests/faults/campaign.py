@@ -16,6 +16,7 @@ The command runs in forks of this process: the imports, most of a short night's 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -108,7 +109,8 @@ def kill_below(root: int, *words: str) -> bool:
 
 def kill_service(name: str) -> Callable[[Night, random.Random], bool]:
     def fault(night: Night, chance: random.Random) -> bool:
-        os.killpg(pid_of(night.stack, name), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself when what it stands on was killed
+            os.killpg(pid_of(night.stack, name), signal.SIGKILL)
         time.sleep(chance.uniform(0, 3))
         again(night.stack, name)
         return True
