@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from components.config import Params
+from components.config import Params, Precision
 from components.sandbox import baselines, buffers, compiled, rounds
 from components.sandbox.baselines import Bench
 from components.sandbox.correctness import Expected, Near
@@ -304,7 +304,8 @@ def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Para
     """A product whose operands keep 11 bits, against its float64 value: right at tf32, wrong where float32 is asked for."""
     exact = torch.randn(256, 512, dtype=torch.float64) @ torch.randn(512, 256, dtype=torch.float64)
     rounded = (exact * (1 + 5e-4 * torch.randn_like(exact))).float()
-    for precision, right in (("tf32", True), ("strict-fp32", False)):
-        expected = Expected(rounded, exact, ci_params.sandbox, precision)  # type: ignore[arg-type]
+    cases: tuple[tuple[Precision, bool], ...] = (("tf32", True), ("strict-fp32", False))
+    for precision, right in cases:
+        expected = Expected(rounded, exact, ci_params.sandbox, precision)
         assert (expected.fault(exact.float()) is None) and (expected.fault(rounded) is None) == right
         assert expected.fault(torch.zeros_like(rounded)) == "max_error"

@@ -389,6 +389,6 @@ class Bench:
                 self._oracle = None
             self.prepared.clear()
             self.doubled.clear()
-            for buffer in self.closers:
-                buffer.close()
+            for closer in reversed(self.closers):
+                closer.close()
             self.closers.clear()
