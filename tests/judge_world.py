@@ -1,7 +1,7 @@
 """A small task for tests of the judge, and the candidates of tests/honest and tests/exploits as the judge takes them.
 
 A candidate's folder holds what differs from the plain answer: without model_new.py it has the starter below, without
-kernels/ the fast honest kernel of tests/honest/simd, without model.py it answers the task below. `#include "raw.h"`
+kernels/ the fast honest kernel of tests/honest/simd, without model.py it answers the task below. `#include "raw.h"` or `"protocol.h"`
 gives exploits system calls without libc, `#include "answer.cuh"` the honest answer on a GPU (groups honest_cuda, exploits_cuda).
 """
 
@@ -64,7 +64,7 @@ def files(group: str, name: str) -> dict[str, str]:
     found = {"model_new.py": MODEL_NEW} | {f"kernels/{path.name}": path.read_text() for path in sorted(kernels.iterdir())}
     if (folder / "model_new.py").exists():
         found["model_new.py"] = (folder / "model_new.py").read_text()
-    for header in (HERE / "exploits" / "raw.h", HERE / "exploits_cuda" / "answer.cuh"):
+    for header in (HERE / "exploits" / "protocol.h", HERE / "exploits" / "raw.h", HERE / "exploits_cuda" / "answer.cuh"):
         if any(f'#include "{header.name}"' in text for text in found.values()):
             found[f"kernels/{header.name}"] = header.read_text()
     return found
