@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from components.config import Params, Precision
-from components.sandbox import baselines, buffers, compiled, rounds
+from components.sandbox import baselines, buffers, compiled, correctness, rounds
 from components.sandbox.baselines import Bench
-from components.sandbox.correctness import Expected, Near
+from components.sandbox.correctness import Expected, departure
 from components.sandbox.judge import Judge
 from components.sandbox.mixing import Mix
 from components.sandbox.nursery import InfrastructureError, Nursery
@@ -149,14 +149,36 @@ def test_clear_answers_cost_no_more_rounds() -> None:
     assert wanted_rounds(Ratio(estimate=1.06, low=1.0, high=1.12), 480, 480) == 480
 
 
-@pytest.mark.parametrize("kind", [Expected, Near])
-def test_infinity_is_neither_its_opposite_nor_nan(kind: type, ci_params: Params) -> None:
+def test_infinity_is_neither_its_opposite_nor_nan(ci_params: Params) -> None:
     expected = torch.tensor([1.0, 2.0, -torch.inf])
     exact = Expected(expected, expected.double(), ci_params.sandbox, "strict-fp32")
-    judged = exact if kind is Expected else Near(expected, exact.slack)
-    assert judged.fault(expected.clone()) is None
+    assert exact.fault(expected.clone()) is None
+    assert departure(expected[None], expected[None], [exact.slack]) is None
     for special in (torch.inf, torch.nan, 0.0):
-        assert judged.fault(torch.tensor([1.0, 2.0, special])) == "finite_mask"
+        wrong = torch.tensor([1.0, 2.0, special])
+        assert exact.fault(wrong) == "finite_mask"
+        assert departure(torch.stack([expected, wrong]), torch.stack([expected, expected]), [exact.slack] * 2) == (1, "finite_mask")
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize("planted", [None, "max_error", "rms_error", "finite_mask", "wrong_values"])
+def test_the_wrong_call_of_a_round_is_found(planted: str | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is held to its own scale and slack, however many are compared together."""
+    scales = torch.tensor([1.0, 100.0, 1e-3, 1.0, 5.0, 1.0, 1.0])[:, None]
+    single = torch.randn(7, 500, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3) * scales
+    slack = [(1e-4, 1e-5)] * 7
+    got = single + 1e-6 * scales
+    monkeypatch.setattr(correctness, "COMPARED_BYTES", at_once * single[0].nbytes)
+    if planted == "wrong_values":
+        single = single.mul(1000).long()
+        got = single.clone()
+        got[2, 7] += 1
+    elif planted == "rms_error":
+        got[2] += 1e-7
+    elif planted is not None:
+        got[2, 7] += {"max_error": 1e-5, "finite_mask": torch.nan}[planted]
+    found = departure(got.view(7, 20, 25), single.view(7, 20, 25), slack)
+    assert found == (None if planted is None else (2, planted))
 
 
 def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_timed_outputs_unchecked(own: Judge, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_inputs_not_compared(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arm, "_inputs_differ", lambda self, sets: False)
+    monkeypatch.setattr(Arm, "_inputs_differ", lambda self, held, given: False)
     assert verdict(own, "changed_input").status == "correct"
 
 
@@ -91,8 +91,8 @@ def test_tolerance_of_the_public_harnesses(own: Judge, monkeypatch: pytest.Monke
 
 
 def test_comparison_that_nan_passes(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = correctness._too_large
-    monkeypatch.setattr(correctness, "_too_large", lambda error, most, rms: honest(error.nan_to_num(0.0), most, rms))
+    honest = correctness._magnitudes
+    monkeypatch.setattr(correctness, "_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
     assert verdict(own, "nan_answer").status == "correct"
 
 
@@ -123,7 +123,7 @@ def seconds_between_rounds(judge: Judge) -> float:
     with judge._bench(world.TASK) as bench, library.open("rb") as file:
         arm = Arm(bench, {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX}, file.fileno(), seconds=30)
         try:
-            arm.round("check", bench.correctness_sets())
+            bench.verify(arm, "check")
             assert arm.runner is not None
             time.sleep(0.05)  # the signal that stops it is answered when it is next scheduled
             before = arm.runner.cpu_seconds()

@@ -20,6 +20,7 @@ from components.sandbox.baselines import RUNNER_SHARE, Bench, TaskFault
 from components.sandbox.compiled import DEFAULT
 from components.sandbox.correctness import compare
 from components.sandbox.nursery import Nursery
+from components.sandbox.rounds import Staging
 from components.sandbox.timing import net
 from components.sandbox.turns import Turns
 from components.task import check_contract
@@ -145,8 +146,9 @@ def _timed(bench: Bench, turns: Turns, role: str) -> tuple[list[float], bool]:
         sets = bench.fresh_sets()
         if turns.wall:
             sets = sets[: max(2, int(len(sets) * ROUND_SHARE))]
+        staged = Staging(bench, len(sets)).hold(sets)
         for _ in range(ROUNDS):
-            found, taken = arm.round("time", sets)
+            found, taken = arm.round("time", staged)
             seconds.append(found)
             first = taken.clone() if first is None else first
             steady = steady and bench.differs(taken, first, sets) is None

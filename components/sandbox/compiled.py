@@ -11,6 +11,7 @@ import statistics
 
 from components.sandbox.baselines import Arm, Bench, TaskFault
 from components.sandbox.nursery import InfrastructureError, RunnerError
+from components.sandbox.rounds import Staging
 from components.sandbox.timing import net
 
 DEFAULT = "compile"
@@ -54,12 +55,13 @@ def started(bench: Bench, roles: dict[str, str]) -> list[str]:
 def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
     """Median seconds of one call of each named arm, in alternating rounds; modes that the task does without are left out."""
     raw: dict[str, list[float]] = {name: [] for name in ("noop", *started(bench, roles))}
+    staging = Staging(bench, bench.per_round)
     for _ in range(bench.params.sandbox.rounds):
-        sets = bench.fresh_sets()
+        staged = staging.hold(bench.fresh_sets())
         for name in list(raw):
             role = roles.get(name, name)
             try:
-                raw[name].append(bench.arm(role).round("time", sets)[0])
+                raw[name].append(bench.arm(role).round("time", staged)[0])
             except RunnerError as error:
                 bench.drop(role)
                 if not _optional(role):

@@ -17,6 +17,10 @@ FLOAT32_FLOOR = 8 * 2.0**-23
 """A few units in the last place of the largest output: no order of summation may be punished for less."""
 
 
+COMPARED_BYTES = 1 << 26
+"""Of the reference's outputs, compared at one time."""
+
+
 class Expected:
     """One expected output, prepared once so that a comparison costs three passes in float32.
 
@@ -29,7 +33,7 @@ class Expected:
         self.single = single
         self.mask: torch.Tensor | None = None
         self.slack = (0.0, 0.0)
-        """What another result may differ from a float32 reference, maximum and RMS, relative to the scale: for `Near`."""
+        """What another result may differ from a float32 reference, maximum and RMS, relative to the scale: for `departure`."""
         if not single.dtype.is_floating_point:
             return
         both = torch.isfinite(single) & torch.isfinite(expected)
@@ -65,39 +69,66 @@ class Expected:
         return _too_large(torch.sub(got.to(self.dtype), self.high).sub_(self.low), *((self.ceiling,) * 2 if loose else (self.max_allowed, self.rms_allowed)))
 
 
-class Near:
-    """The output of a timed call: it was correct to the last digit on other inputs, and must now stay near the float32 reference.
+def departure(got: torch.Tensor, single: torch.Tensor, slack: list[tuple[float, float]]) -> tuple[int, str] | None:
+    """The first of the timed calls whose output is wrong, and why; None when all are right. Integers must be equal.
 
-    A float64 reference for every timed call would cost more than all the rest of a judgement. The distance allowed is twice
-    what exact results of the same task may differ by, taken from those inputs that have a float64 reference.
+    `got` and `single` have a call in each row of their first dimension: [calls, *shape]. What was correct to the last digit on
+    other inputs must now stay near the float32 reference `single`: a float64 reference for every timed call would cost more than
+    all the rest of a judgement. The distance allowed is twice what exact results of the same task may differ by, taken from
+    those inputs that have a float64 reference: `slack` is `Expected.slack` by call. Calls are looked at many together, since
+    on cuda each question to the device costs as much as a small call itself.
     """
-
-    def __init__(self, single: torch.Tensor, slack: tuple[float, float]):
-        """`slack` (maximum, RMS) is `Expected.slack` of the same output on other inputs."""
-        self.single = single
-        self.slack = slack
-
-    def fault(self, got: torch.Tensor) -> str | None:
-        """As `Expected.fault`."""
-        single = self.single
+    count = got.shape[0]
+    if got[0].numel() == 0:
+        return None
+    many = max(1, COMPARED_BYTES // single[0].nbytes)
+    for first in range(0, count, many):
+        ours, theirs = (rows[first : first + many].flatten(1) for rows in (got, single))
         if not single.dtype.is_floating_point:
-            return None if torch.equal(got, single) else "wrong_values"
-        if single.numel() == 0:
-            return None
-        scale = _largest(single)
-        if not math.isfinite(scale):
-            both = torch.isfinite(single)
-            if not _same_special(got, single):
-                return "finite_mask"
-            got, single = got[both], single[both]
-            scale = _largest(single) if single.numel() else 0.0
-        return _too_large(torch.sub(got, single), 2 * self.slack[0] * scale, 2 * self.slack[1] * scale)
+            if not torch.equal(ours, theirs):
+                return first + _first_true((ours != theirs).any(1)), "wrong_values"
+            continue
+        scale = _largest(theirs).double()
+        if not torch.isfinite(scale).all():
+            for index in range(ours.shape[0]):
+                if (reason := _special_departure(ours[index], theirs[index], slack[first + index])) is not None:
+                    return first + index, reason
+            continue
+        error = torch.sub(ours, theirs)
+        largest, rms = _magnitudes(error)
+        allowed = 2 * scale[:, None] * torch.tensor(slack[first : first + many], dtype=torch.float64, device=scale.device)
+        wrong = ~((largest <= allowed[:, 0]) & (rms <= allowed[:, 1]))  # written so that NaN is wrong
+        if wrong.any():
+            row = _first_true(wrong)
+            return first + row, _too_large(error[row], *allowed[row].tolist()) or "max_error"
+    return None
 
 
-def _largest(values: torch.Tensor) -> float:
-    """The largest absolute value, NaN if there is one. torch's infinity norm says the same and took fifteen times as long on cpu."""
-    low, high = torch.aminmax(values)
-    return max(-low.item(), high.item())
+def _special_departure(got: torch.Tensor, single: torch.Tensor, slack: tuple[float, float]) -> str | None:
+    """As `departure`, of one call whose reference is not finite everywhere."""
+    both = torch.isfinite(single)
+    if not _same_special(got, single):
+        return "finite_mask"
+    got, single = got[both], single[both]
+    scale = _largest(single[None]).item() if single.numel() else 0.0
+    return _too_large(torch.sub(got, single), 2 * slack[0] * scale, 2 * slack[1] * scale)
+
+
+def _first_true(rows: torch.Tensor) -> int:
+    return int(rows.nonzero()[0].item())
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value in each row, NaN if there is one. torch's infinity norm says the same and took fifteen times
+    as long on cpu, and so does `aminmax` of many rows."""
+    low, high = (edge[None] for edge in torch.aminmax(rows)) if len(rows) == 1 else (rows.amin(1), rows.amax(1))
+    return torch.maximum(-low, high)
+
+
+def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum and RMS of each row, in float64."""
+    error = error.float() if error.dtype in (torch.float16, torch.bfloat16) else error
+    return _largest(error).double(), torch.linalg.vector_norm(error, dim=1).double() / math.sqrt(error.shape[1])
 
 
 def _same_special(got: torch.Tensor, single: torch.Tensor) -> bool:
@@ -108,11 +139,10 @@ def _same_special(got: torch.Tensor, single: torch.Tensor) -> bool:
 def _too_large(error: torch.Tensor, max_allowed: float, rms_allowed: float) -> str | None:
     if error.numel() == 0:
         return None
-    error = error.float().flatten() if error.dtype in (torch.float16, torch.bfloat16) else error.flatten()
-    largest = _largest(error)
+    largest, rms = (figure.item() for figure in _magnitudes(error.reshape(1, -1)))
     if not largest <= max_allowed:  # written so that NaN is wrong
         return "max_error" if math.isfinite(largest) else "finite_mask"
-    return None if torch.linalg.vector_norm(error).item() / math.sqrt(error.numel()) <= rms_allowed else "rms_error"
+    return None if rms <= rms_allowed else "rms_error"
 
 
 def compare(got: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:

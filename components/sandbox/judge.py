@@ -26,7 +26,7 @@ from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.compiled import DEFAULT, fastest
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
-from components.sandbox.rounds import Arm
+from components.sandbox.rounds import Arm, Staging
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio, wanted_rounds
 from components.sandbox.turns import Turns
@@ -49,6 +49,10 @@ STATUS_OF: dict[str, tuple[Status, str]] = {
     "error": ("crashed", "exception"),
     "protocol": ("crashed", "protocol"),
 }
+
+
+class _WrongOutput(Exception):
+    """An output of a timed round is wrong; the text is the verdict's reason."""
 
 
 class Judge:
@@ -115,26 +119,23 @@ class Judge:
             if (wrong := bench.verify(candidate, "check")) is not None:
                 return say("wrong_output", wrong, f"the output is wrong ({wrong.replace(':', ' on inputs of the family ')}).")
             secret = True
+            arms = {"candidate": candidate, "eager": eager, "noop": noop}
+            if always_compile:
+                arms["compile"], modes = self._compiled(bench, candidate, every_mode=True)
             with self._alone(candidate):
-                raw, failure = self._phase(bench, {"candidate": candidate, "eager": eager, "noop": noop}, "eager")
-            if failure is not None:
-                return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
-            speedup = Speedup(eager=self._ratio(raw, "eager"))
-            seconds = Seconds(candidate=_median(raw, "candidate"), eager=_median(raw, "eager"))
-            assert speedup.eager is not None
-            if speedup.eager.estimate > MARGIN or always_compile:
-                waited = time.monotonic()
-                compiled, modes = self._compiled(bench, always_compile)
-                candidate.grant(time.monotonic() - waited)
+                raw = self._phase(bench, arms, ["eager", "compile"] if always_compile else ["eager"])
+            ratios = {name: self._ratio(raw, name) for name in ("eager", "compile") if name in raw}
+            medians = {name: _median(raw, name) for name in raw if name != "noop"}
+            if "compile" not in arms and ratios["eager"].estimate > MARGIN:
+                arms["compile"], modes = self._compiled(bench, candidate, every_mode=False)
                 with self._alone(candidate):
-                    second, failure = self._phase(bench, {"candidate": candidate, "compile": compiled, "eager": eager, "noop": noop}, "compile")
-                if failure is not None:
-                    return say("wrong_output", failure, f"an output of a timed round is wrong ({failure}).")
-                speedup = Speedup(eager=speedup.eager, compile=self._ratio(second, "compile"))
-                seconds = seconds.model_copy(update={"compile": _median(second, "compile")})
+                    second = self._phase(bench, arms, ["compile"])
+                ratios["compile"], medians["compile"] = self._ratio(second, "compile"), _median(second, "compile")
                 raw |= {f"{name}_2": values for name, values in second.items()}
             if (wrong := bench.verify(candidate, "check")) is not None:  # once more, for candidates that count their calls
                 return say("wrong_output", wrong, f"the output is wrong ({wrong}).")
+        except _WrongOutput as error:
+            return say("wrong_output", str(error), f"an output of a timed round is wrong ({error}).")
         except RunnerError as error:
             text = error.text
             if secret:
@@ -149,15 +150,19 @@ class Judge:
         finally:
             candidate.close()
         evidence = self._evidence(bench, files) | {"raw_seconds": raw} | modes
-        return say("correct", "", "", speedup=speedup, seconds=seconds, evidence=evidence)
+        return say("correct", "", "", speedup=Speedup(**ratios), seconds=Seconds(**medians), evidence=evidence)
 
-    def _compiled(self, bench: Bench, every_mode: bool) -> tuple[Arm, dict[str, Any]]:
-        """The compile baseline, and what the verdict's evidence says of it."""
-        if not every_mode:
-            return bench.arm(DEFAULT), {"compile_mode": "default"}
-        with self.turns.measuring():
-            arm, mode, seconds = fastest(bench)
-        return arm, {"compile_mode": mode, "compile_seconds": seconds}
+    def _compiled(self, bench: Bench, candidate: Arm, *, every_mode: bool) -> tuple[Arm, dict[str, Any]]:
+        """The compile baseline, and what the verdict's evidence says of it; making it is not charged to the candidate's limit."""
+        waited = time.monotonic()
+        if every_mode:
+            with self.turns.measuring():
+                arm, mode, seconds = fastest(bench)
+            evidence = {"compile_mode": mode, "compile_seconds": seconds}
+        else:
+            arm, evidence = bench.arm(DEFAULT), {"compile_mode": "default"}
+        candidate.grant(time.monotonic() - waited)
+        return arm, evidence
 
     @contextlib.contextmanager
     def _alone(self, candidate: Arm) -> Iterator[None]:
@@ -167,19 +172,19 @@ class Judge:
             candidate.grant(time.monotonic() - waited)
             yield
 
-    def _phase(self, bench: Bench, arms: dict[str, Arm], baseline: str) -> tuple[dict[str, list[float]], str | None]:
+    def _phase(self, bench: Bench, arms: dict[str, Arm], baselines: list[str]) -> dict[str, list[float]]:
         """Alternating rounds of all arms, in rotating order, on inputs of the round's own; every output of the candidate must
-        be eager's on the same inputs. Seconds per call by arm, and what was wrong. The first round is not counted: an arm
-        that stood still for a while took up to twice as long (seen on an H200). Until the ratio to `baseline` is settled
+        be eager's on the same inputs. Seconds per call by arm; raises _WrongOutput. The first round is not counted: an arm
+        that stood still for a while took up to twice as long (seen on an H200). Until the ratio to each of `baselines` is settled
         there are twice as many rounds as before, up to `most_rounds` and while that takes a small part of the candidate's limit."""
         sandbox, started = self.params.sandbox, time.monotonic()
         raw: dict[str, list[float]] = {name: [] for name in arms}
-        names, wanted, number = list(arms), sandbox.rounds, 0
+        names, wanted, number, staging = list(arms), sandbox.rounds, 0, Staging(bench, bench.per_round)
         while number <= wanted:
-            sets, taken = bench.fresh_sets(number), {}
+            staged, taken = staging.hold(bench.fresh_sets(number)), {}
             for name in names:
                 try:
-                    seconds, taken[name] = arms[name].round("time", sets)
+                    seconds, taken[name] = arms[name].round("time", staged)
                 except RunnerError as error:
                     if name == "candidate":
                         raise
@@ -188,14 +193,14 @@ class Judge:
                 if number > 0:
                     raw[name].append(seconds)
                 if arms[name].changed:
-                    return raw, "inputs_changed"
-            if (reason := bench.differs(taken["candidate"], taken["eager"], sets)) is not None:
-                return raw, reason
+                    raise _WrongOutput("inputs_changed")
+            if (reason := bench.differs(taken["candidate"], taken["eager"], staged.sets)) is not None:
+                raise _WrongOutput(reason)
             names = [*names[1:], names[0]]
             if number == wanted and time.monotonic() - started < ROUNDS_SHARE * sandbox.run_seconds:
-                wanted = wanted_rounds(_ratio(raw, baseline), number, sandbox.most_rounds)
+                wanted = max(wanted_rounds(_ratio(raw, baseline), number, sandbox.most_rounds) for baseline in baselines)
             number += 1
-        return raw, None
+        return raw
 
     def _ratio(self, raw: dict[str, list[float]], baseline: str) -> Ratio:
         return _ratio(raw, baseline, self.params.sandbox.process_spread)

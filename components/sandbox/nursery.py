@@ -147,6 +147,11 @@ class Runner:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.process, number)
 
+    def move(self, cores: frozenset[int]) -> None:
+        """Where the runner's first thread, which calls what is measured, may run from now on."""
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(self.pid, cores)
+
     def close(self) -> None:
         """End the runner and everything it started: it is the first process of its PID namespace."""
         self.signal(signal.SIGKILL)

@@ -15,9 +15,9 @@ import torch
 ALLOCATION_AND_VIEWS = frozenset(
     """empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros view _unsafe_view reshape alias detach
     as_strided slice select unsqueeze squeeze expand permute transpose t contiguous clone split unbind narrow lift_fresh
-    _reshape_alias is_pinned copy_ fill_ zero_""".split()
+    _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
 )
-"""The last three are what zeros and clone are made of."""
+"""The last four are what zeros and clone are made of, and what hands over results (arms.py)."""
 
 
 class Forbidden(Exception):

@@ -47,6 +47,37 @@ class Part:
         return [buffer.tensor(buffers.Slot(index * self.stride + s.offset, s.shape, s.dtype)) for s in self.slots]
 
 
+class Staging:
+    """The inputs of one round in memory that no runner sees: mixed once there, and given to every arm by one copy.
+
+    Mixed in each arm's own memory they took most of what a round costs on cuda, where the clock runs meanwhile: two launches a
+    call, as many as a small kernel itself.
+    """
+
+    def __init__(self, bench: Task, room: int):
+        self.bench = bench
+        self.memory = torch.zeros(bench.inputs.stride * room, dtype=torch.uint8, device=bench.params.device)  # between tensors too
+        self.sets: list[Mix] = []
+        self.places = [[self._place(number, slot) for slot in bench.inputs.slots] for number in range(room)]
+
+    def _place(self, number: int, slot: buffers.Slot) -> torch.Tensor:
+        start = number * self.bench.inputs.stride + slot.offset
+        return self.memory[start : start + slot.bytes].view(getattr(torch, slot.dtype))
+
+    def hold(self, sets: list[Mix]) -> Staging:
+        """Have the inputs of `sets`, the first of the room that there is."""
+        self.sets = sets
+        for mix, places in zip(sets, self.places, strict=False):
+            for index, place in enumerate(places):
+                self.bench.mixed(mix, index, place)
+        return self
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """The bytes of what is held."""
+        return self.memory[: self.bench.inputs.stride * len(self.sets)]
+
+
 class Task(Protocol):
     """What an arm needs of the bench that it belongs to."""
 
@@ -98,7 +129,8 @@ class Arm:
         try:
             with bench.device_turns.preparing():
                 self.parameters.raw().copy_(bench.parameters.raw())
-                self.write([bench.plain(i % bench.total) for i in range(bench.slots + 1)])
+                for index, scratch in enumerate(bench.inputs.tensors(self.inputs, bench.slots)):
+                    bench.mixed(bench.plain(0), index, scratch.view(-1))
             self.runner = bench.start(header, descriptors, seconds=seconds)
             with bench.device_turns.aside(self.runner):
                 self.runner.receive()
@@ -112,12 +144,6 @@ class Arm:
         if self.runner is not None:
             self.runner.signal(signal.SIGSTOP)
 
-    def write(self, sets: list[Mix]) -> None:
-        """Copy input sets of the bank into this arm's memory, from its first slot on."""
-        for slot, mix in enumerate(sets):
-            for index, target in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
-                self.bench.mixed(mix, index, target.view(-1))
-
     def warm(self, seconds: float) -> None:
         """One untimed call that nobody looks at: in it the compile baseline compiles."""
         assert self.runner is not None
@@ -126,8 +152,8 @@ class Arm:
             self.runner.ask({"op": "warm", "sets": 0})
         self._freeze()
 
-    def round(self, operation: str, sets: list[Mix]) -> tuple[float, torch.Tensor]:
-        """One round over `sets`: seconds per call, and the results, read before the runner could do anything more to them.
+    def round(self, operation: str, staged: Staging) -> tuple[float, torch.Tensor]:
+        """One round over the staged sets: seconds per call, and the results, read before the runner could do anything more to them.
 
         On cpu the judge reads each result out of the runner's memory, and the figure is all CPU time of the runner's
         threads from before the inputs exist until after the last result is read, so that no thread works outside of it;
@@ -140,46 +166,48 @@ class Arm:
         if self.role != "candidate":  # a baseline lives for many candidates; what is limited is each of its rounds
             self.runner.deadline = time.monotonic() + BASELINE_LIMITS * self.bench.params.sandbox.run_seconds
         measure = self._host_round if self.outputs is None else self._device_round
-        seconds = measure(self.runner, operation, sets)
-        return seconds / len(sets), self.taken[: self.bench.outputs.stride * len(sets)]
+        count = len(staged.sets)
+        seconds = measure(self.runner, operation, count, staged.inputs)
+        return seconds / count, self.taken[: self.bench.outputs.stride * count]
 
-    def _host_round(self, runner: Runner, operation: str, sets: list[Mix]) -> float:
-        count = len(sets)
+    def _host_round(self, runner: Runner, operation: str, count: int, staged: torch.Tensor) -> float:
+        inputs = self.inputs.raw()[: staged.numel()]
         start = runner.cpu_seconds()
         runner.signal(signal.SIGCONT)
-        self.write(sets)
+        inputs.copy_(staged)
         runner.send({"op": operation, "sets": count})
         for index in range(count):
             addresses = runner.addresses(len(self.bench.outputs.slots))
             places = [self.taken.data_ptr() + index * self.bench.outputs.stride + slot.offset for slot in self.bench.outputs.slots]
-            given = self.inputs.raw()[index * self.bench.inputs.stride : (index + 1) * self.bench.inputs.stride]
+            given = inputs[index * self.bench.inputs.stride : (index + 1) * self.bench.inputs.stride]
             with buffers.marked(given) if self.role == "candidate" else contextlib.nullcontext():
                 runner.read(addresses, places, self.sizes)
             runner.acknowledge()
         runner.receive()
         self._freeze()
         seconds = runner.cpu_seconds() - start
-        self.changed = self._inputs_differ(sets)
+        self.changed = self._inputs_differ(inputs, staged)
         return seconds
 
-    def _device_round(self, runner: Runner, operation: str, sets: list[Mix]) -> float:
+    def _device_round(self, runner: Runner, operation: str, count: int, staged: torch.Tensor) -> float:
         assert self.outputs is not None
+        runner.move(self.bench.device_turns.timed_cores)
         runner.signal(signal.SIGCONT)
         if operation == "time":
             runner.ask({"op": "warm", "sets": 0})  # before the inputs are there, or it could compute with them
-        inputs = self.inputs.raw()[: self.bench.inputs.stride * len(sets)]
+        inputs = self.inputs.raw()[: staged.numel()]
         places = torch.randint(inputs.numel(), (SAMPLED_BYTES,), device=inputs.device)
+        given = staged[places]
         torch.cuda.synchronize()
         start = time.perf_counter()
-        self.write(sets)
-        given = inputs[places]
+        inputs.copy_(staged)
         torch.cuda.synchronize()
-        runner.send({"op": operation, "sets": len(sets)})
+        runner.send({"op": operation, "sets": count})
         runner.receive(b"C")
         # Who works in place on its inputs changes all of them. In timed rounds looking costs time on this clock: a sample
         # is enough there, which every arm pays for, the no-op too.
         kept = inputs[places]
-        differ = operation == "check" and self._inputs_differ(sets)
+        differ = operation == "check" and self._inputs_differ(inputs, staged)
         inputs.fill_(0xFF)  # the scratch set stays
         self.outputs.raw().fill_(0xFF)
         torch.cuda.synchronize()
@@ -189,20 +217,13 @@ class Arm:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         self._freeze()
+        runner.move(self.bench.device_turns.other_cores)
         self.changed = differ or (self.role == "candidate" and not torch.equal(given, kept))
         return seconds
 
-    def _inputs_differ(self, sets: list[Mix]) -> bool:
+    def _inputs_differ(self, held: torch.Tensor, given: torch.Tensor) -> bool:
         """Whether a candidate changed its inputs: working in place saves memory traffic that eager pays."""
-        if self.role != "candidate":
-            return False
-        for slot, mix in enumerate(sets):
-            for index, held in enumerate(self.bench.inputs.tensors(self.inputs, slot)):
-                given = torch.empty_like(held)
-                self.bench.mixed(mix, index, given.view(-1))
-                if not torch.equal(bits(held), bits(given)):
-                    return True
-        return False
+        return self.role == "candidate" and not torch.equal(bits(held), bits(given))
 
     def grant(self, seconds: float) -> None:
         """More time, for what it waited through no doing of its own."""

@@ -34,6 +34,7 @@ from components.task import KernelTask, load_task
 
 TEMPLATE = PROJECT / "agent_workdir"
 REPEATS = 8
+IN_FLIGHT = 16
 
 HEAD = """
 #include <torch/types.h>
@@ -152,17 +153,19 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device
     task, files = load_task(TEMPLATE / "model.py"), read_workspace(TEMPLATE)
+    naive = naive_seconds(device)
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("smoke", (f"device={device}",)).params, Path(folder))
         judge.verdict(task, files, always_compile=True)  # the zygote, the binding and the task's baselines: once per night and task
         seconds = latency(judge, task, files, REPEATS, 1)
         started = time.perf_counter()
-        latency(judge, task, files, 2 * 16, 16)
-        together = (time.perf_counter() - started) / (2 * 16)
+        latency(judge, task, files, IN_FLIGHT, IN_FLIGHT)
+        together = (time.perf_counter() - started) / IN_FLIGHT
         judge.close()
-    own, naive = sorted(seconds)[REPEATS // 2], naive_seconds(device)
-    spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with 16 in flight"
-    print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {naive / own:.1f} times as many evaluations an hour", flush=True)
+    own = sorted(seconds)[REPEATS // 2]
+    spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with {IN_FLIGHT} in flight"
+    ratios = f"{naive / own:.1f} times as many evaluations an hour, {naive / together:.1f} times with {IN_FLIGHT} in flight"
+    print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import judge_world as world
 from components.config import resolve
 from components.sandbox.build import SUFFIX
 from components.sandbox.judge import Judge
-from components.sandbox.rounds import Arm
+from components.sandbox.rounds import Arm, Staging
 from components.sandbox.timing import net, paired_ratio
 from components.sandbox.verdict import MARGIN, Ratio
 from components.task import KernelTask
@@ -60,8 +60,8 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                 header = {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX}
                 with library.open("rb") as file:
                     arms.append(Arm(bench, header, file.fileno(), seconds=RUNNER_SECONDS))
-                arms[-1].round("check", bench.correctness_sets())
-                arms[-1].round("time", bench.fresh_sets())
+                bench.verify(arms[-1], "check")
+                arms[-1].round("time", Staging(bench, bench.per_round).hold(bench.fresh_sets()))
             yield arms
         finally:
             for arm in arms:
@@ -71,8 +71,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
 def measured(judge: Judge, arms: list[Arm]) -> Ratio:
     """Seconds of the second arm over those of the first, as a verdict would say it."""
     bench = arms[0].bench
-    raw, failure = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")}, "eager")
-    assert failure is None, failure
+    raw = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")}, ["eager"])
     noop, spread = raw["noop"], judge.params.sandbox.process_spread
     return paired_ratio(net(raw["eager"], noop), net(raw["candidate"], noop), process_spread=spread)
 
