@@ -116,6 +116,7 @@ class Rollouts(Section):
 
 
 class Ppo(Section):
+    reward: Literal["milestone", "speedup"] = Field(description="what a trajectory earns: the paper's milestones, or the bare ratio to eager (its ablation)")
     steps: Count = Field(description="updates of this stage")
     learning_rate: Positive = Field(description="actor's learning rate; the paper uses 3e-6")
     critic_learning_rate: Positive = Field(description="critic's learning rate; the paper uses 6e-6")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from components.config import Params, Precision
-from components.sandbox import baselines, buffers, compiled, correctness, rounds
+from components.sandbox import baselines, buffers, compiled, correctness, rounds, turns
 from components.sandbox.baselines import Bench
 from components.sandbox.correctness import Expected, departure
 from components.sandbox.judge import Judge
@@ -140,6 +141,18 @@ def covered(process_spread: float) -> int:
 def test_the_interval_holds_what_two_processes_of_the_same_code_differ_by() -> None:
     assert 180 <= covered(0.015) <= 199
     assert covered(0.0) < 120
+
+
+def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: dict[int, frozenset[int]] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    timed, others = turns.cores.__wrapped__("cuda")
+    assert timed == {6} and others == set(range(8)) - timed
+    assert moved[os.getpid()] == others
+    moved.clear()
+    assert turns.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
 
 
 def test_clear_answers_cost_no_more_rounds() -> None:

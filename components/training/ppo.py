@@ -12,11 +12,12 @@ import copy
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from components.agent.reward import raw_speedup
 from components.agent.trajectory import Trajectory
 from components.config import Ppo
 from components.policy.model import load_model, load_tokenizer, verify_checkpoint
@@ -86,6 +87,8 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
                 solved.add(usable)
             figures = reward_figures(usable) | published
             figures["dropped"] = len(trajectories) - len(usable)
+            if ppo.reward == "speedup":
+                usable = [replace(trajectory, reward=raw_speedup(trajectory.verdicts[-1])) for trajectory in usable]
             rollout = collate(usable)
             figures["tokens"] = rollout.tokens
             figures |= clock.lap("rollout", rollout.tokens)

@@ -1,0 +1,163 @@
+"""The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and what becomes of it without a part.
+
+    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--set KEY=VALUE] [--table]
+
+Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold start and after
+each stage that changes it. The paper's ablations in miniature share the first seed's cold start. A repeated call
+goes on where the last one was stopped; `--table` prints what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.config import PROJECT, Params, resolve
+from components.evaluation.evaluate import evaluate
+from components.evaluation.metrics import changes
+from components.evaluation.policies import checkpoint_policy
+from components.evaluation.results import RESULTS, Evaluation, load_evaluation
+from components.evaluation.suites import load_suite
+from components.policy.coldstart import coldstart
+from components.policy.model import MANIFEST
+from components.sandbox.pool import LocalPool
+from components.training.entry import run_stage, training_sources
+from components.training.stage import CHECKPOINT, Stage
+
+TASKS = "tasks"
+FULL = ("cold start", "stage 1", "stage 2", "stage 4")
+ABLATIONS = ("without stage 1", "without stage 2", "without stage 3", "bare speed-up as reward", "stage 1, one turn")
+
+
+class Lines:
+    """Progress as plain lines: the experiment runs for an hour without a terminal."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        if step == total or stage in ("warmup", "agentic"):
+            shown = " ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            print(f"{time.monotonic() - self.began:6.0f} s  {stage} {step}/{total} {shown}", flush=True)
+
+
+@dataclass
+class Experiment:
+    out: Path
+    profile: str
+    sets: tuple[str, ...]
+    pool: LocalPool
+
+    def params(self, seed: int, *more: str) -> Params:
+        return resolve(self.profile, (f"seed={seed}", f"coldstart.seed={seed}", *self.sets, *more)).params
+
+    def evaluated(self, name: str, policy: Path, params: Params) -> None:
+        folder = self.out / f"evaluation {name}"
+        print(f"evaluating {name}", flush=True)
+        suite = load_suite(params, self.out / TASKS)
+        found = evaluate(checkpoint_policy(policy, params), suite, self.pool, folder, epoch=folder.name, progress=Lines(), seed=params.seed)
+        print(row(name, found), flush=True)
+
+    def stage(self, name: str, place: str, params: Params, actor: Path, critic: Path | None = None, sampled: tuple[str, ...] = ()) -> Path:
+        out = self.out / place
+        folders = tuple(self.out / earlier / "trajectories" for earlier in sampled)
+        run_stage(Stage(name, params, actor, self.out / TASKS, out, self.pool, Lines(), "experiment", critic, folders))
+        return out / CHECKPOINT
+
+    def cold(self, seed: int) -> Path:
+        params, out = self.params(seed), self.out / f"{seed} cold start"
+        if not (out / MANIFEST).is_file():
+            coldstart(params, training_sources(params, seed), out, dataset="", code="experiment", progress=Lines())
+        return out
+
+    def full(self, seed: int) -> None:
+        params, cold = self.params(seed), self.cold(seed)
+        self.evaluated(f"{seed} cold start", cold, params)
+        first = self.stage("warmup", f"{seed} warmup", params, cold)
+        self.evaluated(f"{seed} stage 1", first, params)
+        second = self.stage("rejection", f"{seed} rejection", params, first)
+        self.evaluated(f"{seed} stage 2", second, params)
+        values = self.stage("critic", f"{seed} critic", params, second, sampled=(f"{seed} warmup", f"{seed} rejection"))
+        fourth = self.stage("agentic", f"{seed} agentic", params, second, values)
+        self.evaluated(f"{seed} stage 4", fourth, params)
+
+    def ablations(self, seed: int) -> None:
+        params, cold, name = self.params(seed), self.cold(seed), iter(ABLATIONS)
+        first, second, values = (self.out / f"{seed} {stage}" / CHECKPOINT for stage in ("warmup", "rejection", "critic"))
+
+        without = next(name)
+        actor = self.stage("rejection", f"{without} rejection", params, cold)
+        critic = self.stage("critic", f"{without} critic", params, actor, sampled=(f"{without} rejection",))
+        self.evaluated(without, self.stage("agentic", f"{without} agentic", params, actor, critic), params)
+
+        without = next(name)
+        critic = self.stage("critic", f"{without} critic", params, first, sampled=(f"{seed} warmup", f"{seed} rejection"))
+        self.evaluated(without, self.stage("agentic", f"{without} agentic", params, first, critic), params)
+
+        without = next(name)  # stage 1's code makes its critic from the actor, untaught; here with stage 4's settings
+        fresh = params.model_copy(update={"warmup": params.agentic})
+        self.evaluated(without, self.stage("warmup", f"{without} agentic", fresh, second), params)
+
+        without = next(name)
+        bare = self.params(seed, "agentic.reward=speedup")
+        self.evaluated(without, self.stage("agentic", f"{without} agentic", bare, second, values), params)
+
+        self.evaluated(next(name), first, self.params(seed, "evaluation.max_turns=1"))
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def row(name: str, found: Evaluation) -> str:
+    figures = found.overall
+    reward = figures.intervals["mean_reward"]
+    eager, fast = figures.geomean.eager, figures.geomean.compile
+    ratios = [f"{ratio:.2f}" if ratio is not None else "-" for ratio in (eager, fast)]
+    interval = f"{figures.mean_reward:.2f} [{reward.low:.2f}, {reward.high:.2f}]"
+    rates = [share(figures.pass_rate), interval, share(figures.faster_rate.eager), share(figures.faster_rate.compile)]
+    return "| " + " | ".join([name, *rates, *ratios]) + " |"
+
+
+def table(out: Path, seeds: list[int]) -> None:
+    columns = ["", "pass rate", "mean reward", "faster than eager", "faster than compile", "geomean, eager", "geomean, compile"]
+    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    for name in [*(f"{seed} {stage}" for seed in seeds for stage in FULL), *ABLATIONS]:
+        if (out / f"evaluation {name}" / RESULTS).is_file():
+            print(row(name, load_evaluation(out / f"evaluation {name}")))
+    for seed in seeds:
+        first, last = (out / f"evaluation {seed} {stage}" for stage in (FULL[0], FULL[-1]))
+        if (last / RESULTS).is_file():
+            change = changes(load_evaluation(first).tasks, load_evaluation(last).tasks)["mean_reward"]
+            print(f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from the cold start to stage 4, paired by task")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--profile", default="cpu")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--set", dest="sets", action="append", default=[])
+    parser.add_argument("--table", action="store_true")
+    chosen = parser.parse_args()
+    out, seeds = chosen.out.resolve(), [int(seed) for seed in chosen.seeds.split(",")]
+    if not chosen.table:
+        command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile, "--home", out / "home", "--out", out / TASKS]
+        subprocess.run([*command, *(word for value in chosen.sets for word in ("--set", value))], check=True, cwd=PROJECT)
+        pool = LocalPool(resolve(chosen.profile, tuple(chosen.sets)).params, out / "verdicts")
+        experiment = Experiment(out, chosen.profile, tuple(chosen.sets), pool)
+        try:
+            for seed in seeds:
+                experiment.full(seed)
+            experiment.ablations(seeds[0])
+        finally:
+            pool.close()
+    table(out, seeds)
+
+
+if __name__ == "__main__":
+    main()
