@@ -312,14 +312,14 @@ def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: py
     for limit in (1 << 20, 0):
         monkeypatch.setattr(baselines, "DOUBLED_BYTES", limit)
         bench.doubled = {}
-        for turns in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
-            mix = Mix(1, 2, (turns[0], turns[0] % 13), (turns[1], turns[1] % 13), 0.3)
+        for turn in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
+            mix = Mix(1, 2, (turn[0], turn[0] % 13), (turn[1], turn[1] % 13), 0.3)
             floats, whole = torch.empty(77), torch.empty(13, dtype=torch.int64)
             bench.mixed(mix, 0, floats)
             bench.mixed(mix, 1, whole)
-            first, second = (sets[base][0].flatten().roll(-turn) for base, turn in ((1, turns[0]), (2, turns[1])))
+            first, second = sets[1][0].flatten().roll(-turn[0]), sets[2][0].flatten().roll(-turn[1])
             assert torch.equal(floats, torch.lerp(first, second, 0.3))
-            assert torch.equal(whole, sets[1][1].roll(-(turns[0] % 13)))
+            assert torch.equal(whole, sets[1][1].roll(-(turn[0] % 13)))
     bench.bank_inputs.close()
 
 
