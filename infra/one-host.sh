@@ -48,6 +48,10 @@ launch() { # NAME COMMAND...: in a session of its own, so that it and its childr
     echo $! >"$folder/$name.pid"
 }
 
+supervise() { # NAME COMMAND...: the same, and started again when it ends by itself, as while PostgreSQL recovers; not when it ends at once
+    launch "$1" bash -c 'while began=$SECONDS; "$@"; ((SECONDS - began > 2)); do sleep 1; done' "$@"
+}
+
 await() { # NAME COMMAND...: until the command succeeds
     local name=$1
     shift
@@ -82,12 +86,12 @@ start() {
         "$PYTHON" -c 'import sys, boto3; boto3.client("s3").create_bucket(Bucket=sys.argv[1])' "$BUCKET"
         ;;
     prefect)
-        launch prefect env PREFECT_SERVER_DATABASE_CONNECTION_URL="postgresql+asyncpg://cuda_agent@127.0.0.1:$POSTGRES_PORT/prefect" \
+        supervise prefect env PREFECT_SERVER_DATABASE_CONNECTION_URL="postgresql+asyncpg://cuda_agent@127.0.0.1:$POSTGRES_PORT/prefect" \
             prefect server start --host 127.0.0.1 --port "$PREFECT_PORT"
         await prefect answers "$PREFECT_API_URL/health"
         ;;
     mlflow)
-        launch mlflow mlflow server --host 127.0.0.1 --port "$MLFLOW_PORT" --workers 1 \
+        supervise mlflow mlflow server --host 127.0.0.1 --port "$MLFLOW_PORT" --workers 1 \
             --backend-store-uri "postgresql+psycopg2://cuda_agent@127.0.0.1:$POSTGRES_PORT/mlflow" --artifacts-destination "s3://$BUCKET/mlflow"
         await mlflow answers "http://127.0.0.1:$MLFLOW_PORT/health"
         ;;

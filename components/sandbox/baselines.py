@@ -43,6 +43,8 @@ DOUBLED_BYTES = 1 << 28
 """Largest input that is held twice, so that a turned one is a view."""
 CONTEXT_BYTES = 600 << 20
 """What CUDA takes for each process."""
+CACHED_BYTES = 4 << 30
+"""What torch's allocator in the judge's process may keep of the memory that benches gave back: no other process can use it."""
 BASES = 6
 """Input sets that the calls of timed rounds are mixed from (see `Mix`): so many, or as many as MAX_ARM_BYTES hold, but two at least."""
 
@@ -168,10 +170,13 @@ class Bench:
         """Memory of the bank, of what is prepared from it, and of the arms with what their runners hold, about."""
         inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
         doubled = 2 * (self.total - len(self.families)) if inputs <= DOUBLED_BYTES else 0
-        bank = inputs * (self.total + doubled) + (outputs + 2 * exact) * len(self.families)
-        arms = 4 if self.only is None else 1  # a candidate, eager, the no-op and one torch.compile
-        own = CONTEXT_BYTES + 3 * self.description.peak_bytes  # what its runner computes with, in float64 too
-        return bank + inputs * self.slots + arms * (own + inputs * (self.slots + 1) + 3 * outputs * self.slots) + 8 * self.parameters_part.bytes
+        bank = inputs * (self.total + doubled) + (outputs + 2 * exact) * len(self.families) + 8 * self.parameters_part.bytes
+        arm = CONTEXT_BYTES + inputs * (self.slots + 1) + 3 * outputs * self.slots
+        oracle = CONTEXT_BYTES + 3 * self.description.peak_bytes  # in float64 too
+        if self.only is not None:
+            return bank + inputs * self.slots + oracle + arm
+        arms = 4 * (arm + self.description.peak_bytes)  # a candidate, eager, the no-op and one torch.compile; the oracle is dead by then
+        return bank + max(oracle, inputs * self.slots + arms)
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)
@@ -392,3 +397,5 @@ class Bench:
             for closer in reversed(self.closers):
                 closer.close()
             self.closers.clear()
+            if self.device_turns.wall and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_BYTES:
+                torch.cuda.empty_cache()

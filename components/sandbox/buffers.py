@@ -141,7 +141,11 @@ class DeviceBuffer:
         self.size = -(-size // granularity.value) * granularity.value
         handle = ctypes.c_ulonglong()
         if fd is None:
-            _check(driver.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(self.size), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")
+            wanted = ctypes.byref(handle), ctypes.c_size_t(self.size), ctypes.byref(properties), ctypes.c_ulonglong(0)
+            if (result := driver.cuMemCreate(*wanted)) == OUT_OF_MEMORY:
+                torch.cuda.empty_cache()  # which the driver does not know to be free
+                result = driver.cuMemCreate(*wanted)
+            _check(result, "cuMemCreate")
             exported = ctypes.c_int()
             _check(
                 driver.cuMemExportToShareableHandle(ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, ctypes.c_ulonglong(0)),

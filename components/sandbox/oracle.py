@@ -48,7 +48,7 @@ def describe(code: str, device: str) -> dict:
         "state": [[name, *form(t)] for name, t in model.state_dict().items()],
         "parameters": [name for name, _ in model.named_parameters()],
         "seconds": seconds,  # a hint for how many calls fill a round; no result rests on it
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,  # a hint for how many tasks fit side by side
+        "peak_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else 0,  # a hint for how many tasks fit side by side
     }
 
 
