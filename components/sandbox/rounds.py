@@ -50,8 +50,8 @@ class Part:
 class Staging:
     """The inputs of one round in memory that no runner sees: mixed once there, and given to every arm by one copy.
 
-    Mixed in each arm's own memory they took most of what a round costs on cuda, where the clock runs meanwhile: two launches a
-    call, as many as a small kernel itself.
+    On cuda the clock runs while an arm gets its inputs, and mixing takes a launch for each input of each call, as many as a small
+    kernel itself.
     """
 
     def __init__(self, bench: Task, room: int):

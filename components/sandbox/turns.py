@@ -29,7 +29,7 @@ def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
     """The cores of timed rounds and those of everything else that this process does and starts; the first call takes the one from the other.
 
     A small kernel takes as long as its launch, and cores of one machine differ by up to a half for as long as it pleases their
-    host: with arms on any core one kernel read 0.91 to 1.74 times as fast as eager on an H200, on one core 1.17 to 1.34.
+    host: with arms on any core one kernel read 0.91 to 1.74 times as fast as eager on an H200, on one core 1.14 to 1.34.
     """
     here = sorted(os.sched_getaffinity(0))
     if device == "cpu" or len(here) < CORES_TO_SPARE_ONE:
