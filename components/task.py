@@ -75,7 +75,7 @@ def load_task(path: Path) -> KernelTask:
     return KernelTask(code=code, name=path.stem)
 
 
-MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom")
+MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
 """Evidence that differs each time it is taken."""
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 

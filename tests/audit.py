@@ -1,6 +1,6 @@
 """An audit of a data set that shares no code with the project: pandas, torch and the standard library only.
 
-    python tests/audit.py TASKS.parquet [--against FOLDER] [--mix '{"torch#1": 0.1, ...}']
+    python tests/audit.py TASKS.parquet [--against FOLDER] [--device cuda] [--mix '{"torch#1": 0.1, ...}']
 
 Prints one JSON object: rows by fault. Sources are executed here, so audit only sets that this project composed.
 """
@@ -45,19 +45,20 @@ def mislabelled(ops: list[str], source: str, code: str) -> bool:
     return not all(re.search(PLAIN[name], code) if name in PLAIN else name.rpartition(".")[2].replace("_", "").lower() in flat for name in ops)
 
 
-def inert(code: str) -> str:
+def inert(code: str, device: str = "cpu") -> str:
     """What of a task changes nothing: its output is constant, or does not depend on an input or a parameter."""
     scope: dict = {"__name__": "audited"}
     exec(code, scope)
     torch.manual_seed(0)
-    model = scope["Model"](*scope["get_init_inputs"]()).eval()
-    inputs, others = scope["get_inputs"](), scope["get_inputs"]()
+    with torch.device(device):
+        model = scope["Model"](*scope["get_init_inputs"]()).eval()
+        inputs, others = scope["get_inputs"](), scope["get_inputs"]()
     with torch.no_grad():
         out = model(*inputs)
         if out.std() <= 1e-3 * out.abs().mean():
             return "constant"
         for place, other in enumerate(others):
-            if other.is_floating_point() and torch.equal(model(*inputs[:place], other, *inputs[place + 1 :]), out):
+            if isinstance(other, torch.Tensor) and other.is_floating_point() and torch.equal(model(*inputs[:place], other, *inputs[place + 1 :]), out):
                 return "independent"
         for parameter in model.parameters():
             kept = parameter.clone()
@@ -68,7 +69,7 @@ def inert(code: str) -> str:
     return ""
 
 
-def audit(path: Path, against: list[Path], mix: dict[str, float]) -> dict[str, object]:
+def audit(path: Path, against: list[Path], mix: dict[str, float], device: str = "cpu") -> dict[str, object]:
     frame = pandas.read_parquet(path)
     programs = [shingles(file.read_text(), numbers=False) for folder in against for file in folder.rglob("*.py")]
     near = 0
@@ -76,7 +77,7 @@ def audit(path: Path, against: list[Path], mix: dict[str, float]) -> dict[str, o
         own = shingles(code, numbers=False)
         near += any(2 * len(own & other) / max(len(own) + len(other), 1) > 0.9 for other in programs)
     shares = frame["data_source"].value_counts(normalize=True).to_dict()
-    faults = [inert(code) for code in frame["code"]]
+    faults = [inert(code, device) for code in frame["code"]]
     trained = {tuple(ops) for ops, split in zip(frame["ops"], frame["split"], strict=True) if split == "train"}
     return {
         "rows": len(frame),
@@ -95,5 +96,6 @@ if __name__ == "__main__":
     parser.add_argument("tasks", type=Path)
     parser.add_argument("--against", type=Path, action="append", default=[])
     parser.add_argument("--mix", type=json.loads, default={})
+    parser.add_argument("--device", default="cpu", help="where the tasks run")
     options = parser.parse_args()
-    print(json.dumps(audit(options.tasks, options.against, options.mix)))
+    print(json.dumps(audit(options.tasks, options.against, options.mix, options.device)))

@@ -78,6 +78,7 @@ PLANTS: list[tuple[list[str], str, str, str]] = [
     (["zeros_like"], "torch#1", task("return torch.zeros_like(x)"), "zeros_pass"),
     (["mish"], "torch#1", task("return F.mish(torch.ones_like(x))"), "mean_passes"),
     (["matmul"], "torch#1", task("return torch.matmul(x, x)"), "does_not_run"),
+    (["sigmoid"], "torch#1", task("return torch.sigmoid(x * 1.5e-3)"), "hardly_varies"),
 ]
 
 
@@ -101,7 +102,7 @@ def test_every_plant_is_refused_for_its_own_reason(judge: Judge, planted: Path, 
     assert len(summary.admitted) == 2 and summary.candidates == len(PLANTS)
     assert all(0 < item.evidence["nearest"]["similarity"] <= 0.9 for item in summary.admitted)
     histogram = (tmp_path / "out" / "plots" / "similarity.csv").read_text().splitlines()[1:]
-    assert sum(int(line.split(",")[1]) for line in histogram) == 7, "the whole distribution, refused ones too"
+    assert sum(int(line.split(",")[1]) for line in histogram) == 8, "the whole distribution, refused ones too"
 
 
 def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Path) -> None:

@@ -227,6 +227,12 @@ def test_ordinary_task_is_admitted(judge: Judge) -> None:
     assert 0.0002 <= admission.evidence["eager_seconds"] <= 0.05
 
 
+def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(judge: Judge) -> None:
+    admission = judge.admit(task("torch.sigmoid(x) * (self.scale - 1) + torch.tanh(x * 1e-6) + 1"))
+    assert admission.admitted, admission
+    assert admission.evidence["spread"] == pytest.approx(1e-6, rel=0.5), "scale is 1 until somebody trains it"
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

@@ -8,6 +8,8 @@ import json
 import random
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pyarrow.parquet
@@ -183,6 +185,31 @@ def test_nothing_is_judged_that_is_not_needed(tmp_path: Path) -> None:
     pool = InProcess()
     summary = build(parameters(), tmp_path / "tasks", pool, Quiet())
     assert len(pool.asked) == len(summary.admitted) and len(set(pool.asked)) == len(pool.asked)
+
+
+def test_the_pool_is_kept_busy_behind_a_slow_head_and_never_flooded(tmp_path: Path) -> None:
+    """What is given to the pool late, such as a resized candidate that all wait for, must not stand behind the whole window there."""
+    params = parameters("sandbox.build_workers=2")
+
+    class Slow(InProcess):
+        behind = most = 0
+
+        def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
+            asked.append(super().admit(code))
+            self.most = max(self.most, sum(not future.done() for future in asked))
+            return asked[-1]
+
+        def admission(self, code: str, *, headroom: bool = False) -> Admission:
+            time.sleep(1.5 if code == self.asked[0] else 0.05)
+            if code == self.asked[0]:
+                self.behind = len(self.asked)
+            return super().admission(code)
+
+    asked: list[Future[Admission]] = []
+    pool = Slow()
+    build(params, tmp_path / "tasks", pool, Quiet())
+    assert pool.behind == 16, "all that are needed, beside the head"
+    assert pool.most <= 4
 
 
 def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,13 +27,11 @@ from components.sandbox.turns import Turns
 from components.task import check_contract
 
 ROUNDS = 3
-ROUND_SHARE = 0.25
-"""Of the calls that a round of a candidate has, on a GPU, where everything else stands still meanwhile: a window of times and
-headroom need less than a reward does."""
 COPIED_BYTES = 2**27
 DESCRIBED_BYTES = 2 << 30
 """Taken while a task runs for the first time, and nobody knows what it needs."""
 MATRIX = {"cpu": 1024, "cuda": 8192}
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ def _admission(bench: Bench, turns: Turns, headroom: bool) -> Admission:
         return Admission(False, "eager_time", evidence)
     with turns.preparing():
         reason = strawman(bench)
-    reason = reason or _sensitivity(bench)
+    if reason is None:
+        reason, evidence["spread"] = _sensitivity(bench)
     if reason is not None:
         return Admission(False, reason, evidence)
     if headroom:
@@ -144,8 +144,6 @@ def _timed(bench: Bench, turns: Turns, role: str) -> tuple[list[float], bool]:
     seconds, steady, first = [], True, None
     with turns.measuring():
         sets = bench.fresh_sets()
-        if turns.wall:
-            sets = sets[: max(2, int(len(sets) * ROUND_SHARE))]
         staged = Staging(bench, len(sets)).hold(sets)
         for _ in range(ROUNDS):
             found, taken = arm.round("time", staged)
@@ -167,8 +165,9 @@ def _compiled(bench: Bench, turns: Turns, noop: list[float]) -> dict[str, Any]:
     }
 
 
-def _sensitivity(bench: Bench) -> str | None:
-    """Another input, another parameter, untouched parameters: each must change the output beyond the tolerance."""
+def _sensitivity(bench: Bench) -> tuple[str | None, float]:
+    """Another input, another parameter, untouched parameters: each must change the output beyond the tolerance. And how much
+    the output varies, with the judge's parameters or with untouched ones, whichever is less (see `_spread`)."""
     description = bench.description
     seed, parameters = bench.seeds[0], bench.parameter_seed
     orders: list[tuple[str, dict[str, Any]]] = [
@@ -184,8 +183,14 @@ def _sensitivity(bench: Bench) -> str | None:
     with bench.device_turns.preparing():
         for (reason, _), outputs in zip(orders, found, strict=True):
             if all(compare(got, one, wide, bench.params) is None for got, one, wide in zip(outputs, single, expected, strict=True)):
-                return reason
-    return None
+                return reason, 0.0
+        return None, min(_spread(single), _spread(found[-1]) if description.parameters else math.inf)
+
+
+def _spread(outputs: list[torch.Tensor]) -> float:
+    """Standard deviation of the output that varies most, as a share of its mean magnitude."""
+    floats = [t.float() for t in outputs if t.dtype.is_floating_point]
+    return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 
 
 def _does_not_run(error: Exception) -> Admission:

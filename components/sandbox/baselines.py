@@ -39,6 +39,9 @@ FAMILY_BYTES = 24 << 30
 """Most memory for the families of inputs with their expected outputs, in float64 too; a large task has fewer families, the given one at least."""
 RUNNER_SHARE = 0.125
 """Of a GPU's memory, for what one task's runner may allocate beside others: two tasks of 1,200 took 65 and 80 GB and broke their neighbours."""
+ROUND_SHARE = 0.25
+"""Of the calls that a round of a candidate has, in an admission on a GPU, where everything else stands still meanwhile: a window of
+times and headroom need less than a reward does. And of the memory for them, which is what keeps more tasks from being admitted side by side."""
 DOUBLED_BYTES = 1 << 28
 """Largest input that is held twice, so that a turned one is a view."""
 CONTEXT_BYTES = 600 << 20
@@ -146,7 +149,8 @@ class Bench:
     def _lay_out(self) -> None:
         sandbox, description = self.params.sandbox, self.description
         calls = -(-int(sandbox.round_seconds * 1e9) // max(1, int(description.seconds * 1e9)))
-        per_round = max(sandbox.sets_per_round, min(MAX_SETS[self.params.device], calls))
+        share = ROUND_SHARE if self.only is not None and self.device_turns.wall else 1.0
+        per_round = max(2, int(share * max(sandbox.sets_per_round, min(MAX_SETS[self.params.device], calls))))
         self.inputs = Part.of([form for form in description.inputs if form is not None], 1)
         self.outputs = Part.of(description.outputs, 1)
         wide = [(shape, "float64" if dtype.startswith(("float", "bfloat")) else dtype) for shape, dtype in description.outputs]
@@ -156,7 +160,7 @@ class Bench:
         largest = self.device_turns.total * LARGEST_SHARE if self.device_turns.wall else MAX_ARM_BYTES["cpu"]
         if one > largest:
             raise ValueError(f"{one} bytes for one set of inputs and outputs are too many to measure")
-        most = max(1, MAX_ARM_BYTES[self.params.device] // one)
+        most = max(1, int(share * MAX_ARM_BYTES[self.params.device]) // one)
         self.per_round = min(per_round, most)
         least = 1 if self.only is None else 2  # an admission compares two
         families = max(least, min(sandbox.correctness_sets, FAMILY_BYTES // (self.inputs.stride + self.outputs.stride + 2 * self.expected.stride)))
@@ -171,12 +175,10 @@ class Bench:
         inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
         doubled = 2 * (self.total - len(self.families)) if inputs <= DOUBLED_BYTES else 0
         bank = inputs * (self.total + doubled) + (outputs + 2 * exact) * len(self.families) + 8 * self.parameters_part.bytes
-        arm = CONTEXT_BYTES + inputs * (self.slots + 1) + 3 * outputs * self.slots
-        oracle = CONTEXT_BYTES + 3 * self.description.peak_bytes  # in float64 too
-        if self.only is not None:
-            return bank + inputs * self.slots + oracle + arm
-        arms = 4 * (arm + self.description.peak_bytes)  # a candidate, eager, the no-op and one torch.compile; the oracle is dead by then
-        return bank + max(oracle, inputs * self.slots + arms)
+        oracle = CONTEXT_BYTES + min(3 * self.description.peak_bytes, int(self.share * self.device_turns.total))  # in float64 too
+        arm = CONTEXT_BYTES + inputs * (self.slots + 1) + 3 * outputs * self.slots + self.description.peak_bytes
+        arms = arm + outputs * self.slots if self.only is not None else 4 * arm  # a candidate, eager, the no-op and one torch.compile
+        return bank + max(oracle, inputs * self.slots + arms)  # the oracle is gone by then
 
     def _keep(self, buffer: Any) -> Any:
         self.closers.append(buffer)

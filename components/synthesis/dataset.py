@@ -11,8 +11,8 @@ import itertools
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,9 @@ DRY = 5000
 
 LOOKAHEAD = 16
 """Candidates in the window for each that is judged at once: decisions come in order, and one task may take torch.compile a minute."""
+AHEAD = 2
+"""Candidates given to the pool for each that is judged at once. Not all of the window: a resized one, which stands first and is
+waited for, would wait for the whole window there, and nothing would enter meanwhile (half of a build's time on an H200)."""
 
 
 class Admitting(Protocol):
@@ -49,10 +52,11 @@ class Admitting(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A composed task on its way: refused at first look, under judgement, or neither (not asked for yet)."""
+    """A composed task on its way: refused at first look, needed (and with time under judgement), or neither (not asked for yet)."""
 
     task: KernelTask
     refused: Rejection | None = None
+    needed: bool = False
     judgement: Future[Admission] | None = None
     draft: Draft | None = None
     """What it was written from, where it was composed of mined operators."""
@@ -108,6 +112,7 @@ class Builder:
             entering = next(source, None) if len(self.window) < width else None
             if entering is not None:
                 self.window.append(self.enter(entering))
+                self.feed()
             elif self.window:
                 self.decide(self.window.popleft())
                 step = len(self.admitted) if self.wanted is not None else self.candidates
@@ -123,7 +128,7 @@ class Builder:
         reason, detail = (candidate.refused.reason, candidate.refused.detail) if candidate.refused else self.rubric.look(task)
         # Judged ahead of time only if it is needed even when everything before it is admitted.
         place = self.place(task)
-        pending = sum(1 for other in self.window if other.judgement is not None and self.place(other.task) == place)
+        pending = sum(1 for other in self.window if other.needed and self.place(other.task) == place)
         ahead = not reason and (self.wanted is None or self.done[place] + pending < self.wanted[place])
         self.dry = 0 if ahead else self.dry + 1
         if self.dry > DRY and self.wanted is not None:
@@ -134,10 +139,29 @@ class Builder:
             )
         if reason:
             return Candidate(task, refused=Rejection(task, reason, detail))
-        return Candidate(task, judgement=self.admit(task) if ahead else None, draft=candidate.draft, resized=candidate.resized)
+        return replace(candidate, needed=ahead)
 
     def admit(self, task: KernelTask) -> Future[Admission]:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
+
+    def feed(self) -> None:
+        """Give the pool the first of the window that are needed, as many as keep it busy."""
+        under_way = sum(1 for candidate in self.window if candidate.judgement is not None and not candidate.judgement.done())
+        for place, candidate in enumerate(self.window):
+            if under_way >= AHEAD * self.params.sandbox.build_workers:
+                return
+            if candidate.needed and candidate.judgement is None:
+                self.window[place] = replace(candidate, judgement=self.admit(candidate.task))
+                under_way += 1
+
+    def judged(self, candidate: Candidate) -> Admission:
+        """The candidate's admission, and meanwhile the pool is kept busy with those that come after it."""
+        judgement = candidate.judgement or self.admit(candidate.task)
+        while not judgement.done():
+            self.feed()
+            others = (other.judgement for other in self.window if other.judgement is not None and not other.judgement.done())
+            wait([judgement, *others], return_when=FIRST_COMPLETED)
+        return judgement.result()
 
     def decide(self, candidate: Candidate) -> None:
         self.candidates += 1
@@ -148,7 +172,7 @@ class Builder:
         if self.wanted is not None and self.done[self.place(task)] >= self.wanted[self.place(task)]:
             self.surplus += 1
             return
-        admission = (candidate.judgement or self.admit(task)).result()
+        admission = self.judged(candidate)
         if admission.reason == "infrastructure":  # a set must not depend on what failed beside it; who builds again goes on here
             raise InfrastructureError(f"the judge failed by its own fault: {admission.evidence.get('detail', '')}")
         reason, detail = self.rubric.weigh(admission)
@@ -167,6 +191,7 @@ class Builder:
             resized = self.composer.resized(candidate.draft, admission.evidence["eager_seconds"])
             if resized is not None:
                 self.window.appendleft(self.enter(Candidate(resized.task, draft=resized, resized=True)))
+                self.feed()
 
     def write(self, out: Path) -> Summary:
         with atomic_folder(out) as folder:

@@ -7,6 +7,7 @@ between inputs, cheap cheats fail on it, and its eager time lies in the profile'
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -19,6 +20,10 @@ from components.task import KernelTask, check_contract, normalise
 
 UNEQUAL = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")
 """The judge's words for a task that ran twice on equal inputs and gave two answers."""
+
+LEAST_SPREAD = 1e-3
+"""Of an output, as a share of its magnitude: attention before any training, then a polynomial, is -2 nearly everywhere. The tolerance
+of the judge tells such an answer from a constant, but little of what is computed matters to it."""
 
 
 class Rubric:
@@ -71,6 +76,9 @@ class Rubric:
         low, high = self.data.eager_seconds
         if not low <= seconds <= high:
             return "eager_time", f"{seconds:.6f} s is outside [{low:g}, {high:g}]"
+        spread = admission.evidence.get("spread", math.inf)
+        if spread <= LEAST_SPREAD:
+            return "hardly_varies", f"its output's standard deviation is {spread:.1e} of its mean magnitude"
         return "", ""
 
     def nearest(self, task: KernelTask) -> dict[str, Any]:
