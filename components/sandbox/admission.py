@@ -30,6 +30,8 @@ ROUNDS = 3
 COPIED_BYTES = 2**27
 DESCRIBED_BYTES = 2 << 30
 """Taken while a task runs for the first time, and nobody knows what it needs."""
+TASK_SHARE = 0.25
+"""Of a GPU's memory, for a task of a data set: memory is given in the order of asking, so that one that needs all of it holds up every other."""
 MATRIX = {"cpu": 1024, "cuda": 8192}
 TINY = 1e-30
 
@@ -96,6 +98,9 @@ def admit(params: Params, nursery: Nursery, turns: Turns, code: str, *, headroom
         try:
             with turns.taking(DESCRIBED_BYTES + room):
                 bench = Bench(params, nursery, turns, code, only="compile" if headroom else "plain", share=share)
+            if headroom and bench.bytes > TASK_SHARE * turns.whole > 0:
+                bench.close()
+                return Admission(False, "too_large", {"detail": f"takes {bench.bytes / 2**30:.0f} GiB of the device to judge"})
             with contextlib.closing(bench), turns.taking(bench.bytes + room):
                 bench.fill()
                 return _admission(bench, turns, headroom)

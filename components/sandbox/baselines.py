@@ -94,6 +94,7 @@ class Bench:
         self.modes: dict[str, float] = {}
         """Seconds of one call in each mode of torch.compile, once an evaluation asked (compiled.py)."""
         self.prepared: dict[int, list[Expected]] = {}
+        self.slack: dict[int, list[tuple[float, float]]] = {}
         self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
         self.only = only
@@ -174,7 +175,8 @@ class Bench:
         """Memory of the bank, of what is prepared from it, and of the arms with what their runners hold, about."""
         inputs, outputs, exact = self.inputs.stride, self.outputs.stride, self.expected.stride
         doubled = 2 * (self.total - len(self.families)) if inputs <= DOUBLED_BYTES else 0
-        bank = inputs * (self.total + doubled) + (outputs + 2 * exact) * len(self.families) + 8 * self.parameters_part.bytes
+        prepared = exact * (len(self.families) if self.only is None else 3)  # the last one, and what making it takes
+        bank = inputs * (self.total + doubled) + (outputs + exact) * len(self.families) + prepared + 8 * self.parameters_part.bytes
         oracle = CONTEXT_BYTES + min(3 * self.description.peak_bytes, int(self.share * self.device_turns.total))  # in float64 too
         arm = CONTEXT_BYTES + inputs * (self.slots + 1) + 3 * outputs * self.slots + self.description.peak_bytes
         arms = arm + outputs * self.slots if self.only is not None else 4 * arm  # a candidate, eager, the no-op and one torch.compile
@@ -331,10 +333,10 @@ class Bench:
 
     def differs(self, taken: torch.Tensor, reference: torch.Tensor, sets: list[Mix]) -> str | None:
         """Why the outputs in `taken` are not those of a baseline on the same inputs, or None."""
-        verified = [self.expected_outputs(self.families.index(mix.family)) for mix in sets]
+        verified = [self._slack(self.families.index(mix.family)) for mix in sets]
         for index, slot in enumerate(self.outputs.slots):
             got, single = (rows.view(len(sets), -1)[:, slot.offset : slot.offset + slot.bytes].view(getattr(torch, slot.dtype)) for rows in (taken, reference))
-            if (found := departure(got, single, [exact[index].slack for exact in verified])) is not None:
+            if (found := departure(got, single, [slacks[index] for slacks in verified])) is not None:
                 return f"{found[1]}:{sets[found[0]].family}"
         return None
 
@@ -343,11 +345,21 @@ class Bench:
         return [taken[start + s.offset : start + s.offset + s.bytes].view(getattr(torch, s.dtype)).view(s.shape) for s in self.outputs.slots]
 
     def expected_outputs(self, index: int) -> list[Expected]:
-        """The outputs that are right for one correctness set, prepared at their first use."""
-        if index not in self.prepared:
-            pairs = zip(self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True)
-            self.prepared[index] = [Expected(single, wide, self.params.sandbox, self.params.precision) for single, wide in pairs]
-        return self.prepared[index]
+        """The outputs that are right for one correctness set, prepared at their first use, or at each where memory is short: an admission has two."""
+        if index in self.prepared:
+            return self.prepared[index]
+        pairs = zip(self.outputs.tensors(self.bank_single, index), self.expected.tensors(self.bank_expected, index), strict=True)
+        made = [Expected(single, wide, self.params.sandbox, self.params.precision) for single, wide in pairs]
+        self.slack[index] = [expected.slack for expected in made]
+        if self.only is None:
+            self.prepared[index] = made
+        return made
+
+    def _slack(self, index: int) -> list[tuple[float, float]]:
+        """What a result may differ from a reference on one correctness set, by output (see `Expected`)."""
+        if index not in self.slack:
+            self.expected_outputs(index)
+        return self.slack[index]
 
     def arm(self, role: str) -> Arm:
         """A warm baseline: eager, noop, or compile, which may name a mode of torch.compile after a space."""

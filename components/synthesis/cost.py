@@ -31,12 +31,15 @@ class Meter(TorchDispatchMode):
         self.flops = 0
         self.bytes = 0
         self.calls = 0
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in VIEWS:
             self.calls += 1
-            self.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+            self.bytes += sum(t.nbytes for t in tensors)
+            self.largest = max(self.largest, *(t.nbytes for t in tensors), 0)
             counter = flop_registry.get(func.overloadpacket)
             self.flops += counter(*args, **(kwargs or {}), out_val=out) if counter is not None else 0
         return out
@@ -44,12 +47,13 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Metered:
-    """A form on one input: shape and strides of its output, operations, bytes and kernel launches."""
+    """A form on one input: shape and strides of its output, operations, bytes, kernel launches, and bytes of the largest tensor, parameters too."""
 
     after: tuple[tuple[int, ...], tuple[int, ...]]
     flops: int
     bytes: int
     calls: int
+    largest: int
 
 
 @functools.lru_cache(maxsize=65536)
@@ -57,7 +61,7 @@ def metered(form: Form, shape: tuple[int, ...], stride: tuple[int, ...]) -> Mete
     """None where the form does not fit this input."""
     with Meter() as meter:
         after = shape_after.__wrapped__(form, shape, stride)
-    return None if after is None else Metered(after, meter.flops, meter.bytes, meter.calls)
+    return None if after is None else Metered(after, meter.flops, meter.bytes, meter.calls, meter.largest)
 
 
 def eager_seconds(form: Form, met: Metered, device: Device) -> tuple[float, float]:
