@@ -104,6 +104,7 @@ class Coldstart(Section):
     wrong_share: Share = Field(description="share of demonstrations that are deliberately wrong (knowledge: .15 to .2)")
     fast_share: Share = Field(description="share of demonstrations in the fastest style")
     multi_turn_share: Share = Field(description="share of demonstrations that repair or speed up a first attempt")
+    second_fast_share: Share = Field(description="share of those second attempts in the fastest style; as fast_share, a measurement teaches nothing")
     seed: Natural = Field(description="seed of demonstrations, initial weights and order")
 
 

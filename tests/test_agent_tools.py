@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +225,18 @@ def test_a_background_command_is_followed_and_killed(use: Use) -> None:
     assert use("KillBash", shell_id=name) == f"Killed {name}."
     assert "sleep" not in use("Bash", command="cat /proc/*/comm")
     assert use("BashOutput", bash_id="bash_99") == "bash_99: no background command of this name."
+
+
+def test_a_shell_answers_a_process_that_holds_a_thousand_descriptors(use: Use) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert use("Bash", command="echo here") == "here\n"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(use: Use, tools: Tools) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,14 +16,12 @@ import pytest
 import torch
 
 from components.config import Params, Precision
-from components.sandbox import baselines, buffers, compiled, correctness, rounds, turns
-from components.sandbox.baselines import Bench
+from components.sandbox import baselines, compiled, correctness, mixing, rounds, turns
 from components.sandbox.correctness import Expected, departure
 from components.sandbox.judge import Judge
-from components.sandbox.mixing import Mix
+from components.sandbox.mixing import Mix, Sets
 from components.sandbox.nursery import InfrastructureError, Nursery
 from components.sandbox.pool import Candidate, Job, LocalPool
-from components.sandbox.rounds import Part
 from components.sandbox.screen import screen_files, screen_symbols
 from components.sandbox.timing import paired_ratio, wanted_rounds
 from components.sandbox.verdict import MARGIN, Ratio
@@ -308,30 +307,34 @@ def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float]
 
 def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arm gets the same inputs, so a wrong mixture would go unnoticed: it is compared here with rolling whole tensors."""
-    bench = object.__new__(Bench)
-    bench.inputs, bench.families, bench.turns, bench.blends = Part.of([([7, 11], "float32"), ([13], "int64")], 1), ["given"], True, [True, False]
-    bench.bank_inputs = buffers.make("cpu", 3 * bench.inputs.stride)
-    sets = [bench.inputs.tensors(bench.bank_inputs, index) for index in range(3)]
-    for index, (floats, whole) in enumerate(sets):
-        floats.copy_(torch.randn(7, 11))
-        whole.copy_(torch.arange(13) + 100 * index)
+    bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
     for limit in (1 << 20, 0):
-        monkeypatch.setattr(baselines, "DOUBLED_BYTES", limit)
-        bench.doubled = {}
+        monkeypatch.setattr(mixing, "DOUBLED_BYTES", limit)
+        sets = Sets(bank, ["given"])
+        assert sets.turned and sets.blends == [True, False]
         for turn in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
             mix = Mix(1, 2, (turn[0], turn[0] % 13), (turn[1], turn[1] % 13), 0.3)
             floats, whole = torch.empty(77), torch.empty(13, dtype=torch.int64)
-            bench.mixed(mix, 0, floats)
-            bench.mixed(mix, 1, whole)
-            first, second = sets[1][0].flatten().roll(-turn[0]), sets[2][0].flatten().roll(-turn[1])
+            sets.write(mix, 0, floats)
+            sets.write(mix, 1, whole)
+            first, second = bank[1][0].flatten().roll(-turn[0]), bank[2][0].flatten().roll(-turn[1])
             assert torch.equal(floats, torch.lerp(first, second, 0.3))
-            assert torch.equal(whole, sets[1][1].roll(-(turn[0] % 13)))
-    bench.bank_inputs.close()
+            assert torch.equal(whole, bank[1][1].roll(-(turn[0] % 13)))
+
+
+def test_a_judge_may_hold_as_many_descriptors_as_the_system_allows(ci_params: Params, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1]), limits[1]))
+    try:
+        Judge(ci_params, tmp_path).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_large_task_has_fewer_families_and_is_judged(ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "FAMILY_BYTES", 1)
-    monkeypatch.setattr(baselines, "DOUBLED_BYTES", 1)
+    monkeypatch.setattr(mixing, "DOUBLED_BYTES", 1)
     judge = Judge(ci_params, tmp_path)
     try:
         assert judge.verdict(world.task("honest", "simd"), world.files("honest", "simd")).status == "correct"

@@ -19,6 +19,7 @@ from components.sandbox import judge as judge_module
 from components.sandbox.baselines import Bench
 from components.sandbox.build import SUFFIX
 from components.sandbox.judge import Judge
+from components.sandbox.mixing import Sets
 from components.sandbox.nursery import Nursery, Runner
 from components.sandbox.rounds import Arm
 from components.sandbox.verdict import Verdict
@@ -44,7 +45,7 @@ def verdict(judge: Judge, name: str) -> Verdict:
 
 def test_same_inputs_in_every_round(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's inputs were never seen before."""
-    monkeypatch.setattr(Bench, "fresh_sets", lambda self, number: self.correctness_sets()[: self.per_round])
+    monkeypatch.setattr(Sets, "fresh", lambda self, count, number: self.verified()[:count])
     assert verdict(own, "pointer_cache").status == "correct"
 
 
@@ -78,8 +79,8 @@ def test_one_family_of_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_family_of_timed_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = Bench.fresh_sets
-    monkeypatch.setattr(Bench, "fresh_sets", lambda self, number: fresh(self))
+    fresh = Sets.fresh
+    monkeypatch.setattr(Sets, "fresh", lambda self, count, number: fresh(self, count))
     assert verdict(own, "unsafe_when_timed").status == "correct"
 
 

@@ -161,6 +161,6 @@ def demonstration(task: KernelTask, rng: random.Random, coldstart: Coldstart, de
         messages.append({"role": "tool", "content": content})
         if milestone == 3 or not again:
             break
-        # The second attempt is the better one: mostly fast, seldom wrong.
-        kernel, quality = _attempt(task.code, 0.85, coldstart.wrong_share / 3, device, rng)
+        # The second attempt is the better one: seldom wrong, and as often fast as the parameters say.
+        kernel, quality = _attempt(task.code, coldstart.second_fast_share, coldstart.wrong_share / 3, device, rng)
     return [*messages, {"role": "assistant", "content": DONE}]

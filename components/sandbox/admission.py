@@ -148,7 +148,7 @@ def _timed(bench: Bench, turns: Turns, role: str) -> tuple[list[float], bool]:
     arm = bench.arm(role)
     seconds, steady, first = [], True, None
     with turns.measuring():
-        sets = bench.fresh_sets()
+        sets = bench.sets.fresh(bench.per_round)
         staged = Staging(bench, len(sets)).hold(sets)
         for _ in range(ROUNDS):
             found, taken = arm.round("time", staged)

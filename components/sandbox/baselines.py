@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import random
 import secrets
 import threading
 import time
@@ -24,7 +23,7 @@ from components.files import digest_bytes
 from components.sandbox import buffers
 from components.sandbox.correctness import Expected, departure
 from components.sandbox.families import FAMILIES
-from components.sandbox.mixing import Mix, structured
+from components.sandbox.mixing import DOUBLED_BYTES, Mix, Sets
 from components.sandbox.nursery import Kind, Nursery, Runner, RunnerError
 from components.sandbox.rounds import BASELINE_LIMITS, Arm, Dtype, Form, Part, Shape, Staging
 from components.sandbox.turns import Turns
@@ -42,8 +41,6 @@ RUNNER_SHARE = 0.125
 ROUND_SHARE = 0.25
 """Of the calls that a round of a candidate has, in an admission on a GPU, where everything else stands still meanwhile: a window of
 times and headroom need less than a reward does. And of the memory for them, which is what keeps more tasks from being admitted side by side."""
-DOUBLED_BYTES = 1 << 28
-"""Largest input that is held twice, so that a turned one is a view."""
 CONTEXT_BYTES = 600 << 20
 """What CUDA takes for each process."""
 CACHED_BYTES = 4 << 30
@@ -95,7 +92,6 @@ class Bench:
         """Seconds of one call in each mode of torch.compile, once an evaluation asked (compiled.py)."""
         self.prepared: dict[int, list[Expected]] = {}
         self.slack: dict[int, list[tuple[float, float]]] = {}
-        self.doubled: dict[tuple[int, int], torch.Tensor] = {}
         self.closers: list[Any] = []
         self.only = only
         self.share = share
@@ -235,10 +231,8 @@ class Bench:
                 exact = index < len(self.families)
                 order = {"op": "fill", "set": index, "seed": self.seeds[index], "family": self.families[index] if exact else "given"}
                 oracle.ask(order | {"parameters": self.parameter_seed, "outputs": exact, "exact": exact})
-        given = [self.inputs.tensors(self.bank_inputs, index) for index in (self.total - 2, self.total - 1)]
         with self.device_turns.preparing():
-            self.turns = not structured(given)
-            self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in given[0]]
+            self.sets = self._keep(Sets([self.inputs.tensors(self.bank_inputs, index) for index in range(self.total)], self.families))
 
     def probe(self, orders: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
         """Float32 outputs of the reference for each order; for admission, after its rounds."""
@@ -260,62 +254,11 @@ class Bench:
             for _, buffer in bank.values():
                 buffer.close()
 
-    def mixed(self, mix: Mix, index: int, out: torch.Tensor) -> None:
-        """Write input `index` of a call into the flat tensor `out`."""
-        first, second = mix.first_turns[index], mix.second_turns[index]
-        blended = self.blends[index] and mix.first != mix.second
-        # Turned inputs are views of two copies side by side; a large one has a single copy, and is written in up to three pieces.
-        count = out.numel()
-        edges = {0, count} if count * out.element_size() <= DOUBLED_BYTES else {0, count, count - first, *([count - second] if blended else [])}
-        for start, end in itertools.pairwise(sorted(edges)):
-            piece, one = out[start:end], self._turned(mix.first, index, first, start, end)
-            if blended:
-                torch.lerp(one, self._turned(mix.second, index, second, start, end), mix.weight, out=piece)
-            else:
-                piece.copy_(one)
-        if mix.family != "given" and out.is_floating_point():
-            out.copy_(FAMILIES[mix.family](out))
-
-    def _turned(self, base: int, index: int, turn: int, start: int, end: int) -> torch.Tensor:
-        """Elements `start` to `end` of one flat input of the bank, turned by `turn` elements."""
-        if (base, index) not in self.doubled:
-            flat = self.inputs.tensors(self.bank_inputs, base)[index].view(-1)
-            double = base >= len(self.families) and self.turns and flat.nbytes <= DOUBLED_BYTES
-            self.doubled[base, index] = torch.cat([flat, flat]) if double else flat
-        held = self.doubled[base, index]
-        first = turn + start
-        if first >= held.numel():
-            first -= held.numel()
-        return held[first : first + end - start]
-
-    def plain(self, index: int) -> Mix:
-        """Set `index` of the bank as the task's source made it."""
-        still = (0,) * len(self.inputs.slots)
-        return Mix(index, index, still, still, 0.0)
-
-    def correctness_sets(self) -> list[Mix]:
-        return [self.plain(i) for i in range(len(self.families))]
-
-    def fresh_sets(self, number: int = 0) -> list[Mix]:
-        """Inputs for timed round `number` that no round had before, of the family that the task gives but for one call of
-        each round: who counts its calls, to be right on the other families only while it is verified, meets them here."""
-        sizes = [torch.Size(slot.shape).numel() if self.turns else 1 for slot in self.inputs.slots]
-        bases = range(len(self.families), self.total)
-        chance = random.Random(secrets.token_bytes(32))  # three times as fast as asking the system for each number
-        sets = []
-        for _ in range(self.per_round):
-            first, second = chance.sample(bases, 2)
-            turns = [tuple(chance.randrange(max(1, size)) for size in sizes) for _ in range(2)]
-            sets.append(Mix(first, second, turns[0], turns[1], chance.uniform(0.25, 0.75)))
-        other = chance.randrange(len(sets))
-        sets[other] = sets[other]._replace(family=self.families[number % len(self.families)])
-        return sets
-
     def verify(self, arm: Arm, operation: str, *, loose: bool = False) -> str | None:
         """Why the arm's outputs are wrong on the correctness sets, or None."""
         staging = Staging(self, self.slots)
         for first in range(0, len(self.families), self.slots):
-            sets = self.correctness_sets()[first : first + self.slots]
+            sets = self.sets.verified()[first : first + self.slots]
             _, taken = arm.round(operation, staging.hold(sets))
             if (reason := self.wrong(sets, taken, loose=loose)) is not None:
                 return reason
@@ -407,7 +350,6 @@ class Bench:
                 self._oracle.close()
                 self._oracle = None
             self.prepared.clear()
-            self.doubled.clear()
             for closer in reversed(self.closers):
                 closer.close()
             self.closers.clear()

@@ -57,7 +57,7 @@ def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
     raw: dict[str, list[float]] = {name: [] for name in ("noop", *started(bench, roles))}
     staging = Staging(bench, bench.per_round)
     for _ in range(bench.params.sandbox.rounds):
-        staged = staging.hold(bench.fresh_sets())
+        staged = staging.hold(bench.sets.fresh(bench.per_round))
         for name in list(raw):
             role = roles.get(name, name)
             try:

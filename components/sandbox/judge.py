@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -56,12 +57,17 @@ class _WrongOutput(Exception):
 
 
 class Judge:
-    """Judges candidates one measurement at a time per device; builds and task preparation run beside it."""
+    """Judges candidates one measurement at a time per device; builds and task preparation run beside it.
+
+    Every warm task holds some twenty descriptors, and a shell's usual limit is 1,024: this process gets all that it may have.
+    """
 
     def __init__(self, params: Params, folder: Path):
         self.params = params
         if params.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU.")
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
         self.nursery = Nursery(params.sandbox, params.device, folder / "runners")
         self.turns = Turns(params.device)
@@ -181,7 +187,7 @@ class Judge:
         raw: dict[str, list[float]] = {name: [] for name in arms}
         names, wanted, number, staging = list(arms), sandbox.rounds, 0, Staging(bench, bench.per_round)
         while number <= wanted:
-            staged, taken = staging.hold(bench.fresh_sets(number)), {}
+            staged, taken = staging.hold(bench.sets.fresh(bench.per_round, number)), {}
             for name in names:
                 try:
                     seconds, taken[name] = arms[name].round("time", staged)
@@ -218,7 +224,7 @@ class Judge:
             "candidate": digest_json(sorted(files.items())),
             "seeds": [bench.parameter_seed, *bench.seeds[: len(bench.families)]],
             "sets_per_round": bench.per_round,
-            "inputs": "turned and blended" if bench.turns else "blended",
+            "inputs": "turned and blended" if bench.sets.turned else "blended",
         }
 
     def _task_lock(self, task_id: str) -> threading.Lock:

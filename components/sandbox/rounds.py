@@ -13,7 +13,7 @@ from pydantic import Field
 
 from components.config import Params
 from components.sandbox import buffers
-from components.sandbox.mixing import Mix, bits
+from components.sandbox.mixing import Mix, Sets, bits
 from components.sandbox.nursery import Nursery, Runner
 from components.sandbox.turns import Turns
 
@@ -69,7 +69,7 @@ class Staging:
         self.sets = sets
         for mix, places in zip(sets, self.places, strict=False):
             for index, place in enumerate(places):
-                self.bench.mixed(mix, index, place)
+                self.bench.sets.write(mix, index, place)
         return self
 
     @property
@@ -89,13 +89,12 @@ class Task(Protocol):
     outputs: Part
     parameters_part: Part
     parameters: Any
+    sets: Sets
     slots: int
     total: int
 
     def start(self, header: dict[str, Any], descriptors: tuple[int, ...], *, seconds: float) -> Runner: ...
     def end(self, runner: Runner) -> None: ...
-    def plain(self, index: int) -> Mix: ...
-    def mixed(self, mix: Mix, index: int, out: torch.Tensor) -> None: ...
 
 
 class Arm:
@@ -130,7 +129,7 @@ class Arm:
             with bench.device_turns.preparing():
                 self.parameters.raw().copy_(bench.parameters.raw())
                 for index, scratch in enumerate(bench.inputs.tensors(self.inputs, bench.slots)):
-                    bench.mixed(bench.plain(0), index, scratch.view(-1))
+                    bench.sets.write(bench.sets.plain(0), index, scratch.view(-1))
             self.runner = bench.start(header, descriptors, seconds=seconds)
             with bench.device_turns.aside(self.runner):
                 self.runner.receive()

@@ -61,7 +61,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                 with library.open("rb") as file:
                     arms.append(Arm(bench, header, file.fileno(), seconds=RUNNER_SECONDS))
                 bench.verify(arms[-1], "check")
-                arms[-1].round("time", Staging(bench, bench.per_round).hold(bench.fresh_sets()))
+                arms[-1].round("time", Staging(bench, bench.per_round).hold(bench.sets.fresh(bench.per_round)))
             yield arms
         finally:
             for arm in arms:

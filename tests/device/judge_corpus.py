@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import judge_validity
 import judge_world as world
+import torch
 
 from components.config import resolve
 from components.sandbox.judge import Judge
@@ -96,6 +97,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     suffix = "_cuda" if arguments.device == "cuda" else ""
+    free = torch.cuda.mem_get_info()[0] if suffix else 0
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("smoke" if suffix else "ci", (f"device={arguments.device}",)).params, Path(folder))
         try:
@@ -114,6 +116,10 @@ def main() -> int:
                 judge_validity.report(judge, arguments.repeats)
         finally:
             judge.close()
+    if suffix:
+        torch.cuda.empty_cache()
+        left = free - torch.cuda.mem_get_info()[0]  # but for what torch's own libraries took in this process
+        print(f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was made")
     if arguments.table:
         head = "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | --- | --- | --- | --- |\n"
         arguments.table.write_text(head + "".join(f"{row}\n" for row in ROWS))
