@@ -133,6 +133,7 @@ def test_demonstrations_are_mixed_as_asked() -> None:
     coldstart = PARAMS.coldstart
     single: collections.Counter[str] = collections.Counter()
     multi = 0
+    second: list[bool] = []
     for task in tasks * 8:
         messages = demonstration(task, rng, coldstart, "cpu")
         several = len(messages) > 2
@@ -147,11 +148,13 @@ def test_demonstrations_are_mixed_as_asked() -> None:
             multi += 1
             assert [message["role"] for message in messages[1:]] == ["assistant", "tool"] * ((len(messages) - 2) // 2) + ["assistant"]
             assert messages[-1]["content"] == DONE
+            second += [write_kernel(task.code, "simd", "cpu") in message["content"] for message in messages[3:-1:2]]
             assert all(MEASURE in message["content"] for message in messages[1:-1] if message["role"] == "assistant")
     total = sum(single.values())
     assert abs(multi / len(tasks) / 8 - coldstart.multi_turn_share) < 0.05
     assert abs(single["wrong"] / total - coldstart.wrong_share) < 0.05
     assert abs(single["simd"] / total - coldstart.fast_share * (1 - coldstart.wrong_share)) < 0.05
+    assert abs(sum(second) / len(second) - coldstart.second_fast_share * (1 - coldstart.wrong_share / 3)) < 0.08
     assert single["passes"] > 0.2 * total and single["fused"] > 0.2 * total
 
 
