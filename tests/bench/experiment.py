@@ -1,10 +1,10 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and what becomes of it without a part.
 
-    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--set KEY=VALUE] [--table]
+    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--set KEY=VALUE] [--table] [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold start and after
 each stage that changes it. The paper's ablations in miniature share the first seed's cold start. A repeated call
-goes on where the last one was stopped; `--table` prints what there is.
+goes on where the last one was stopped; `--table` prints what there is, and `--plot` draws it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from matplotlib import pyplot
 
 from components.config import PROJECT, Params, resolve
 from components.evaluation.evaluate import evaluate
@@ -136,6 +138,26 @@ def table(out: Path, seeds: list[int]) -> None:
             print(f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from the cold start to stage 4, paired by task")
 
 
+def plot(out: Path, seeds: list[int], file: Path) -> None:
+    """Mean reward with its intervals, pass rate and faster-rates after the cold start and each stage, a line for each seed."""
+    figure, (rewards, rates) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for place, seed in enumerate(seeds):
+        names = [stage for stage in FULL if (out / f"evaluation {seed} {stage}" / RESULTS).is_file()]
+        found = [load_evaluation(out / f"evaluation {seed} {stage}").overall for stage in names]
+        xs, means = [FULL.index(name) + 0.06 * place for name in names], [figures.mean_reward for figures in found]
+        bounds = [figures.intervals["mean_reward"] for figures in found]
+        errors = [[m - b.low for m, b in zip(means, bounds, strict=True)], [b.high - m for m, b in zip(means, bounds, strict=True)]]
+        (line, *_) = rewards.errorbar(xs, means, yerr=errors, capsize=3, marker="o", label=f"seed {seed}")
+        rates.plot(xs, [figures.pass_rate for figures in found], color=line.get_color(), marker="o", linestyle="--")
+        rates.plot(xs, [figures.faster_rate.compile for figures in found], color=line.get_color(), marker="o")
+    for axes, label, limits in ((rewards, "mean reward, held-out tasks", (-1, 3)), (rates, "passed (dashed), faster than torch.compile", (0, 1.02))):
+        axes.set_xticks(range(len(FULL)), FULL)
+        axes.set_ylabel(label)
+        axes.set_ylim(*limits)
+    rewards.legend()
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -143,9 +165,10 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args()
     out, seeds = chosen.out.resolve(), [int(seed) for seed in chosen.seeds.split(",")]
-    if not chosen.table:
+    if not chosen.table and not chosen.plot:
         command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile, "--home", out / "home", "--out", out / TASKS]
         subprocess.run([*command, *(word for value in chosen.sets for word in ("--set", value))], check=True, cwd=PROJECT)
         pool = LocalPool(resolve(chosen.profile, tuple(chosen.sets)).params, out / "verdicts")
@@ -157,6 +180,8 @@ def main() -> None:
         finally:
             pool.close()
     table(out, seeds)
+    if chosen.plot:
+        plot(out, seeds, chosen.plot)
 
 
 if __name__ == "__main__":
