@@ -120,7 +120,7 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
 @pytest.mark.parametrize("page", sorted((PROJECT / "docs").glob("*.svg")), ids=lambda page: page.name)
 def test_pictures_are_sound_and_need_nothing_else(page: Path) -> None:
     assert ElementTree.parse(page).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    assert not re.search(r'href="[^#]', page.read_text()), "to itself at most"
+    assert "href" not in page.read_text()
 
 
 def test_following_the_kernel_page_gives_a_correct_verdict(tmp_path: Path) -> None:

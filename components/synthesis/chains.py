@@ -32,8 +32,7 @@ WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
 SIZES_TRIED = 5
 LARGEST_BYTES = 1 << 30
-"""Of any tensor of a chain, parameters too: those of nn.Bilinear grow with the product of its sides, and one of 17 GB was a minute of a
-core to initialise and then needed all of a GPU's memory."""
+"""Of any tensor of a chain, parameters too: those of nn.Bilinear grow with the product of its sides, and one of 17 GB asks for all of a GPU's memory."""
 SAMPLED = 2048
 """Values of an output that are counted; sorting all of a large one cost more than everything else."""
 FEATURES = (256, 512, 768, 1024, 2048)

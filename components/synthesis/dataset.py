@@ -41,7 +41,7 @@ LOOKAHEAD = 16
 """Candidates in the window for each that is judged at once: decisions come in order, and one task may take torch.compile a minute."""
 AHEAD = 2
 """Candidates given to the pool for each that is judged at once. Not all of the window: a resized one, which stands first and is
-waited for, would wait for the whole window there, and nothing would enter meanwhile (half of a build's time on an H200)."""
+waited for, would wait for the whole window there, and nothing would enter meanwhile."""
 
 
 class Admitting(Protocol):

@@ -16,9 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import pyplot
-
 from components.config import PROJECT, Params, resolve
+from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import changes
 from components.evaluation.policies import checkpoint_policy
@@ -32,6 +31,15 @@ from components.training.stage import CHECKPOINT, Stage
 
 TASKS = "tasks"
 FULL = ("cold start", "stage 1", "stage 2", "stage 4")
+NUMBERS = (0, 1, 2, 4)
+COLOURS = {"first": "#2563eb", "second": "#d97706", "third": "#059669"}
+STYLE = (
+    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end } .grid { stroke: #ddd } .axis { stroke: #444 } "
+    + (
+        ".line { fill: none; stroke-width: 2 } .dashed { stroke-dasharray: 5 4 } .band { opacity: .16 }"
+        + "".join(f" .line.{name} {{ stroke: {code} }} .dot.{name}, .band.{name} {{ fill: {code} }}" for name, code in COLOURS.items())
+    )
+)
 ABLATIONS = ("without stage 1", "without stage 2", "without stage 3", "bare speed-up as reward", "stage 1, one turn")
 
 
@@ -139,23 +147,32 @@ def table(out: Path, seeds: list[int]) -> None:
 
 
 def plot(out: Path, seeds: list[int], file: Path) -> None:
-    """Mean reward with its intervals, pass rate and faster-rates after the cold start and each stage, a line for each seed."""
-    figure, (rewards, rates) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for place, seed in enumerate(seeds):
-        names = [stage for stage in FULL if (out / f"evaluation {seed} {stage}" / RESULTS).is_file()]
-        found = [load_evaluation(out / f"evaluation {seed} {stage}").overall for stage in names]
-        xs, means = [FULL.index(name) + 0.06 * place for name in names], [figures.mean_reward for figures in found]
-        bounds = [figures.intervals["mean_reward"] for figures in found]
-        errors = [[m - b.low for m, b in zip(means, bounds, strict=True)], [b.high - m for m, b in zip(means, bounds, strict=True)]]
-        (line, *_) = rewards.errorbar(xs, means, yerr=errors, capsize=3, marker="o", label=f"seed {seed}")
-        rates.plot(xs, [figures.pass_rate for figures in found], color=line.get_color(), marker="o", linestyle="--")
-        rates.plot(xs, [figures.faster_rate.compile for figures in found], color=line.get_color(), marker="o")
-    for axes, label, limits in ((rewards, "mean reward, held-out tasks", (-1, 3)), (rates, "passed (dashed), faster than compile", (0, 1.02))):
-        axes.set_xticks(range(len(FULL)), FULL)
-        axes.set_ylabel(label)
-        axes.set_ylim(*limits)
-    rewards.legend()
-    figure.savefig(file, metadata={"Date": None})
+    """Mean reward with its intervals, and pass rate (dashed) and share faster than torch.compile, by stage, a colour for each seed."""
+    reward, rates = [], []
+    for seed, colour in zip(seeds, COLOURS, strict=False):
+        found = {number: out / f"evaluation {seed} {stage}" for number, stage in zip(NUMBERS, FULL, strict=True)}
+        figures = {number: load_evaluation(folder).overall for number, folder in found.items() if (folder / RESULTS).is_file()}
+        bounds = [each.intervals["mean_reward"] for each in figures.values()]
+        reward.append(Series("", colour, list(figures), [each.mean_reward for each in figures.values()], [(bound.low, bound.high) for bound in bounds]))
+        rates.append(Series("", colour, list(figures), [each.pass_rate for each in figures.values()], dashed=True))
+        rates.append(Series("", colour, list(figures), [each.faster_rate.compile or 0.0 for each in figures.values()]))
+    stages = "stage (0: the cold start)"
+    charts = [
+        line_chart(reward, x_label=stages, y_label="mean reward", y_range=(-1, 3), whole_x=True),
+        line_chart(rates, x_label=stages, y_label="passed (dashed), faster than compile", y_range=(0, 1), whole_x=True),
+    ]
+    height = HEIGHT + 12
+    drawn = "".join(
+        f'<g transform="translate(0 {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>' for place, chart in enumerate(charts)
+    )
+    named = "".join(
+        f'<circle class="dot {colour}" cx="{60 + 80 * place}" cy="{2 * height + 6}" r="4"/><text x="{70 + 80 * place}" y="{2 * height + 10}">seed {seed}</text>'
+        for place, (seed, colour) in enumerate(zip(seeds, COLOURS, strict=False))
+    )
+    frame = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+    )
+    file.write_text(f"{frame}{drawn}{named}</svg>\n")
 
 
 def main() -> None:
