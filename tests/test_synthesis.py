@@ -214,6 +214,26 @@ def test_the_pool_is_kept_busy_behind_a_slow_head_and_never_flooded(tmp_path: Pa
     assert pool.most <= 2 * 2 + 1, "two for each that is judged at once, besides the head"
 
 
+def test_those_that_replace_refused_ones_are_judged_side_by_side(tmp_path: Path) -> None:
+    """Seen on a GPU: the last 35 of 1,040 tasks came one every two seconds, each asked for when the window had come to it."""
+
+    class Half(InProcess):
+        beside = 0
+
+        def admission(self, code: str, *, headroom: bool = False) -> Admission:
+            if (index := self.asked.index(code)) < 16:
+                return Admission(False, "zeros_pass", {}) if index % 2 else super().admission(code)
+            until = time.monotonic() + 10
+            while len(self.asked) < 24 and time.monotonic() < until:
+                time.sleep(0.01)
+            self.beside = max(self.beside, len(self.asked) - index)
+            return super().admission(code)
+
+    pool = Half()
+    build(parameters("sandbox.build_workers=8"), tmp_path / "tasks", pool, Quiet())
+    assert pool.beside == 8, "as many as were refused"
+
+
 def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:
     params = parameters()
     first = next(task for task in stream(params.data.seed, params.data) if task.split == "train")

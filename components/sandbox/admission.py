@@ -28,7 +28,7 @@ from components.task import check_contract
 
 ROUNDS = 3
 COPIED_BYTES = 2**27
-DESCRIBED_BYTES = 2 << 30
+DESCRIBED_BYTES = 1 << 30
 """Taken while a task runs for the first time, and nobody knows what it needs."""
 TASK_SHARE = 0.25
 """Of a GPU's memory, for a task of a data set: memory is given in the order of asking, so that one that needs all of it holds up every other."""

@@ -96,6 +96,8 @@ class Bench:
         self.only = only
         self.share = share
         """Of a GPU's memory, for what the only process may allocate."""
+        self.lent: tuple[Any, Any, Any] | None = None
+        """Shared memory of the only process's arms."""
         self._oracle: Runner | None = None
         with self._blaming_the_task():
             self._oracle = self._described()
@@ -124,9 +126,32 @@ class Bench:
         self._oracle.send(header | {"device": self.params.device}, descriptors)
         return self._oracle
 
-    def end(self, runner: Runner) -> None:
-        if self.only is None:  # which ends with the bench
+    def memory(self) -> tuple[Any, Any, Any]:
+        """Shared memory for the inputs, on cuda the outputs, and the parameters of one arm: its own, or one candidate could
+        write what others load; the arms of an only process, one after another, have the same."""
+        if self.lent is not None:
+            return self.lent
+        with contextlib.ExitStack() as made:  # the second may find the device full
+
+            def shared(size: int) -> Any:
+                return made.enter_context(contextlib.closing(buffers.make(self.params.device, size)))
+
+            outputs = shared(self.outputs.stride * self.slots) if self.params.device == "cuda" else None
+            memory = shared(self.inputs.stride * (self.slots + 1)), outputs, shared(self.parameters_part.bytes)
+            kept = made.pop_all()
+        if self.only is not None:
+            self.closers.append(kept)
+            self.lent = memory
+        return memory
+
+    def end(self, runner: Runner | None, memory: tuple[Any, Any, Any]) -> None:
+        """What an arm had; what an only process has ends with the bench."""
+        if self.only is not None:
+            return
+        if runner is not None:
             runner.close()
+        for buffer in filter(None, memory):
+            buffer.close()
 
     @contextlib.contextmanager
     def _blaming_the_task(self) -> Iterator[None]:

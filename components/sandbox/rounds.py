@@ -94,7 +94,8 @@ class Task(Protocol):
     total: int
 
     def start(self, header: dict[str, Any], descriptors: tuple[int, ...], *, seconds: float) -> Runner: ...
-    def end(self, runner: Runner) -> None: ...
+    def memory(self) -> tuple[Any, Any, Any]: ...
+    def end(self, runner: Runner | None, memory: tuple[Any, Any, Any]) -> None: ...
 
 
 class Arm:
@@ -107,10 +108,8 @@ class Arm:
         """Whether the candidate's last round changed its inputs."""
         self.sizes = [slot.bytes for slot in bench.outputs.slots]
         device = bench.params.device
-        self.inputs = buffers.make(device, bench.inputs.stride * (bench.slots + 1))
-        self.outputs = buffers.make(device, bench.outputs.stride * bench.slots) if device == "cuda" else None
+        self.inputs, self.outputs, self.parameters = bench.memory()
         self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
-        self.parameters = buffers.make(device, bench.parameters_part.bytes)  # its own, or one candidate could write what others load
         layout: dict[str, Any] = {
             "sets": bench.slots + 1,
             "scalars": bench.description.scalars,
@@ -230,8 +229,4 @@ class Arm:
             self.runner.deadline += seconds
 
     def close(self) -> None:
-        if self.runner is not None:
-            self.bench.end(self.runner)
-        for buffer in (self.inputs, self.outputs, self.parameters):
-            if buffer is not None:
-                buffer.close()
+        self.bench.end(self.runner, (self.inputs, self.outputs, self.parameters))

@@ -52,16 +52,23 @@ class Admitting(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A composed task on its way: refused at first look, needed (and with time under judgement), or neither (not asked for yet)."""
+    """A composed task on its way: refused at first look, or with time under judgement."""
 
     task: KernelTask
     refused: Rejection | None = None
-    needed: bool = False
     judgement: Future[Admission] | None = None
     draft: Draft | None = None
     """What it was written from, where it was composed of mined operators."""
     resized: bool = False
     """Whether its size was searched by a measurement already; that is done once."""
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether neither it nor another size of it will be admitted, as far as is known."""
+        if self.refused is not None or self.judgement is None or not self.judgement.done():
+            return self.refused is not None
+        admission = self.judgement.result()
+        return not admission.admitted and (self.resized or self.draft is None or admission.reason != "eager_time")
 
 
 Place = tuple[str, str]
@@ -114,7 +121,7 @@ class Builder:
                 self.window.append(self.enter(entering))
                 self.feed()
             elif self.window:
-                self.decide(self.window.popleft())
+                self.decide()
                 step = len(self.admitted) if self.wanted is not None else self.candidates
                 self.progress.update("data", step, total, candidates=self.candidates, rejected=len(self.rejected))
             else:
@@ -126,20 +133,30 @@ class Builder:
     def enter(self, candidate: Candidate) -> Candidate:
         task = candidate.task
         reason, detail = (candidate.refused.reason, candidate.refused.detail) if candidate.refused else self.rubric.look(task)
-        # Judged ahead of time only if it is needed even when everything before it is admitted.
-        place = self.place(task)
-        pending = sum(1 for other in self.window if other.needed and self.place(other.task) == place)
-        ahead = not reason and (self.wanted is None or self.done[place] + pending < self.wanted[place])
-        self.dry = 0 if ahead else self.dry + 1
+        self.dry = 0 if not reason and self.needs(candidate, self.room()) else self.dry + 1
         if self.dry > DRY and self.wanted is not None:
             missing = ", ".join(f"{count - self.done[key]} {' '.join(filter(None, key))}" for key, count in self.wanted.items() if count > self.done[key])
             raise BadInput(
                 f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed (missing: {missing}); "
                 "ask for fewer tasks or widen data.numel."
             )
-        if reason:
-            return Candidate(task, refused=Rejection(task, reason, detail))
-        return replace(candidate, needed=ahead)
+        return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
+
+    def needs(self, candidate: Candidate, room: Counter[Place]) -> bool:
+        """Whether the candidate is needed even if all before it are admitted of which that is not ruled out; takes its place in `room` then."""
+        place = self.place(candidate.task)
+        if candidate.hopeless or (self.wanted is not None and room[place] <= 0):
+            return False
+        room[place] -= 1
+        return True
+
+    def room(self) -> Counter[Place]:
+        """How many more tasks are asked for, of each kind, than there could be with those in the window."""
+        room = Counter(self.wanted or {})
+        room.subtract(self.done)
+        for candidate in self.window:
+            self.needs(candidate, room)
+        return room
 
     def admit(self, task: KernelTask) -> Future[Admission]:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
@@ -147,32 +164,40 @@ class Builder:
     def feed(self) -> None:
         """Give the pool the first of the window that are needed, as many as keep it busy."""
         under_way = sum(1 for candidate in self.window if candidate.judgement is not None and not candidate.judgement.done())
+        room = Counter(self.wanted or {})
+        room.subtract(self.done)
         for place, candidate in enumerate(self.window):
             if under_way >= AHEAD * self.params.sandbox.build_workers:
                 return
-            if candidate.needed and candidate.judgement is None:
+            if self.needs(candidate, room) and candidate.judgement is None:
                 self.window[place] = replace(candidate, judgement=self.admit(candidate.task))
                 under_way += 1
 
-    def judged(self, candidate: Candidate) -> Admission:
-        """The candidate's admission, and meanwhile the pool is kept busy with those that come after it."""
-        judgement = candidate.judgement or self.admit(candidate.task)
+    def judged(self) -> Admission | None:
+        """The admission of the window's first, while the pool is kept busy with those after it; None where it need not be judged."""
+        first = self.window[0]
+        place = self.place(first.task)
+        if first.refused or (self.wanted is not None and self.done[place] >= self.wanted[place]):
+            return None
+        judgement = first.judgement or self.admit(first.task)
+        self.window[0] = replace(first, judgement=judgement)
         while not judgement.done():
             self.feed()
             others = (other.judgement for other in self.window if other.judgement is not None and not other.judgement.done())
             wait([judgement, *others], return_when=FIRST_COMPLETED)
         return judgement.result()
 
-    def decide(self, candidate: Candidate) -> None:
-        self.candidates += 1
+    def decide(self) -> None:
+        admission = self.judged()
+        candidate = self.window.popleft()
         task = candidate.task
+        self.candidates += 1
         if candidate.refused:
             self.rejected.append(candidate.refused)
             return
-        if self.wanted is not None and self.done[self.place(task)] >= self.wanted[self.place(task)]:
+        if admission is None:
             self.surplus += 1
             return
-        admission = self.judged(candidate)
         if admission.reason == "infrastructure":  # a set must not depend on what failed beside it; who builds again goes on here
             raise InfrastructureError(f"the judge failed by its own fault: {admission.evidence.get('detail', '')}")
         reason, detail = self.rubric.weigh(admission)
