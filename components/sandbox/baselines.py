@@ -43,8 +43,6 @@ ROUND_SHARE = 0.25
 times and headroom need less than a reward does. And of the memory for them, which is what keeps more tasks from being admitted side by side."""
 CONTEXT_BYTES = 600 << 20
 """What CUDA takes for each process."""
-CACHED_BYTES = 4 << 30
-"""What torch's allocator in the judge's process may keep of the memory that benches gave back: no other process can use it."""
 BASES = 6
 """Input sets that the calls of timed rounds are mixed from (see `Mix`): so many, or as many as MAX_ARM_BYTES hold, but two at least."""
 
@@ -378,5 +376,4 @@ class Bench:
             for closer in reversed(self.closers):
                 closer.close()
             self.closers.clear()
-            if self.device_turns.wall and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_BYTES:
-                torch.cuda.empty_cache()
+            self.device_turns.tidy()

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,10 +111,15 @@ READ_WRITE = 3
 OUT_OF_MEMORY = 2
 
 
+_here = threading.local()
+
+
 def _driver() -> ctypes.CDLL:
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")  # makes the primary context current
-    return ctypes.CDLL("libcuda.so.1")
+    if not hasattr(_here, "driver"):
+        torch.cuda.init()
+        torch.zeros(1, device="cuda")  # makes the primary context current in this thread
+        _here.driver = ctypes.CDLL("libcuda.so.1")
+    return _here.driver
 
 
 def _check(result: int, call: str) -> None:
@@ -123,11 +129,11 @@ def _check(result: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with CUDA driver error {result}")
 
 
-class _DeviceArray:
-    """Raw device memory in the form that torch.as_tensor wraps without a copy."""
-
-    def __init__(self, pointer: int, size: int):
-        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
+def _wrapped(pointer: int, size: int) -> torch.Tensor:
+    """Device memory as a tensor of bytes; no copy. The way by `__cuda_array_interface__` asks the driver whose pointer it is, and
+    holds the interpreter's lock meanwhile: among many threads that make buffers all of them waited for that answer."""
+    storage = torch._C._construct_storage_from_data_pointer(pointer, torch.device("cuda", torch.cuda.current_device()), size)
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 
 class DeviceBuffer:
@@ -164,7 +170,7 @@ class DeviceBuffer:
         _check(driver.cuMemRelease(handle), "cuMemRelease")
         self._pointer = pointer
         self._driver = driver
-        self._bytes: torch.Tensor | None = torch.as_tensor(_DeviceArray(pointer.value, self.size), device="cuda")
+        self._bytes: torch.Tensor | None = _wrapped(pointer.value, self.size)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         return self.raw()[slot.offset : slot.offset + slot.bytes].view(getattr(torch, slot.dtype)).view(slot.shape)

@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,11 @@ from components.sandbox.nursery import Runner
 MEMORY_SHARE = 0.85
 """Of the device's memory, for what is prepared side by side; the rest is for what was guessed too low."""
 
+CACHED_SHARE = 0.1
+"""Of the device's memory, what torch's allocator in the judge's process may keep of what was given back: no other process can use it."""
+TIDY_SECONDS = 5
+"""Between two looks at it. A look waits for the allocator with the interpreter's lock held: at each end of a bench it was more than
+half of all that held the lock, and forty threads that admitted tasks waited for it."""
 RELIEF_SECONDS = 0.2
 """Between two looks for memory that could be given back."""
 CORES_TO_SPARE_ONE = 4
@@ -60,6 +66,7 @@ class Turns:
         self.relieve: Callable[[], None] = lambda: None
         """Gives back memory that is only kept warm; asked while somebody waits for some."""
         self.condition = threading.Condition()
+        self.tidied = 0.0
         self.preparers = 0
         self.runners: list[Runner] = []
         """Those that work aside."""
@@ -129,6 +136,15 @@ class Turns:
         """While a candidate lives. What it started on a GPU goes on while it is stopped and would slow down others: there it is alone."""
         with self.measuring() if self.wall else contextlib.nullcontext():
             yield
+
+    def tidy(self) -> None:
+        """Give back what torch's allocator keeps of the device's memory, where that is much."""
+        with self.condition:
+            if not self.wall or time.monotonic() < self.tidied + TIDY_SECONDS:
+                return
+            self.tidied = time.monotonic()
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_SHARE * self.total:
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def taking(self, memory: int) -> Iterator[None]:

@@ -25,12 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agent_world import completion, server
 
+from components.agent.modules import user_task
 from components.config import PROJECT, Device
 from components.policy.composed_form import composed_form
 from components.policy.demonstrations import DONE, MEASURE, STYLES, SUFFIX, write_kernel
 
 EXAMPLES = PROJECT / "docs" / "examples"
 SECONDS = 300
+OTHER_FORMS = {"normalised_mish": ("Block", "torch.randn(256, 1024)")}
+"""Class and inputs of an example that is no task by itself."""
 
 
 def script(code: str, device: Device) -> Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]]:
@@ -69,12 +72,14 @@ def plain_commands() -> bool:
 
 def optimized(name: str, device: Device, out: Path, sets: list[str]) -> bool:
     """One example made faster: its figures, or what went wrong."""
-    module = EXAMPLES / f"{name}.py"
-    with server(script(module.read_text(), device)) as address:
+    module, form = EXAMPLES / f"{name}.py", OTHER_FORMS.get(name)
+    code = user_task(module, *form, "").code if form else module.read_text()
+    with server(script(code, device)) as address:
         words = ["optimize", str(module), "--policy", address, "--device", device, "--attempts", "1", "--turns", "4", "--out", str(out / name), "--json"]
-        code, said, why = cuda_agent(*words, "--home", str(out / "home"), *(word for value in sets for word in ("--set", value)))
-    if code != 0:
-        print(f"FAIL  {name:18} exit code {code}: {why.strip().splitlines()[-1][:200] if why.strip() else ''}", flush=True)
+        words += ["--class", form[0], "--inputs", form[1]] if form else []
+        status, said, why = cuda_agent(*words, "--home", str(out / "home"), *(word for value in sets for word in ("--set", value)))
+    if status != 0:
+        print(f"FAIL  {name:18} exit code {status}: {why.strip().splitlines()[-1][:200] if why.strip() else ''}", flush=True)
         return False
     record = json.loads(said)
     ratios = [f"{ratio['estimate']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of {arm}" for arm, ratio in record["speedup"].items() if ratio]
