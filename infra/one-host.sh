@@ -39,7 +39,10 @@ else
 fi
 [[ -n $LOCAL_STORE ]] || services=${services/s3 /}
 
-runs() { [[ -f $folder/$1.pid ]] && kill -0 "$(<"$folder/$1.pid")" 2>/dev/null; }
+runs() { # not one that is dead and not yet reaped
+    local state
+    [[ -f $folder/$1.pid ]] && state=$(sed 's/.*) //; s/ .*//' "/proc/$(<"$folder/$1.pid")/stat" 2>/dev/null) && [[ $state != Z ]]
+}
 
 launch() { # NAME COMMAND...: in a session of its own, so that it and its children end together
     local name=$1

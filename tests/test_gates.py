@@ -13,7 +13,7 @@ from promotion_world import blank as blank
 from promotion_world import home as home
 
 from components.config import BadInput, Params, resolve
-from components.evaluation.exploits import Sample, candidates
+from components.evaluation.exploits import Sample, candidates, try_exploits
 from components.evaluation.metrics import TaskResult, summarise
 from components.files import digest_file, write_json
 from components.progress import Quiet
@@ -145,6 +145,26 @@ def test_a_judge_that_believes_an_exploit_refuses_every_version_by_that_name(hom
     office, params = with_evaluations(home)
     decision = gating.gate_again(params, office.client, home, "2", Credulous("zeros", "patched_time"), Quiet())[1]
     assert decision.verdict == "refused" and "zeros (correct), patched_time (correct)" in decision.reasons[0]
+
+
+@pytest.mark.parametrize(("kills", "wrong"), [(2, ()), (3, ("honest (crashed)",))])
+def test_a_control_whose_process_was_killed_is_judged_again(kills: int, wrong: tuple[str, ...]) -> None:
+    """Seen with faults injected: one kill in the sample refused a night for good."""
+    honest = Candidate.of(candidates("cpu")["honest"]).digest
+
+    class Killed(Credulous):
+        left = kills
+
+        def submit(self, job: Job) -> Future[Verdict]:
+            if job.candidate.digest != honest or not self.left:
+                return super().submit(job)
+            self.left -= 1
+            found: Future[Verdict] = Future()
+            found.set_result(Verdict(status="crashed", milestone=-1))
+            return found
+
+    sample = try_exploits("cpu", Killed(), epoch="1", progress=Quiet())
+    assert sample.wrong == wrong and sample.refused == (0 if wrong else sample.tried)
 
 
 def test_a_changed_evaluation_is_no_evidence(home: Path) -> None:

@@ -42,7 +42,8 @@ LONGEST_PAUSE = 4.0
 COMPARED = 4
 """Every so many nights one is run undisturbed too."""
 PR_SET_PDEATHSIG = 1
-SERVICES = ("prefect", "mlflow", "postgres")
+SERVICES = ("postgres", "prefect", "mlflow")
+"""In the order in which they stand on one another."""
 
 
 class Night:
@@ -91,6 +92,13 @@ def pid_of(stack: Path, service: str) -> int:
     return int((stack / f"{service}.pid").read_text())
 
 
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def again(stack: Path, service: str) -> None:
     subprocess.run([PROJECT / "infra" / "one-host.sh", "start", stack, service], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -111,6 +119,8 @@ def kill_service(name: str) -> Callable[[Night, random.Random], bool]:
     def fault(night: Night, chance: random.Random) -> bool:
         with contextlib.suppress(ProcessLookupError):  # it ended by itself when what it stands on was killed
             os.killpg(pid_of(night.stack, name), signal.SIGKILL)
+        while alive(pid_of(night.stack, name)):  # or who starts it again finds that it runs
+            time.sleep(0.01)
         time.sleep(chance.uniform(0, 3))
         again(night.stack, name)
         return True
@@ -139,7 +149,8 @@ def fill_disk(night: Night, chance: random.Random) -> bool:
     ballast = night.home.parent / "ballast"
     with ballast.open("wb") as file:
         status = os.fstatvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, (status.f_bavail - 64) * status.f_frsize)
+        with contextlib.suppress(OSError):  # what the night wrote meanwhile filled it
+            os.posix_fallocate(file.fileno(), 0, (status.f_bavail - 64) * status.f_frsize)
     time.sleep(chance.uniform(1, 4))
     ballast.unlink()
     return True
