@@ -37,7 +37,7 @@ HOPELESS = 60
 DRY = 5000
 """Duplicates in a row, after which the composer has nothing new to offer."""
 
-LOOKAHEAD = 8
+LOOKAHEAD = 16
 """Candidates in the window for each that is judged at once: decisions come in order, and one task may take torch.compile a minute."""
 AHEAD = 2
 """Candidates given to the pool for each that is judged at once. Not all of the window: a resized one, which stands first and is
