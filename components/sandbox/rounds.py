@@ -108,8 +108,8 @@ class Arm:
         """Whether the candidate's last round changed its inputs."""
         self.sizes = [slot.bytes for slot in bench.outputs.slots]
         device = bench.params.device
-        self.inputs, self.outputs, self.parameters = bench.memory()
         self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
+        self.inputs, self.outputs, self.parameters = bench.memory()
         layout: dict[str, Any] = {
             "sets": bench.slots + 1,
             "scalars": bench.description.scalars,

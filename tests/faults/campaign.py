@@ -119,8 +119,8 @@ def kill_service(name: str) -> Callable[[Night, random.Random], bool]:
     def fault(night: Night, chance: random.Random) -> bool:
         with contextlib.suppress(ProcessLookupError):  # it ended by itself when what it stands on was killed
             os.killpg(pid_of(night.stack, name), signal.SIGKILL)
-        while alive(pid_of(night.stack, name)):  # or who starts it again finds that it runs
-            time.sleep(0.01)
+            while alive(pid_of(night.stack, name)):  # or who starts it again finds that it runs
+                time.sleep(0.01)
         time.sleep(chance.uniform(0, 3))
         again(night.stack, name)
         return True
