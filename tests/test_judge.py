@@ -202,6 +202,15 @@ def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_pat
     nursery.close()
 
 
+def test_a_closed_nursery_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
+    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path)
+    lingers = subprocess.Popen(["sleep", "1"])
+    nursery.watched.append(os.pidfd_open(lingers.pid))
+    nursery.close()
+    assert lingers.poll() is not None
+    assert nursery.watched == []
+
+
 def test_symbols_of_other_libraries_are_refused() -> None:
     assert screen_symbols(("malloc@GLIBC_2.2.5", "_ZNSt6thread4joinEv", "PyList_New", "expf@GLIBC_2.27"), frozenset()) is None
     for symbol in ("dlopen@GLIBC_2.34", "_ZN2at5emptyE", "cblas_sgemm", "cudaIpcOpenMemHandle"):

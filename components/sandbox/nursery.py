@@ -29,6 +29,7 @@ MESSAGE_BYTES = 1 << 20
 HEADER_BYTES = 180_000
 """Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
 START_SECONDS = 300
+GONE_SECONDS = 20
 TEMPORARY_BYTES = 1 << 29
 HERE = Path(__file__).resolve().parent
 
@@ -202,6 +203,8 @@ class Nursery:
         # bubblewrap's --die-with-parent means the thread that started it: this one lives as long as the nursery.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
         self.empty = os.memfd_create("empty")  # stands for "no library"
+        self.watched: list[int] = []
+        """Descriptors of the runners that may still live."""
         if sandbox.isolation == "bubblewrap":
             isolation.check_available()
 
@@ -301,7 +304,20 @@ class Nursery:
         except OSError as error:
             ours.close()
             raise InfrastructureError(f"a runner ended at once: {error}") from error
+        with self.lock:
+            self._left(0)
+            self.watched.append(os.dup(process))
         return Runner(ours, pid, process, time.monotonic() + seconds)
+
+    def _left(self, seconds: float) -> None:
+        """Forget the runners that are gone, after waiting for all of them for so long."""
+        deadline = time.monotonic() + seconds
+        for process in list(self.watched):
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            if poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                self.watched.remove(process)
+                os.close(process)
 
     @staticmethod
     def _end(zygote: Zygote) -> None:
@@ -310,9 +326,14 @@ class Nursery:
         zygote.process.wait()
 
     def close(self) -> None:
+        """End all processes and wait until they are gone: a killed one that used a GPU holds gigabytes there for a second more."""
         with self.lock:
             for zygote in self.zygotes.values():
                 self._end(zygote)
             self.zygotes.clear()
+            self._left(GONE_SECONDS)
+            for process in self.watched:
+                os.close(process)
+            self.watched.clear()
         self.starter.shutdown()
         os.close(self.empty)

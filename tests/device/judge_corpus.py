@@ -119,7 +119,8 @@ def main() -> int:
     if suffix:
         torch.cuda.empty_cache()
         left = free - torch.cuda.mem_get_info()[0]  # but for what torch's own libraries took in this process
-        print(f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was made")
+        own = torch.cuda.memory_reserved()
+        print(f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was made, {own / 2**20:.0f} of them torch's")
     if arguments.table:
         head = "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | --- | --- | --- | --- |\n"
         arguments.table.write_text(head + "".join(f"{row}\n" for row in ROWS))
