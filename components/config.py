@@ -312,7 +312,7 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
         if not equals:
             raise BadInput(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
         try:
-            chosen.append((f"--set {item}", {key: yaml.safe_load(text)}))
+            chosen.append((f"--set {item}", _flatten({key: yaml.safe_load(text)})))
         except yaml.YAMLError as error:
             raise BadInput(f"--set {item}: the value is not valid YAML; quote it.") from error
     device = [values["device"] for _, values in (*layers, *chosen) if "device" in values][-1:]

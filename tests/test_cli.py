@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from components.config import BadInput, resolve
 from components.terminal import environment_fault
 from components.view import View, duration
 from flows.runs import home_lock
@@ -100,6 +101,14 @@ def test_params_tell_value_meaning_and_source() -> None:
     assert rows["seed"] == {"value": 7, "meaning": "seed of sampling and of the training stages", "source": "--set seed=7"}
     assert rows["device"]["source"] == "params.yaml: profiles.smoke"
     assert rows["gate.regression"]["meaning"] and rows["data.operator_mix"]["value"]
+
+
+def test_a_section_is_set_field_by_field() -> None:
+    rollouts = resolve("smoke", ("warmup.rollouts={tasks: 4, samples: 2}",)).params.warmup.rollouts
+    assert (rollouts.tasks, rollouts.samples, rollouts.max_turns) == (4, 2, 1)
+    assert resolve("smoke", ("data.operator_mix={1: 1.0}",)).params.data.operator_mix == {1: 1.0}, "a mapping is one value"
+    with pytest.raises(BadInput, match=r"unknown parameter warmup.rollouts.task; the nearest known one is warmup.rollouts.tasks"):
+        resolve("smoke", ("warmup.rollouts={task: 4}",))
 
 
 def test_json_is_one_object_and_the_rest_goes_to_standard_error() -> None:
