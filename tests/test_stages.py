@@ -196,6 +196,14 @@ def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
         load_critic(tmp_path / "start", torch.float32)
 
 
+def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    made = stage(tmp_path, "warmup")
+    made = dataclasses.replace(made, params=made.params.model_copy(update={"device": "cuda"}))
+    with pytest.raises(BadInput, match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another checkpoint"):
+        warmup.run(made, episodes)
+    assert not made.out.exists()
+
+
 def test_a_critic_that_explains_too_little_fails_its_stage(tmp_path: Path) -> None:
     warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")

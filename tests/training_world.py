@@ -143,5 +143,5 @@ def stage(folder: Path, name: str, *sets: str, actor: Path | None = None) -> Sta
         write_tasks(dataset / "tasks.parquet", [KernelTask(code=source.format(i)) for i in range(12)])
     start = actor or folder / "start"
     if not start.is_dir():
-        save_checkpoint(start, tiny_policy(), tiny_tokenizer(), stage="coldstart", parent=None, dataset="", code="", params={}, figures={})
+        save_checkpoint(start, tiny_policy(), tiny_tokenizer(), stage="coldstart", parent=None, dataset="", code="", params={"device": "cpu"}, figures={})
     return Stage(name, parameters, start, dataset, folder / name, NoPool(), Quiet(), "test")
