@@ -18,13 +18,15 @@ from prefect.context import FlowRunContext
 from prefect.states import Crashed, StateType
 
 from components.config import BadInput
-from components.files import digest_file
+from components.files import digest_file, read_json, write_json
 from components.progress import Progress
 from components.registry.tracking import NightRun
 from components.sandbox.pool import JudgePool
 from flows.runs import Night, verify_files
 
 Record = dict[str, Any]
+RECORD = "record.json"
+"""In a stage's folder: its record, written when Prefect has it, so its presence means that both belong together."""
 
 SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
 """Sections of the parameters that everything depends on that samples a policy and judges what it wrote."""
@@ -64,15 +66,25 @@ class Context:
         title = title or name
         key = self.night.stage_key(stage, name, sections, upstream | {"dataset": self.dataset["version"]})
         folder = self.night.stage_folder(name, key)
-        task = work.with_options(name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not folder.is_dir())
+        task = work.with_options(name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not self._kept(folder))
         state: Any = task(folder, call, return_state=True)
         record: Record = state.result()
         cached = state.name == "Cached"
         if cached:
             check(self.night.home, record)
             self.progress.update(title, 1, 1)
+        else:
+            write_json(folder / RECORD, record)
         self.tracking.stage(title, key, folder, {figure: value for figure, value in record.items() if figure != "figures"} | record["figures"])
         return record | {"cached": cached, "key": key, "folder": f"stages/{folder.name}"}
+
+    def _kept(self, folder: Path) -> bool:
+        """Whether what the stage made last is there. Prefect's cache outlives the folder: after that was deleted, it knows a record
+        of files that another night, killed on its way, has only begun to make."""
+        if not (folder / RECORD).is_file():
+            return False
+        record: Record = read_json(folder / RECORD)
+        return (self.night.home / record["checkpoint" if "checkpoint" in record else "results"]).exists()
 
 
 def check(home: Path, record: Record) -> None:

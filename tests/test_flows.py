@@ -166,6 +166,7 @@ def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_a
     assert len(refused.people.splitlines()) == 1 and str(weights) in refused.people and "corrupt" in refused.people
 
     shutil.rmtree(weights.parent.parent)
+    (weights.parent.parent / "state").mkdir(parents=True)  # as a run that was killed while it did the stage again leaves it
     mended = run(home, REDUCED)
     assert mended.code == 0, mended.people[-4000:]
     assert {item["name"]: item["cached"] for item in mended.record["stages"]} == {

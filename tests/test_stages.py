@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -202,6 +203,13 @@ def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_p
     with pytest.raises(BadInput, match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another checkpoint"):
         warmup.run(made, episodes)
     assert not made.out.exists()
+
+
+def test_a_checkpoint_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    made = stage(tmp_path, "warmup", "warmup.steps=2")
+    first = warmup.run(made, episodes)
+    shutil.rmtree(made.out / "checkpoint")
+    assert warmup.run(made, episodes).digest == first.digest
 
 
 def test_a_critic_that_explains_too_little_fails_its_stage(tmp_path: Path) -> None:

@@ -93,13 +93,15 @@ class StageFailed(Exception):
 
 
 def load_result(out: Path) -> StageResult | None:
-    """The result of a finished stage, its checkpoint verified; None when the stage is not finished."""
+    """The result of a finished stage, its checkpoint verified; None when the stage is not finished, or its checkpoint was deleted since."""
     if not (out / RESULT).is_file():
         return None
     try:
         result = StageResult.model_validate(read_json(out / RESULT))
     except (ValueError, ValidationError) as error:
         raise BadInput(f"{out / RESULT}: not the result of a stage; delete the folder and run again.") from error
+    if not (out / result.checkpoint).exists():
+        return None
     verify_checkpoint(out / result.checkpoint)
     return result
 
