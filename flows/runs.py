@@ -5,7 +5,7 @@ Nothing here imports Prefect, MLflow or torch, so that a finished run is answere
     home/lock                       one run at a time
     home/dvc, home/remote           the data set's workspace and its DVC remote
     home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
-    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, state, stage.json
+    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, state, stage.json, record.json
     home/verdicts                   every judgement, so that a resumed stage sees the same ones
     home/prefect, home/mlflow       their databases
     home/runs/<run_id>/             run.json (written last), manifest.json, report.html, report.json, settings.json

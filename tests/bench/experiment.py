@@ -1,6 +1,6 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and what becomes of it without a part.
 
-    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--set KEY=VALUE] [--table] [--plot FILE.svg]
+    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] [--set KEY=VALUE] [--table] [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold start and after
 each stage that changes it. The paper's ablations in miniature share the first seed's cold start. A repeated call
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", default="cpu")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--no-ablations", dest="ablations", action="store_false")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", type=Path)
@@ -193,7 +194,8 @@ def main() -> None:
         try:
             for seed in seeds:
                 experiment.full(seed)
-            experiment.ablations(seeds[0])
+            if chosen.ablations:
+                experiment.ablations(seeds[0])
         finally:
             pool.close()
     table(out, seeds)
