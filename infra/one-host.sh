@@ -79,7 +79,10 @@ start() {
         [[ ${#as_user[@]} -eq 0 ]] || chown nobody "$data"
         [[ -f $data/PG_VERSION ]] || "${as_user[@]}" initdb -D "$data" -U cuda_agent -A trust >"$folder/postgres.log"
         # PostgreSQL takes one that was killed for running until the system has reaped it.
-        while grep -qs '^State:.Z' "/proc/$(head -n 1 "$data/postmaster.pid" 2>/dev/null || echo none)/status"; do sleep 0.1; done
+        for _ in {1..300}; do
+            grep -qs '^State:.Z' "/proc/$(head -n 1 "$data/postmaster.pid" 2>/dev/null || echo none)/status" || break
+            sleep 0.1
+        done
         launch postgres "${as_user[@]}" postgres -D "$data" -h 127.0.0.1 -p "$POSTGRES_PORT" -c unix_socket_directories=
         await postgres pg_isready -h 127.0.0.1 -p "$POSTGRES_PORT"
         local psql=(psql -h 127.0.0.1 -p "$POSTGRES_PORT" -U cuda_agent -d postgres -v ON_ERROR_STOP=1 -qtA)
