@@ -200,7 +200,7 @@ def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
 def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     made = stage(tmp_path, "warmup")
     made = dataclasses.replace(made, params=made.params.model_copy(update={"device": "cuda"}))
-    with pytest.raises(BadInput, match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another checkpoint"):
+    with pytest.raises(BadInput, match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another policy"):
         warmup.run(made, episodes)
     assert not made.out.exists()
 

@@ -127,13 +127,9 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str], effort: 
             f"--policy {folder}: no model in this folder, config.json is missing; give champion, a checkpoint, a Hugging Face folder, or an http address."
         )
     if (folder / MANIFEST).is_file():
-        manifest = verify_checkpoint(folder)
+        manifest = verify_checkpoint(folder, params.device)
         digest, made_for = manifest.digest, manifest.params
         policy = {key: made_for["policy"][key] for key in ("prompt", "context") if key in made_for.get("policy", {})}
-        if made_for.get("device", params.device) != params.device:
-            raise BadInput(
-                f"--policy {folder}: it was trained to write kernels for {made_for['device']}; give --device {made_for['device']} or another policy."
-            )
     else:
         digest = digest_json(digest_tree(folder))
         window = int(read_json(folder / "config.json").get("max_position_embeddings", LONG_CONTEXT))

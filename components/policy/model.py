@@ -64,8 +64,11 @@ def save_checkpoint(
     return manifest
 
 
-def verify_checkpoint(folder: Path) -> Manifest:
-    """The manifest, once every file was found to match it; BadInput names the first that does not."""
+def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
+    """The manifest, once every file was found to match it; BadInput names the first that does not.
+
+    Where `device` is given, a policy that writes kernels for another one is refused as well.
+    """
     try:
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
     except (OSError, ValueError, ValidationError) as error:
@@ -74,6 +77,8 @@ def verify_checkpoint(folder: Path) -> Manifest:
     for name in sorted(set(manifest.files) | set(found)):
         if manifest.files.get(name) != found.get(name):
             raise BadInput(f"{folder / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; delete the folder and run again.")
+    if device and (own := manifest.params.get("device", device)) != device:
+        raise BadInput(f"{folder}: it was trained to write kernels for {own}; give --set device={own} or another policy.")
     return manifest
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from components.agent.trajectory import Trajectory, load_trajectories
 from components.config import BadInput
-from components.policy.model import load_model, load_tokenizer
+from components.policy.model import load_model, load_tokenizer, verify_checkpoint
 from components.training.advantages import explained_variance, gae
 from components.training.batches import Rollout, collate
 from components.training.engine import DTYPES, DeepSpeedEngine, Engine, join_world
@@ -46,7 +46,7 @@ def run(stage: Stage) -> StageResult:
     started = time.monotonic()
     params, critic, settings = stage.params, stage.params.critic, stage.params.engine
     gamma, budget = params.agentic.gamma, settings.tokens_per_microbatch
-    stage.verified()
+    verify_checkpoint(stage.actor, stage.params.device)
     trajectories = read_all(stage.trajectories)
     taught, held_out = split_by_task(trajectories, critic.held_out_share, seed=params.seed)
     batch, unseen = collate(taught), collate(held_out)

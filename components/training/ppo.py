@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from components.agent.reward import raw_speedup
 from components.agent.trajectory import Trajectory
 from components.config import Ppo
-from components.policy.model import load_model, load_tokenizer
+from components.policy.model import load_model, load_tokenizer, verify_checkpoint
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
 from components.training.engine import DTYPES, DeepSpeedEngine, Engine, NotFinite, join_world
@@ -54,7 +54,7 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
         return done
     started = time.monotonic()
     params, settings = stage.params, stage.params.engine
-    digest = stage.verified().digest
+    digest = verify_checkpoint(stage.actor, stage.params.device).digest
     tasks = stage.tasks()
     world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from components.agent.trajectory import Trajectory
 from components.config import BadInput, Rejection
 from components.files import digest_json
-from components.policy.model import load_model, load_tokenizer
+from components.policy.model import load_model, load_tokenizer, verify_checkpoint
 from components.training.batches import Batch, pad
 from components.training.engine import DTYPES, DeepSpeedEngine, join_world
 from components.training.guards import Terminated, Termination
@@ -43,7 +43,7 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
         return done
     started = time.monotonic()
     params, rejection, settings = stage.params, stage.params.rejection, stage.params.engine
-    digest = stage.verified().digest
+    digest = verify_checkpoint(stage.actor, stage.params.device).digest
     world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
     policy = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device)

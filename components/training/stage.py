@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.config import BadInput, Params
 from components.files import atomic_write, read_json, write_json
-from components.policy.model import Manifest, save_checkpoint, verify_checkpoint
+from components.policy.model import save_checkpoint, verify_checkpoint
 from components.progress import Progress
 from components.sandbox.pool import JudgePool
 from components.synthesis.headroom import weighed
@@ -54,14 +54,6 @@ class Stage:
     """Checkpoint of stage 3, for stage 4."""
     trajectories: tuple[Path, ...] = ()
     """Folders of earlier stages' trajectories, for stage 3."""
-
-    def verified(self) -> Manifest:
-        """The manifest of the checkpoint that it starts from; BadInput for a damaged one, and for one that writes kernels for another device."""
-        manifest = verify_checkpoint(self.actor)
-        device = manifest.params.get("device", self.params.device)
-        if device != self.params.device:
-            raise BadInput(f"{self.actor}: it was trained to write kernels for {device}; give --set device={device} or another checkpoint.")
-        return manifest
 
     def tasks(self) -> list[KernelTask]:
         """The training tasks, those with headroom more often where data.weigh_by_headroom says so; held-out ones are never seen."""

@@ -1,6 +1,6 @@
 """Tokens per second of a PPO update of the actor against a plain loop, same policy, batch and loss, in one run.
 
-    python tests/bench/bench_update.py [--profile smoke] [--device cpu] [--rows 96] [--longest 512] [--repeats 3]
+    python tests/bench/bench_update.py [--profile smoke] [--device cpu] [--rows 96] [--longest 512] [--repeats 3] [--set KEY=VALUE]
 
 The plain loop is how TRL's PPO trainer goes through a batch: rows in the given order, a fixed number of them in each
 micro-batch, padded to the longest of all, logits of every position over the whole vocabulary, torch's AdamW. Ours packs
@@ -92,9 +92,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", dest="sets", action="append", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    params = resolve(options.profile, (f"device={options.device}",)).params
+    params = resolve(options.profile, (f"device={options.device}", *options.sets)).params
     data = experience(params, options.rows, options.longest)
     model = new_model(params, params.policy.vocabulary)
     torch.nn.Module.to(model, options.device, DTYPES[params.engine.dtype])
