@@ -1,8 +1,9 @@
 """Composing by a language model: a server that speaks OpenAI's protocol is asked for tasks; the same rubric decides (DESIGN §6).
 
 Each question names operators of the mined table, as many as data.operator_mix says, and depends on the parameters and its
-number alone. An answer is journalled before anybody reads it: a build that is started again asks nothing twice and comes
-to the same data set. A server that is asked anew may answer otherwise; that makes another version.
+number alone. An answer is journalled before anybody reads it: a build that is started again asks for none of those again
+and comes to the same data set, a finished one without a server. One that is asked anew may answer otherwise; that makes
+another version.
 """
 
 from __future__ import annotations
