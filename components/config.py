@@ -102,9 +102,9 @@ class Coldstart(Section):
     learning_rate: Positive = Field(description="peak learning rate of AdamW (embeddings, norms)")
     matrix_learning_rate: Positive = Field(description="peak learning rate of Muon (matrices)")
     wrong_share: Share = Field(description="share of demonstrations that are deliberately wrong (knowledge: .15 to .2)")
-    fast_share: Share = Field(description="share of demonstrations in the fastest style")
+    fast_share: Share = Field(description="share of demonstrations in a fast style")
     multi_turn_share: Share = Field(description="share of demonstrations that repair or speed up a first attempt")
-    second_fast_share: Share = Field(description="share of those second attempts in the fastest style; as fast_share, a measurement teaches nothing")
+    second_fast_share: Share = Field(description="share of those second attempts in a fast style; as fast_share, a measurement teaches nothing")
     seed: Natural = Field(description="seed of demonstrations, initial weights and order")
 
 

@@ -147,9 +147,12 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(turns, "_threads", lambda core: frozenset({core}))
     timed, others = turns.cores.__wrapped__("cuda")
     assert timed == {6} and others == set(range(8)) - timed
     assert moved[os.getpid()] == others
+    monkeypatch.setattr(turns, "_threads", lambda core: frozenset({core, core ^ 1}))  # 0 and 1 are one core, 2 and 3 the next
+    assert turns.cores.__wrapped__("cuda") == ({5}, set(range(8)) - {4, 5}), "nothing else works on the timed core's other thread"
     moved.clear()
     assert turns.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
 

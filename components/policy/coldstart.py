@@ -194,8 +194,7 @@ def train(params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: 
     parameters = list(model.parameters())
     optimizer_pair = optimizers(model, params)
     lengths = corpus.lengths()
-    microbatches = MICROBATCHES if params.device == "cpu" else 1
-    batches = plan(lengths, steps=settings.steps, tokens_per_step=settings.tokens_per_step, microbatches=microbatches, seed=settings.seed)
+    batches = plan(lengths, steps=settings.steps, tokens_per_step=settings.tokens_per_step, microbatches=MICROBATCHES, seed=settings.seed)
     first, loss = _load_state(state / "last.pt", model, optimizer_pair)
     saved = time.monotonic()
     model.train()

@@ -29,7 +29,7 @@ PER_TASK = 3
 that the style is free while the operators are not."""
 TOKENIZER_CONVERSATIONS = 2000
 MICROBATCHES = 4
-"""Micro-batches of one step on cpu: two or one for each core, of equal size, whatever the number of cores."""
+"""Micro-batches of one step, of equal size: each is of one length, the step of several; on cpu two or one for each core."""
 
 
 @dataclass(frozen=True)

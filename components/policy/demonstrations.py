@@ -17,8 +17,15 @@ from components.policy.operators_source import read_chain
 from components.policy.prompts import IN_TURNS
 from components.task import KernelTask
 
-STYLES: dict[str, tuple[str, str, str]] = {"cpu": ("passes", "fused", "simd"), "cuda": ("passes", "fused", "vector")}
-"""Styles by device, slowest first."""
+MILESTONES: dict[Device, dict[str, tuple[float, float, float]]] = {
+    "cpu": {"passes": (0.93, 0.07, 0.0), "fused": (0.9, 0.03, 0.07), "simd": (0.1, 0.1, 0.8)},
+    "cuda": {"passes": (0.95, 0.05, 0.0), "fused": (0.4, 0.1, 0.5), "vector": (0.4, 0.1, 0.5)},
+}
+"""How often a right kernel of each style reaches milestone 1, 2 and 3, slowest style first. Close to what the judge measured: on cpu
+over 24 tasks the fast style reached 3 on 19, the others 1 on 22; on an H200 fused kernels reached 3 on 7 of 14 and 1 on the rest."""
+STYLES: dict[Device, tuple[str, ...]] = {device: tuple(table) for device, table in MILESTONES.items()}
+FAST: dict[Device, tuple[str, ...]] = {"cpu": ("simd",), "cuda": ("fused", "vector")}
+"""Styles worth finding: one thread of a core gains little from fusing alone, a GPU most of what there is."""
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
 DONE = "Done."
@@ -109,10 +116,7 @@ def observe(kernel: str, quality: str, device: Device, rng: random.Random) -> tu
         if not _balanced(kernel):
             return f"{written}\nBuild failed: kernels/forward.{SUFFIX[device]}: error: expected ';' before '}}' token", -1
         return f"{written}\n[FAIL] wrong_output: {rng.choice(('max_error:given', 'max_error:given', 'max_error:scaled', 'finite_mask:wide'))}", -1
-    slow, middle, fast = STYLES[device]
-    # Close to what the judge measured on cpu over 24 tasks: the fast style reached milestone 3 on 19, the others 1 on 22.
-    weights = {slow: (0.93, 0.07, 0.0), middle: (0.9, 0.03, 0.07), fast: (0.1, 0.1, 0.8)}[quality]
-    milestone = rng.choices((1, 2, 3), weights)[0]
+    milestone = rng.choices((1, 2, 3), MILESTONES[device][quality])[0]
     against_eager = {1: rng.uniform(0.3, 1.0), 2: rng.uniform(1.1, 2.0), 3: rng.uniform(1.3, 4.0)}[milestone]
     against_compile = {1: rng.uniform(0.1, 0.9), 2: rng.uniform(0.3, 1.0), 3: rng.uniform(1.1, 2.0)}[milestone]
     own = rng.uniform(50, 900)
@@ -135,8 +139,9 @@ def _balanced(kernel: str) -> bool:
 
 def _attempt(code: str, fast: float, wrong: float, device: Device, rng: random.Random) -> tuple[str, str]:
     """One kernel and its quality: the style, or `wrong`."""
-    slow, middle, best = STYLES[device]
-    style = best if rng.random() < fast else rng.choice((slow, middle))
+    slow = tuple(style for style in STYLES[device] if style not in FAST[device])
+    styles = FAST[device] if rng.random() < fast else slow
+    style = rng.choice(styles) if len(styles) > 1 else styles[0]
     kernel = write_kernel(code, style, device)
     if kernel is None:
         raise ValueError("demonstrations are written for composed tasks only")

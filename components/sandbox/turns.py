@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -35,18 +36,30 @@ def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
     """The cores of timed rounds and those of everything else that this process does and starts; the first call takes the one from the other.
 
     A small kernel takes as long as its launch, and cores of one machine differ by up to a half for as long as it pleases their
-    host: with arms on any core one kernel read 0.91 to 1.74 times as fast as eager on an H200, on one core 1.14 to 1.34.
+    host: with arms on any core one kernel read 0.91 to 1.74 times as fast as eager on an H200, on one core 1.14 to 1.34. Two
+    hardware threads of a core slow each other down, so the other ones of that core do nothing.
     """
-    here = sorted(os.sched_getaffinity(0))
+    here = frozenset(os.sched_getaffinity(0))
     if device == "cpu" or len(here) < CORES_TO_SPARE_ONE:
-        return frozenset(here), frozenset(here)
+        return here, here
+    whole = sorted({here & _threads(core) for core in here}, key=max)
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]  # each GPU's judge has a core of its own
-    chosen = here[-1 - (int(first) if first.isdecimal() else 0) % (len(here) // 2)]
-    others = frozenset(here) - {chosen}
+    taken = whole[-1 - (int(first) if first.isdecimal() else 0) % max(1, len(whole) // 2)]
+    others = here - taken
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it may have ended
             os.sched_setaffinity(int(thread), others)
-    return frozenset({chosen}), others
+    return frozenset({max(taken)}), others
+
+
+def _threads(core: int) -> frozenset[int]:
+    """The hardware threads of the core that this one belongs to, itself among them, as far as Linux tells."""
+    try:
+        listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return frozenset({core})
+    spans = [[int(end) for end in span.split("-")] for span in listed.split(",")]
+    return frozenset(number for span in spans for number in range(span[0], span[-1] + 1)) | {core}
 
 
 class Turns:

@@ -26,6 +26,7 @@ from components.evaluation.suites import load_suite
 from components.policy.coldstart import coldstart
 from components.policy.model import MANIFEST
 from components.sandbox.pool import LocalPool
+from components.sandbox.pools import open_pool
 from components.training.entry import run_stage, training_sources
 from components.training.stage import CHECKPOINT, Stage
 
@@ -189,7 +190,7 @@ def main() -> None:
     if not chosen.table and not chosen.plot:
         command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile, "--home", out / "home", "--out", out / TASKS]
         subprocess.run([*command, *(word for value in chosen.sets for word in ("--set", value))], check=True, cwd=PROJECT)
-        pool = LocalPool(resolve(chosen.profile, tuple(chosen.sets)).params, out / "verdicts")
+        pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / "verdicts")
         experiment = Experiment(out, chosen.profile, tuple(chosen.sets), pool)
         try:
             for seed in seeds:
