@@ -20,6 +20,7 @@ from components.progress import Quiet
 from components.registry import gates, gating, models
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
+from components.sandbox.nursery import InfrastructureError
 from components.sandbox.pool import Candidate, Job
 from components.sandbox.verdict import Verdict
 
@@ -165,6 +166,22 @@ def test_a_control_whose_process_was_killed_is_judged_again(kills: int, wrong: t
 
     sample = try_exploits("cpu", Killed(), epoch="1", progress=Quiet())
     assert sample.wrong == wrong and sample.refused == (0 if wrong else sample.tried)
+
+
+def test_a_judge_that_fails_on_an_exploit_decides_nothing() -> None:
+    """Seen with faults injected: a lost node of judges refused a night for good."""
+    zeros = Candidate.of(candidates("cpu")["zeros"]).digest
+
+    class Lost(Credulous):
+        def submit(self, job: Job) -> Future[Verdict]:
+            if job.candidate.digest != zeros:
+                return super().submit(job)
+            found: Future[Verdict] = Future()
+            found.set_result(Verdict(status="infrastructure", reason="judge", log="the judge's Ray actor died"))
+            return found
+
+    with pytest.raises(InfrastructureError, match=r"integrity: the judge failed on zeros \(the judge's Ray actor died\)"):
+        try_exploits("cpu", Lost(), epoch="1", progress=Quiet())
 
 
 def test_a_changed_evaluation_is_no_evidence(home: Path) -> None:

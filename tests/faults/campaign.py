@@ -99,8 +99,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def again(stack: Path, service: str) -> None:
-    subprocess.run([PROJECT / "infra" / "one-host.sh", "start", stack, service], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def again(stack: Path, service: str, **environment: str) -> None:
+    command = [PROJECT / "infra" / "one-host.sh", "start", stack, service]
+    subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def kill_below(root: int, *words: str) -> bool:
@@ -115,17 +116,32 @@ def kill_below(root: int, *words: str) -> bool:
     return False
 
 
+def end_service(stack: Path, name: str) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself when what it stands on was killed
+        os.killpg(pid_of(stack, name), signal.SIGKILL)
+        while alive(pid_of(stack, name)):  # or who starts it again finds that it runs
+            time.sleep(0.01)
+
+
 def kill_service(name: str) -> Callable[[Night, random.Random], bool]:
     def fault(night: Night, chance: random.Random) -> bool:
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself when what it stands on was killed
-            os.killpg(pid_of(night.stack, name), signal.SIGKILL)
-            while alive(pid_of(night.stack, name)):  # or who starts it again finds that it runs
-                time.sleep(0.01)
+        end_service(night.stack, name)
         time.sleep(chance.uniform(0, 3))
         again(night.stack, name)
         return True
 
     return fault
+
+
+def skew_clock(night: Night, chance: random.Random) -> bool:
+    """Prefect's server or MLflow with a clock minutes off until it is started the next time. Only where libfaketime is installed."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if library is None:
+        return False
+    service = chance.choice(("prefect", "mlflow"))
+    end_service(night.stack, service)
+    again(night.stack, service, LD_PRELOAD=str(library), FAKETIME=f"{chance.uniform(-600, 600):+.0f}s", FAKETIME_DONT_FAKE_MONOTONIC="1")
+    return True
 
 
 def kill_night(night: Night, chance: random.Random) -> bool:
@@ -171,6 +187,7 @@ FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
     "Prefect's server killed": kill_service("prefect"),
     "MLflow killed": kill_service("mlflow"),
     "PostgreSQL killed": kill_service("postgres"),
+    "a server's clock minutes off": skew_clock,
     "the object store silent": cut_store,
     "the disk full": fill_disk,
 }
