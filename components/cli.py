@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailabl
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -79,10 +80,12 @@ def run(
                     telemetry.serve(metrics)
                 console.print(f"run {night.run_id}, profile {resolved.profile}, home {night.home}", highlight=False, soft_wrap=True)
                 with prefect_server(night.home) as server:
+                    from components.registry.tracking import import_store
                     from components.training.stage import StageFailed
                     from flows.nightly import run_night
 
                     if server is not None:
+                        import_store(night.params.registry)
                         server.wait()
                     try:
                         with View(console) as view:
@@ -200,6 +203,8 @@ def main() -> None:
             raise
         print(f"cuda-agent: {sentence}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+    finally:
+        gc.freeze()  # the interpreter looks through everything once more as it ends: 1.3 s with MLflow and Prefect imported
 
 
 if __name__ == "__main__":

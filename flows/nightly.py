@@ -19,7 +19,7 @@ from components.files import MANIFEST, digest_file, digest_json, write_json
 from components.progress import Progress
 from components.registry.tracking import NightRun, connect
 from components.sandbox.pools import open_pool
-from components.storage import open_store, put_folder
+from components.storage import open_store, put_checkpoint
 from components.task import read_tasks
 from flows import runs
 from flows.data import dataset
@@ -127,7 +127,7 @@ def store_artifacts(night: Night, policy: Record, dataset_folder: Path) -> str:
     Objects are immutable: a checkpoint goes by its digest, and a run that was mended leaves a second folder beside its first.
     """
     store = open_store(night.params.store, night.home)
-    put_folder(store, f"checkpoints/{policy['digest']}", Path(policy["checkpoint"]))
+    put_checkpoint(store, policy["digest"], Path(policy["checkpoint"]))
     files = [
         night.folder / MANIFEST,
         night.folder / "report.html",

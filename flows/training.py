@@ -10,7 +10,6 @@ from pathlib import Path
 from prefect import task
 
 from components.files import atomic_folder, digest_json, digest_tree, write_json
-from components.policy.coldstart import coldstart
 from components.policy.model import MANIFEST, Manifest, verify_checkpoint
 from components.training.entry import run_stage, training_sources
 from components.training.stage import Stage, StageResult
@@ -32,6 +31,8 @@ def cold_start(context: Context) -> Record:
         return adopt(context, Path(params.policy.source))
 
     def call(folder: Path) -> Record:
+        from components.policy.coldstart import coldstart  # torch comes with it
+
         started = time.monotonic()
         context.pool.prepare()  # training leaves it a core
         out = folder / CHECKPOINT

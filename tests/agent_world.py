@@ -17,9 +17,8 @@ from components.config import Params, resolve
 from components.policy.chat_client import ChatTurn, NativeCall
 from components.policy.sampling import Completion
 from components.policy.tokenizer import train_tokenizer
-from components.sandbox.admission import Admission
 from components.sandbox.pool import Candidate, Job
-from components.sandbox.verdict import Ratio, Seconds, Speedup, Verdict, milestone_of
+from components.sandbox.verdict import Admission, Ratio, Seconds, Speedup, Verdict, milestone_of
 from components.task import KernelTask
 
 CODE = """import torch

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from components.config import Params, resolve
-from components.sandbox.admission import Admission
 from components.sandbox.judge import Judge
 from components.sandbox.pool import LocalPool
+from components.sandbox.verdict import Admission
 
 CI = ("data.numel=[4096, 65536]", "data.tasks=12", "data.held_out=4", "data.eager_seconds=[1e-9, 10]")
 

@@ -39,6 +39,12 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+def test_a_night_imports_torch_only_when_a_stage_is_not_cached() -> None:
+    probe = "import sys; import flows.nightly, components.training.stage; print([m for m in ('torch', 'transformers', 'deepspeed') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, env=os.environ | {"PREFECT_LOGGING_LEVEL": "CRITICAL"})
+    assert done.stdout.strip() == "[]"
+
+
 def test_an_unknown_parameter_names_the_nearest_known_one(tmp_path: Path) -> None:
     assert "the nearest known one is warmup.steps" in one_sentence(command("run", "--home", str(tmp_path), "--set", "warmup.step=3"))
 

@@ -31,10 +31,9 @@ from components.evaluation.suites import load_suite
 from components.files import digest_tree
 from components.progress import Quiet
 from components.registry.gating import complete
-from components.sandbox.admission import Admission
 from components.sandbox.judge import Judge
 from components.sandbox.pool import Candidate, Job, LocalPool
-from components.sandbox.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone_of
+from components.sandbox.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone_of
 from components.task import KernelTask
 
 TASKS = [KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)]

@@ -27,10 +27,9 @@ from components.policy.composed_form import composed_form
 from components.policy.demonstrations import write_kernel
 from components.progress import Quiet
 from components.sandbox import pools
-from components.sandbox.admission import Admission
 from components.sandbox.judge import Judge
 from components.sandbox.pool import Job, LocalPool
-from components.sandbox.verdict import Verdict
+from components.sandbox.verdict import Admission, Verdict
 from components.task import KernelTask, load_task
 
 EXAMPLES = PROJECT / "docs" / "examples"

@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 from components.config import BadInput
 from components.config import Store as StoreParams
 from components.files import digest_bytes
-from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_folder
+from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
 from flows.faults import SERVICE, kind_of
 
 
@@ -83,12 +83,28 @@ def test_a_key_cannot_leave_the_store(store: Store, tmp_path: Path) -> None:
             store.put(key, file(tmp_path, b"x"))
 
 
-def test_a_folder_is_stored_file_by_file(store: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_is_stored_file_by_file_with_its_manifest_last(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tree" / "inner").mkdir(parents=True)
-    file(tmp_path / "tree", b"1", "a.json")
-    file(tmp_path / "tree" / "inner", b"2", "b.json")
-    assert set(put_folder(store, "run", tmp_path / "tree")) == {"a.json", "inner/b.json"}
-    assert store.exists("run/inner/b.json")
+    file(tmp_path / "tree", b"1", "manifest.json")
+    file(tmp_path / "tree", b"2", "weights")
+    file(tmp_path / "tree" / "inner", b"3", "more")
+    put, order = store.put, []
+    monkeypatch.setattr(store, "put", lambda key, source: (order.append(key), put(key, source))[1])
+    put_checkpoint(store, "ab", tmp_path / "tree")
+    assert set(order) == {f"checkpoints/ab/{name}" for name in ("inner/more", "weights", "manifest.json")}
+    assert order[-1] == "checkpoints/ab/manifest.json"
+    assert all(map(store.exists, order))
+
+
+def test_the_same_weights_from_another_revision_keep_the_first_manifest(store: Store, tmp_path: Path) -> None:
+    for code in (b"first", b"second"):
+        tree = tmp_path / code.decode()
+        tree.mkdir()
+        file(tree, b"weights", "model.safetensors")
+        file(tree, code, "manifest.json")
+        put_checkpoint(store, "ab", tree)
+    store.get("checkpoints/ab/manifest.json", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"first"
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from components.cli import app
 from components.config import PROJECT, BadInput, resolve
 from components.progress import Quiet
-from components.sandbox.admission import Admission
 from components.sandbox.nursery import InfrastructureError
+from components.sandbox.verdict import Admission
 from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
 from components.synthesis.contamination import Programs, graph, similarity, subtrees
 from components.synthesis.dataset import build

@@ -18,9 +18,8 @@ from components.config import BadInput, Params
 from components.files import digest_json
 from components.policy.composed_form import composed_form
 from components.progress import Progress
-from components.sandbox.admission import Admission
 from components.sandbox.pool import EVALUATION, Candidate, Job, JudgePool
-from components.sandbox.verdict import Verdict
+from components.sandbox.verdict import Admission, Verdict
 from components.task import KernelTask
 
 FINALISTS = 3

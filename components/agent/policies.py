@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from components.agent.chats import Chat, run_chats
 from components.agent.episode import Limits
 from components.agent.loop import run_episodes
@@ -65,7 +63,7 @@ class FolderPolicy:
 
         params = self.params
         tokenizer = load_tokenizer(self.folder)
-        model = load_model(self.folder, dtype=getattr(torch, params.engine.dtype), device=params.device)
+        model = load_model(self.folder, dtype=params.engine.dtype, device=params.device)
         return run_episodes(
             [task] * count,
             params=params,

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from components.config import BadInput
 from components.files import atomic_folder
@@ -97,10 +97,10 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
         (temporary / "trajectories.jsonl").write_bytes("".join(line + "\n" for line in lines).encode(errors="backslashreplace"))  # JSON's own escapes
         save_file(
             {
-                "ids": torch.tensor(ids, dtype=torch.int32),
-                "action_mask": torch.tensor(mask, dtype=torch.uint8),
-                "sampler_logprob": torch.tensor(logprob, dtype=torch.float32),
-                "offsets": torch.tensor(offsets, dtype=torch.int64),
+                "ids": np.array(ids, dtype=np.int32),
+                "action_mask": np.array(mask, dtype=np.uint8),
+                "sampler_logprob": np.array(logprob, dtype=np.float32),
+                "offsets": np.array(offsets, dtype=np.int64),
             },
             temporary / "tokens.safetensors",
         )

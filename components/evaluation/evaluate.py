@@ -28,9 +28,8 @@ from components.evaluation.policies import Policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.files import digest_json, read_json, write_json
 from components.progress import Progress
-from components.sandbox.admission import Admission
 from components.sandbox.pool import Candidate, Job, JudgePool
-from components.sandbox.verdict import Verdict
+from components.sandbox.verdict import Admission, Verdict
 from components.task import KernelTask
 
 

@@ -8,14 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from components.config import Params
 from components.policy.model import load_model
 from components.policy.sampling import Sampler
-from components.policy.vllm_local import LocalVllm
-from components.policy.vllm_sampler import VllmSampler
-from components.policy.vllm_server import VllmServer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,12 +23,18 @@ def open_sampler(params: Params, folder: Path, tokenizer: PreTrainedTokenizerBas
         case "transformers":
             from components.policy.generate import TransformersSampler
 
-            model = load_model(folder, dtype=getattr(torch, dtype), device=params.device)
+            model = load_model(folder, dtype=dtype, device=params.device)
             return TransformersSampler(model, tokenizer, batch=settings.batch, device=params.device, version=version)
         case "vllm":
+            from components.policy.vllm_local import LocalVllm
+            from components.policy.vllm_sampler import VllmSampler
+
             return VllmSampler(LocalVllm(folder, settings, dtype=dtype, seed=params.seed), tokenizer, settings, version=version)
         case "vllm-server":
+            from components.policy.vllm_sampler import VllmSampler
+            from components.policy.vllm_server import VllmServer
+
             sampler = VllmSampler(VllmServer(settings.server), tokenizer, settings, version=version)
-            weights = load_model(folder, dtype=getattr(torch, dtype), device=params.device if settings.weight_transfer == "ipc" else "cpu")
+            weights = load_model(folder, dtype=dtype, device=params.device if settings.weight_transfer == "ipc" else "cpu")
             sampler.push(list(weights.named_parameters()), version=version, folder=folder)
             return sampler

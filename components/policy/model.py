@@ -11,14 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors.torch import save_file
 
 from components.config import BadInput
 from components.files import atomic_folder, digest_json, digest_tree, read_json, write_json
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
@@ -53,6 +52,8 @@ def save_checkpoint(
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Manifest:
     """Write the checkpoint in one step and return its manifest; `extra` holds further safetensors by file name."""
+    from safetensors.torch import save_file
+
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -91,8 +92,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The causal language model of a folder, in evaluation mode."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)

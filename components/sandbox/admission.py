@@ -24,6 +24,7 @@ from components.sandbox.nursery import Nursery
 from components.sandbox.rounds import Staging
 from components.sandbox.timing import net
 from components.sandbox.turns import Turns
+from components.sandbox.verdict import Admission
 from components.task import check_contract
 
 ROUNDS = 3
@@ -34,15 +35,6 @@ TASK_SHARE = 0.25
 """Of a GPU's memory, for a task of a data set: memory is given in the order of asking, so that one that needs all of it holds up every other."""
 MATRIX = {"cpu": 1024, "cuda": 8192}
 TINY = 1e-30
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Whether a task can be judged, why not, and what was measured."""
-
-    admitted: bool
-    reason: str
-    evidence: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 
 from components.config import BadInput, Params
 from components.files import digest_bytes, digest_json
-from components.sandbox.admission import Admission, admit
+from components.sandbox.admission import admit
 from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
 from components.sandbox.compiled import DEFAULT, fastest
@@ -31,7 +31,7 @@ from components.sandbox.rounds import Arm, Staging
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio, wanted_rounds
 from components.sandbox.turns import Turns
-from components.sandbox.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
+from components.sandbox.verdict import MARGIN, Admission, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
 from components.task import KernelTask
 
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py"))))[:16]

@@ -16,10 +16,8 @@ from typing import Any, Protocol
 from components import telemetry
 from components.config import Params
 from components.files import digest_bytes, digest_json, read_json, write_json
-from components.sandbox.admission import Admission
-from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError
-from components.sandbox.verdict import Verdict
+from components.sandbox.verdict import Admission, Verdict
 from components.task import KernelTask
 
 EVALUATION = "evaluation"
@@ -89,6 +87,8 @@ class LocalPool:
             return self._judge
 
     def start(self) -> Any:
+        from components.sandbox.judge import Judge  # torch comes with it, and a night that is cached judges nothing
+
         return Judge(self.params, self.folder)
 
     def prepare(self) -> None:

@@ -22,11 +22,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from components.config import BadInput, Params
-from components.sandbox.admission import Admission
 from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError
 from components.sandbox.pool import LocalPool
-from components.sandbox.verdict import Verdict
+from components.sandbox.verdict import Admission, Verdict
 from components.task import KernelTask
 
 ENDED_FROM_OUTSIDE = ("crashed", "build_failed", "load_failed", "out_of_memory")

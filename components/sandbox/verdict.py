@@ -1,8 +1,9 @@
-"""The verdict: what the judge says about one candidate on one task, and on which evidence."""
+"""What the judge says: the verdict about one candidate on one task, and whether a task is admitted, on which evidence."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -59,6 +60,15 @@ class Verdict(Frozen):
     speedup: Speedup = Speedup()
     evidence: dict[str, Any] = Field(default_factory=dict)
     log: str = ""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a task can be judged, why not, and what was measured."""
+
+    admitted: bool
+    reason: str
+    evidence: dict[str, Any]
 
 
 def milestone_of(status: str, speedup: Speedup) -> Literal[-1, 1, 2, 3]:

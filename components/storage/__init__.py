@@ -3,6 +3,6 @@
 from components.storage.folder import FolderStore
 from components.storage.opening import open_store
 from components.storage.s3 import S3Store, StoreUnavailable
-from components.storage.store import Entry, Store, put_folder
+from components.storage.store import Entry, Store, put_checkpoint
 
-__all__ = ["Entry", "FolderStore", "S3Store", "Store", "StoreUnavailable", "open_store", "put_folder"]
+__all__ = ["Entry", "FolderStore", "S3Store", "Store", "StoreUnavailable", "open_store", "put_checkpoint"]

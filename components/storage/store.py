@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from components.files import MANIFEST
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -46,10 +48,15 @@ class Store(Protocol):
         ...
 
 
-def put_folder(store: Store, prefix: str, folder: Path) -> dict[str, str]:
-    """Store every file below `folder` under `prefix`, manifest.json last; address by relative path.
+def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
+    """Store every file below `folder` under `checkpoints/<digest>`, manifest.json last.
 
-    Whoever finds the manifest finds the rest: a folder whose writing was interrupted has none.
+    Whoever finds the manifest finds the rest: a folder whose writing was interrupted has none. Where it is found, nothing is
+    written: the same weights, made by another revision of the code, have a manifest of their own, and the first one stays.
     """
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "manifest.json", path))
-    return {name: store.put(f"{prefix}/{name}", folder / name) for name in (path.relative_to(folder).as_posix() for path in files)}
+    prefix = f"checkpoints/{digest}"
+    if store.exists(f"{prefix}/{MANIFEST}"):
+        return
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == MANIFEST, path))
+    for path in files:
+        store.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path)

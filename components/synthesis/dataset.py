@@ -21,8 +21,8 @@ import torch
 from components.config import BadInput, Data, Params
 from components.files import atomic_folder
 from components.progress import Progress
-from components.sandbox.admission import Admission
 from components.sandbox.nursery import InfrastructureError
+from components.sandbox.verdict import Admission
 from components.synthesis.chains import Composer, Draft
 from components.synthesis.compose import stream
 from components.synthesis.headroom import headroom

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from components.sandbox.admission import Rates
 from components.task import KernelTask
 
 LIKED = 4
@@ -25,8 +24,8 @@ def headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
     baseline was not measured."""
     if "compile_seconds" not in evidence:
         return {}
-    rates = Rates(**evidence["rates"])
-    floor = max(evidence["compulsory_bytes"] / rates.bandwidth, (flops or 0) / rates.flops)
+    rates = evidence["rates"]
+    floor = max(evidence["compulsory_bytes"] / rates["bandwidth"], (flops or 0) / rates["flops"])
     return {"headroom": round(evidence["compile_seconds"] / floor, 4), "operations": flops}
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.config import PROJECT
 from components.files import atomic_folder, digest_file, digest_json
 from components.progress import Progress
-from components.synthesis.operators import Table, read_table, write_table
+
+if TYPE_CHECKING:
+    from components.synthesis.operators import Table
 
 RULES = ("operators.py", "mine_torch.py", "mine_transformers.py", "cutting.py")
 
@@ -21,6 +24,8 @@ def versions() -> tuple[str, str]:
 def mined(folder: Path, progress: Progress) -> Table:
     """The table below `folder`, mined first where there is none of these versions and rules. Mining takes about a
     minute of one core."""
+    from components.synthesis.operators import Table, read_table, write_table
+
     rules = [digest_file(PROJECT / "components" / "synthesis" / name) for name in RULES]
     place = folder / digest_json([versions(), rules])[:16]
     if not (place / "operators.json").is_file():

@@ -13,7 +13,7 @@ from typing import Any
 
 from components.config import BadInput, Data
 from components.files import digest_bytes
-from components.sandbox.admission import Admission
+from components.sandbox.verdict import Admission
 from components.synthesis.contamination import Programs, graph
 from components.synthesis.source import hostile, mislabelled
 from components.task import KernelTask, check_contract, normalise

@@ -13,14 +13,12 @@ from components.config import Params
 from components.policy.demonstrations import demonstration
 from components.policy.model import load_tokenizer
 from components.policy.tokenizer import encode_messages
-from components.synthesis.compose import is_held_out, stream
 from components.task import KernelTask
-from components.training.engine import NotFinite
-from components.training.rollouts import RunEpisodes
 from components.training.stage import Stage, StageFailed, StageResult
 
 if TYPE_CHECKING:
     from components.training.rejection import Row
+    from components.training.rollouts import RunEpisodes
 
 STAGES = ("warmup", "rejection", "critic", "agentic")
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
@@ -37,6 +35,7 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     Whatever is raised, the states and the trajectories in `stage.out` are whole, and the next call goes on from there.
     """
     from components.training import agentic, critic, rejection, warmup  # takes seconds, and a night that is cached runs none
+    from components.training.engine import NotFinite
 
     try:
         match stage.name:
@@ -60,6 +59,8 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
 def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
     """Composed tasks without end, none of whose operator sequences is held out."""
+    from components.synthesis.compose import is_held_out, stream
+
     return (found for found in stream(seed, params.data, params.device) if not is_held_out(found.ops, params.data.seed))
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.config import BadInput, Params
@@ -25,10 +24,12 @@ from components.progress import Progress
 from components.sandbox.pool import JudgePool
 from components.synthesis.headroom import weighed
 from components.task import KernelTask, dataset_version, read_tasks
-from components.training.engine import World
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from components.training.engine import World
 
 Figures = dict[str, float]
 RESULT = "stage.json"
