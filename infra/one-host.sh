@@ -4,7 +4,7 @@
 #   infra/one-host.sh start FOLDER SERVICE                          start one again: postgres s3 prefect mlflow ray-head ray-node worker
 #   infra/one-host.sh down FOLDER                                   end everything; what is in FOLDER stays
 # Afterwards `. FOLDER/environment` lets a shell reach it. Ports: see below, each can be set. AWS_ENDPOINT_URL_S3 with the usual
-# credentials and BUCKET name a real store; without it moto's server is started, which forgets everything when it ends.
+# credentials and BUCKET name a store that is there; without it one is started, OpenStack Swift with its S3 interface, kept in FOLDER.
 set -euo pipefail
 
 [[ $# -ge 2 && "$1" =~ ^(up|start|down)$ ]] || { sed -n '3,7s/^# *//p' "$0" >&2; exit 2; }
@@ -28,10 +28,11 @@ if [[ -f $folder/environment ]]; then
     . "$folder/environment"
 else
     [[ -z ${AWS_ENDPOINT_URL_S3:-} ]] && local_store=1 || local_store=
+    (umask 077 && touch "$folder/environment") # it holds the store's key
     {
         echo "export LOCAL_STORE=$local_store BUCKET=$BUCKET POSTGRES_PORT=$POSTGRES_PORT S3_PORT=$S3_PORT PREFECT_PORT=$PREFECT_PORT MLFLOW_PORT=$MLFLOW_PORT RAY_PORT=$RAY_PORT"
         echo "export AWS_ENDPOINT_URL_S3=${AWS_ENDPOINT_URL_S3:-http://127.0.0.1:$S3_PORT} AWS_DEFAULT_REGION=${AWS_DEFAULT_REGION:-us-east-1}"
-        [[ -z $local_store ]] || echo "export AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local"
+        [[ -z $local_store ]] || echo "export AWS_ACCESS_KEY_ID=cuda-agent:nightly AWS_SECRET_ACCESS_KEY=$("$PYTHON" -c 'import secrets; print(secrets.token_hex(20))')"
         echo "export PREFECT_API_URL=http://127.0.0.1:$PREFECT_PORT/api PREFECT_HOME=$folder/prefect RAY_ADDRESS=127.0.0.1:$RAY_PORT"
         echo "export PREFECT_SERVER_ANALYTICS_ENABLED=false MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 DO_NOT_TRACK=1"
     } >"$folder/environment"
@@ -89,9 +90,8 @@ start() {
         [[ -n $("${psql[@]}" -c "select 1 from pg_database where datname = 'mlflow'") ]] || "${psql[@]}" -f infra/postgres/databases.sql
         ;;
     s3)
-        launch s3 moto_server -H 127.0.0.1 -p "$S3_PORT"
-        await s3 answers "$AWS_ENDPOINT_URL_S3/moto-api/"
-        "$PYTHON" -c 'import sys, boto3; boto3.client("s3").create_bucket(Bucket=sys.argv[1])' "$BUCKET"
+        supervise s3 "$PYTHON" infra/swift/serve.py "$folder/s3" --port "$S3_PORT" --bucket "$BUCKET"
+        await s3 "$PYTHON" -c 'import sys, boto3; boto3.client("s3").head_bucket(Bucket=sys.argv[1])' "$BUCKET"
         ;;
     prefect)
         supervise prefect env PREFECT_SERVER_DATABASE_CONNECTION_URL="postgresql+asyncpg://cuda_agent@127.0.0.1:$POSTGRES_PORT/prefect" \

@@ -1,26 +1,34 @@
-"""Claims about the artifact store, on a folder and on a real S3 protocol server in this process (moto)."""
+"""Claims about the artifact store, on a folder and two S3 servers: moto, in this process, and Swift, which checks signatures and keeps what it has."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import boto3
 import pytest
 from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
+from prefect_world import free_port
 
-from components.config import BadInput
+from components.config import PROJECT, BadInput
 from components.config import Store as StoreParams
 from components.files import digest_bytes
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
 from flows.faults import SERVICE, kind_of
 
+KEYS = {"AWS_ACCESS_KEY_ID": "team:person", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
+
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def moto() -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -28,13 +36,55 @@ def endpoint() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+class Swift:
+    """infra/swift/serve.py as a process, with everything that it started in one group."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.port = folder, free_port()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, PROJECT / "infra" / "swift" / "serve.py", self.folder, "--port", str(self.port), "--bucket", "kept"]
+        with (self.folder.parent / "swift.log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=os.environ | KEYS, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        assert self.process.stdout is not None and self.process.stdout.readline().startswith("S3 on"), (self.folder.parent / "swift.log").read_text()[-2000:]
+
+    def end(self, how: signal.Signals) -> None:
+        os.killpg(self.process.pid, how)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
+    server = Swift(tmp_path_factory.mktemp("swift") / "kept")
+    yield server
+    server.end(signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # it remembers keys
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=["moto", "swift"], scope="module")
+def endpoint(request: pytest.FixtureRequest) -> str:
+    server = request.getfixturevalue(request.param)
+    return server if isinstance(server, str) else server.url
+
+
+@pytest.fixture(params=["folder", "moto", "swift"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return open_store(StoreParams(url=f"file://{tmp_path / 'store'}", endpoint=""), tmp_path)
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(name, value)
-    bucket = tmp_path.name.replace("_", "-").lower()
+    server = request.getfixturevalue(request.param)
+    endpoint = server if isinstance(server, str) else server.url
+    bucket = uuid4().hex
     boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=bucket)
     return open_store(StoreParams(url=f"s3://{bucket}/some/prefix", endpoint=endpoint), tmp_path)
 
@@ -108,12 +158,10 @@ def test_the_same_weights_from_another_revision_keep_the_first_manifest(store: S
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bucket(tmp_path: Path, endpoint: str) -> Any:
     """A bucket of this test and a maker of stores on it with parts of 5 MiB, the smallest that S3 takes."""
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}.items():
-        monkeypatch.setenv(name, value)
     client = boto3.client("s3", endpoint_url=endpoint)
-    name = f"b{abs(hash(tmp_path))}"
+    name = uuid4().hex
     client.create_bucket(Bucket=name)
 
     def open_it(journal: str = "uploads") -> S3Store:
@@ -217,9 +265,7 @@ def test_an_interrupted_download_goes_on_where_it_was(bucket: Any, tmp_path: Pat
     assert [path.name for path in tmp_path.glob(".back*")] == []
 
 
-def test_a_store_that_is_away_is_a_fault_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}.items():
-        monkeypatch.setenv(name, value)
+def test_a_store_that_is_away_is_a_fault_that_passes(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable) as raised:
         S3Store("s3://bucket", "http://127.0.0.1:9").put("weights", file(tmp_path, b"x"))
     assert kind_of(raised.value) is SERVICE and kind_of(BadInput("a mistake")) is None
@@ -232,18 +278,45 @@ def test_the_endpoint_may_come_from_the_standard_variable(endpoint: str, bucket:
     assert [entry.key for entry in store.entries("wei")] == ["weights"]
 
 
-def test_damage_in_s3_is_noticed(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3", endpoint_url=endpoint)
-    client.create_bucket(Bucket="damaged")
-    store = S3Store("s3://damaged", endpoint)
+def test_damage_in_s3_is_noticed(tmp_path: Path, bucket: Any) -> None:
+    client, store = bucket.client, bucket()
     store.put("weights", file(tmp_path, b"good"))
-    sha256 = client.head_object(Bucket="damaged", Key="weights")["Metadata"]["sha256"]
-    client.put_object(Bucket="damaged", Key="weights", Body=b"evil", Metadata={"sha256": sha256})
+    sha256 = client.head_object(Bucket=bucket.name, Key="team/weights")["Metadata"]["sha256"]
+    client.put_object(Bucket=bucket.name, Key="team/weights", Body=b"evil", Metadata={"sha256": sha256})
     with pytest.raises(BadInput, match="does not match its SHA-256"):
         store.get("weights", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong"), ("AWS_ACCESS_KEY_ID", "team:nobody"), ("AWS_ACCESS_KEY_ID", "others:person")])
+def test_who_has_not_the_key_neither_writes_nor_reads(swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    key = uuid4().hex
+    owner = S3Store("s3://kept", swift.url)
+    owner.put(f"{key}/mine", file(tmp_path, b"mine"))
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    stranger = S3Store("s3://kept", swift.url)
+    for act in (
+        lambda: stranger.put(f"{key}/theirs", file(tmp_path, b"x")),
+        lambda: stranger.get(f"{key}/mine", tmp_path / "x"),
+        lambda: list(stranger.entries()),
+    ):
+        with pytest.raises(BadInput, match=r"refused the .*check the bucket and the credentials") as raised:
+            act()
+        assert kind_of(raised.value) is None, "waiting does not mend a wrong key"
+    assert [entry.key for entry in owner.entries(key)] == [f"{key}/mine"]
+
+
+def test_a_server_that_is_killed_has_everything_when_it_is_back(swift: Swift, tmp_path: Path) -> None:
+    store = S3Store("s3://kept", swift.url, part_bytes=5 << 20)
+    for name, content in (("small", b"x"), ("large", LARGE)):
+        store.put(name, file(tmp_path, content))
+    swift.end(signal.SIGKILL)
+    with pytest.raises(StoreUnavailable):
+        store.get("small", tmp_path / "back")
+    swift.start()
+    assert {"small", "large"} <= {entry.key for entry in store.entries()}
+    assert store.digests("large") == (digest_bytes(LARGE), digest_bytes(LARGE))
 
 
 def test_without_an_address_the_store_is_in_the_home(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ LONGEST_PAUSE = 4.0
 COMPARED = 4
 """Every so many nights one is run undisturbed too."""
 PR_SET_PDEATHSIG = 1
-SERVICES = ("postgres", "prefect", "mlflow")
+SERVICES = ("postgres", "s3", "prefect", "mlflow")
 """In the order in which they stand on one another."""
 
 
@@ -123,11 +123,15 @@ def end_service(stack: Path, name: str) -> None:
             time.sleep(0.01)
 
 
-def kill_service(name: str) -> Callable[[Night, random.Random], bool]:
+def kill_service(*names: str) -> Callable[[Night, random.Random], bool]:
+    """Killed all at once, and started again in their order after a while."""
+
     def fault(night: Night, chance: random.Random) -> bool:
-        end_service(night.stack, name)
+        for name in names:
+            end_service(night.stack, name)
         time.sleep(chance.uniform(0, 3))
-        again(night.stack, name)
+        for name in names:
+            again(night.stack, name)
         return True
 
     return fault
@@ -184,9 +188,11 @@ FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
     "DVC killed": lambda night, _: kill_below(night.process, "-m dvc", "dvc"),
     "the judge's Ray actor killed": lambda night, _: kill_below(pid_of(night.stack, "ray-node"), "ray::JudgeActor"),
     "a Ray node killed": kill_service("ray-node"),
+    "Ray's cluster killed": kill_service("ray-head", "ray-node"),
     "Prefect's server killed": kill_service("prefect"),
     "MLflow killed": kill_service("mlflow"),
     "PostgreSQL killed": kill_service("postgres"),
+    "the object store killed": kill_service("s3"),
     "a server's clock minutes off": skew_clock,
     "the object store silent": cut_store,
     "the disk full": fill_disk,
