@@ -101,6 +101,28 @@ def run(out: Path, pool: Any, script: Script, tasks: Sequence[KernelTask] = TASK
     return evaluate(script, tasks, pool, out, epoch="night", progress=Quiet(), seed=0)
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.evaluation.evaluate.AGAIN", (0.0,))
+
+
+def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recovering(LinePool):
+        def submit(self, job: Job) -> Future[Verdict]:
+            if self.measured[job.task.task_id, job.epoch] == 0 and job.task in TASKS[:2]:
+                self.measured[job.task.task_id, job.epoch] += 1
+                lost: Future[Verdict] = Future()
+                lost.set_result(Verdict(status="infrastructure", reason="judge", log="the judge's Ray actor died"))
+                return lost
+            return super().submit(job)
+
+    pool = Recovering()
+    assert run(tmp_path / "again", pool, Script(LINES)).tasks == run(tmp_path / "calm", LinePool(), Script(LINES)).tasks
+    assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [2, 2, 0, 1, 2]
+    monkeypatch.setattr("components.evaluation.evaluate.AGAIN", ())
+    assert run(tmp_path / "never", Recovering(), Script(LINES)).errors == 3
+
+
 def test_the_first_attempts_final_answer_counts_measured_anew(tmp_path: Path) -> None:
     pool = LinePool()
     found = run(tmp_path, pool, Script(LINES))

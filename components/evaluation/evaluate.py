@@ -32,6 +32,10 @@ from components.sandbox.pool import Candidate, Job, JudgePool
 from components.sandbox.verdict import Admission, Verdict
 from components.task import KernelTask
 
+AGAIN = (0.0, 30.0, 120.0)
+"""Seconds until final answers on which the judge itself failed are measured again: at once, with the device to themselves; then
+when a lost node of judges can be back. After that the task is an error, and no gate lets an error pass."""
+
 
 def evaluate(
     policy: Policy,
@@ -138,6 +142,10 @@ def _unserved(trajectory: Trajectory) -> bool:
     return trajectory.finish_reason == "server"
 
 
+def _measurable(attempt: Trajectory) -> bool:
+    return bool(attempt.files) and not _unserved(attempt)
+
+
 def _measure(
     tasks: Sequence[KernelTask],
     found: list[list[Trajectory]],
@@ -150,39 +158,46 @@ def _measure(
 ) -> list[TaskResult]:
     """One result per task, in the suite's order; a task that stands twice in the suite is measured once."""
     first = {task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, found, strict=True)))}
-    results: dict[str, TaskResult] = {}
-    pending: dict[Future[Verdict], str] = {}
+    files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
+    results = {task_id: TaskResult.model_validate(read_json(file)) for task_id, file in files.items() if file.is_file()}
     admissions: dict[str, Future[Admission]] = {}
-    started = time.monotonic()
-    for task_id, (task, attempts) in first.items():
-        file = out / "tasks" / f"{task_id}.json"
-        if file.is_file():
-            results[task_id] = TaskResult.model_validate(read_json(file))
-            continue
-        # Tasks of our own data sets were admitted when they were made: their evidence says so.
-        if admit is not None and not task.evidence:
-            admissions[task_id] = admit(task.code)
-        if attempts[0].files and not _unserved(attempts[0]):
-            pending[pool.submit(Job(task, Candidate.of(attempts[0].files), f"evaluation/final/{epoch}"))] = task_id
-        else:
-            # Nothing was written, so there is nothing to measure: the episode's own verdict stands.
-            lost = Verdict(status="infrastructure", reason="server", log=attempts[0].error)
-            done: Future[Verdict] = Future()
-            done.set_result(lost if _unserved(attempts[0]) else attempts[0].final)
-            pending[done] = task_id
-
     sampled = sum(map(len, found))
-    for future in as_completed(pending):
-        task_id = pending[future]
-        task, attempts = first[task_id]
-        degenerate = _degenerate(admissions[task_id].result()) if task_id in admissions else ""
-        results[task_id] = _result(task, attempts, future.result(), degenerate)
-        write_json(out / "tasks" / f"{task_id}.json", results[task_id].model_dump(mode="json"))
-        _spend(out, "final measurements", time.monotonic() - started)
+    for delay in (*AGAIN, None):
+        pending: dict[Future[Verdict], str] = {}
         started = time.monotonic()
-        passed = sum(result.correct for result in results.values()) / len(results)
-        progress.update("evaluation", sampled + len(results), sampled + len(tasks), pass_rate=passed)
+        for task_id, (task, attempts) in first.items():
+            if task_id in results:
+                continue
+            # Tasks of our own data sets were admitted when they were made: their evidence says so.
+            if admit is not None and not task.evidence and task_id not in admissions:
+                admissions[task_id] = admit(task.code)
+            pending[_final(task, attempts[0], pool, epoch)] = task_id
+        for future in as_completed(pending):
+            task_id, verdict = pending[future], future.result()
+            task, attempts = first[task_id]
+            if verdict.status == "infrastructure" and delay is not None and _measurable(attempts[0]):
+                continue
+            degenerate = _degenerate(admissions[task_id].result()) if task_id in admissions else ""
+            results[task_id] = _result(task, attempts, verdict, degenerate)
+            write_json(files[task_id], results[task_id].model_dump(mode="json"))
+            _spend(out, "final measurements", time.monotonic() - started)
+            started = time.monotonic()
+            passed = sum(result.correct for result in results.values()) / len(results)
+            progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
+        if len(results) == len(first):
+            break
+        progress.update("evaluation", sampled + len(results), sampled + len(first), measured_again=len(first) - len(results))
+        time.sleep(delay or 0)
     return [results[task.task_id].model_copy(update={"name": task.name, "level": task.level}) for task in tasks]
+
+
+def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
+    """What counts for the task; where the attempt wrote nothing there is nothing to measure, and its own verdict stands."""
+    if _measurable(attempt):
+        return pool.submit(Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}"))
+    done: Future[Verdict] = Future()
+    done.set_result(Verdict(status="infrastructure", reason="server", log=attempt.error) if _unserved(attempt) else attempt.final)
+    return done
 
 
 def for_admission(params: Params) -> Params:
