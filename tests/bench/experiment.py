@@ -1,10 +1,12 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and what becomes of it without a part.
 
-    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] [--set KEY=VALUE] [--table] [--plot FILE.svg]
+    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold start and after
 each stage that changes it. The paper's ablations in miniature share the first seed's cold start. A repeated call
-goes on where the last one was stopped; `--table` prints what there is, and `--plot` draws it.
+goes on where the last one was stopped; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call with
+`--part training` and another with `--part evaluation`, which waits for each checkpoint, share the work, each with its own
+CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
 """
 
 from __future__ import annotations
@@ -61,13 +63,17 @@ class Experiment:
     out: Path
     profile: str
     sets: tuple[str, ...]
+    part: str
     pool: LocalPool
 
     def params(self, seed: int, *more: str) -> Params:
         return resolve(self.profile, (f"seed={seed}", f"coldstart.seed={seed}", *self.sets, *more)).params
 
     def evaluated(self, name: str, policy: Path, params: Params) -> None:
+        if self.part == "training":
+            return
         folder = self.out / f"evaluation {name}"
+        await_file(policy / MANIFEST)
         print(f"evaluating {name}", flush=True)
         suite = load_suite(params, self.out / TASKS)
         found = evaluate(checkpoint_policy(policy, params), suite, self.pool, folder, epoch=folder.name, progress=Lines(), seed=params.seed)
@@ -76,12 +82,13 @@ class Experiment:
     def stage(self, name: str, place: str, params: Params, actor: Path, critic: Path | None = None, sampled: tuple[str, ...] = ()) -> Path:
         out = self.out / place
         folders = tuple(self.out / earlier / "trajectories" for earlier in sampled)
-        run_stage(Stage(name, params, actor, self.out / TASKS, out, self.pool, Lines(), "experiment", critic, folders))
+        if self.part != "evaluation":
+            run_stage(Stage(name, params, actor, self.out / TASKS, out, self.pool, Lines(), "experiment", critic, folders))
         return out / CHECKPOINT
 
     def cold(self, seed: int) -> Path:
         params, out = self.params(seed), self.out / f"{seed} cold start"
-        if not (out / MANIFEST).is_file():
+        if self.part != "evaluation" and not (out / MANIFEST).is_file():
             coldstart(params, training_sources(params, seed), out, dataset="", code="experiment", progress=Lines())
         return out
 
@@ -118,6 +125,12 @@ class Experiment:
         self.evaluated(without, self.stage("agentic", f"{without} agentic", bare, second, values), params)
 
         self.evaluated(next(name), first, self.params(seed, "evaluation.max_turns=1"))
+
+
+def await_file(file: Path) -> None:
+    """Another call of the experiment makes it, and writes it last."""
+    while not file.is_file():
+        time.sleep(1)
 
 
 def share(value: float | None) -> str:
@@ -183,15 +196,20 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--no-ablations", dest="ablations", action="store_false")
     parser.add_argument("--set", dest="sets", action="append", default=[])
+    parser.add_argument("--part", choices=("all", "training", "evaluation"), default="all")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args()
     out, seeds = chosen.out.resolve(), [int(seed) for seed in chosen.seeds.split(",")]
     if not chosen.table and not chosen.plot:
-        command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile, "--home", out / "home", "--out", out / TASKS]
-        subprocess.run([*command, *(word for value in chosen.sets for word in ("--set", value))], check=True, cwd=PROJECT)
-        pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / "verdicts")
-        experiment = Experiment(out, chosen.profile, tuple(chosen.sets), pool)
+        if chosen.part == "evaluation":
+            await_file(out / TASKS / "tasks.parquet")
+        else:
+            command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile, "--home", out / "home", "--out", out / TASKS]
+            subprocess.run([*command, *(word for value in chosen.sets for word in ("--set", value))], check=True, cwd=PROJECT)
+        verdicts = "verdicts of evaluations" if chosen.part == "evaluation" else "verdicts"
+        pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / verdicts)
+        experiment = Experiment(out, chosen.profile, tuple(chosen.sets), chosen.part, pool)
         try:
             for seed in seeds:
                 experiment.full(seed)
