@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -317,6 +318,17 @@ def test_a_server_that_is_killed_has_everything_when_it_is_back(swift: Swift, tm
     swift.start()
     assert {"small", "large"} <= {entry.key for entry in store.entries()}
     assert store.digests("large") == (digest_bytes(LARGE), digest_bytes(LARGE))
+
+
+@pytest.mark.parametrize(
+    ("folder", "key", "named"),
+    [("kept", "nobody", "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON"), ("file", "team:person", "file: cannot keep objects .File exists.")],
+)
+def test_a_server_that_cannot_start_says_why_in_one_sentence(tmp_path: Path, folder: str, key: str, named: str) -> None:
+    file(tmp_path, b"")
+    command = [sys.executable, PROJECT / "infra" / "swift" / "serve.py", tmp_path / folder]
+    done = subprocess.run(command, env=os.environ | {"AWS_ACCESS_KEY_ID": key}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and re.search(named, done.stderr.splitlines()[-1]), done.stderr
 
 
 def test_without_an_address_the_store_is_in_the_home(tmp_path: Path) -> None:

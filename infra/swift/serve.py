@@ -162,11 +162,11 @@ def main() -> None:
     if not all(key.partition(":")) or not secret or any(letter.isspace() or letter == "%" for letter in secret):
         parser.error("AWS_ACCESS_KEY_ID must have the form TEAM:PERSON, and AWS_SECRET_ACCESS_KEY must be set, without spaces and per cent signs.")
     folder = given.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         os.setxattr(folder, "user.swift.metadata", b"")
     except OSError as error:
-        parser.error(f"{folder}: its file system keeps no extended attributes ({error.strerror}); give a folder on another one.")
+        parser.error(f"{folder}: cannot keep objects ({error.strerror}); give a folder on a file system with extended attributes.")
     configure(folder, given.host, given.port, key, secret, os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
 
     running = [launch(module, folder / f"{kind}.conf") for kind, module in SERVERS.items()] + [launch(UPDATING, folder / "object.conf")]
