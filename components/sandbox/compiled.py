@@ -20,6 +20,14 @@ ROLES: dict[str, dict[str, str]] = {
     "cuda": {"default": DEFAULT, "reduce-overhead": "compile reduce-overhead", "max-autotune": "compile max-autotune"},
 }
 """The arm of each mode. CUDA graphs and Triton's tuning are what the other two add, so on cpu there is one mode."""
+ALONE = "max-autotune"
+"""The mode that times kernels as it compiles: nothing may run beside it."""
+
+
+def begin(bench: Bench) -> None:
+    """Compile the modes that need not be alone, beside whatever else runs: seconds in which the device would stand still."""
+    if not bench.modes:
+        started(bench, {mode: role for mode, role in ROLES[bench.params.device].items() if mode != ALONE})
 
 
 def fastest(bench: Bench) -> tuple[Arm, str, dict[str, float]]:

@@ -25,7 +25,7 @@ from components.files import digest_bytes, digest_json
 from components.sandbox.admission import admit
 from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder
-from components.sandbox.compiled import DEFAULT, fastest
+from components.sandbox.compiled import DEFAULT, begin, fastest
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 from components.sandbox.rounds import Arm, Staging
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
@@ -162,6 +162,7 @@ class Judge:
         """The compile baseline, and what the verdict's evidence says of it; making it is not charged to the candidate's limit."""
         waited = time.monotonic()
         if every_mode:
+            begin(bench)
             with self.turns.measuring():
                 arm, mode, seconds = fastest(bench)
             evidence = {"compile_mode": mode, "compile_seconds": seconds}
