@@ -52,7 +52,7 @@ launch() { # NAME COMMAND...: in a session of its own, so that it and its childr
     echo $! >"$folder/$name.pid"
 }
 
-supervise() { # NAME COMMAND...: the same, and started again when it ends by itself, as while PostgreSQL recovers; not when it ends at once
+supervise() { # NAME COMMAND...: the same, and started again when it ends by itself, as while PostgreSQL recovers or without Ray's head; not when it ends at once
     launch "$1" bash -c 'while began=$SECONDS; "$@"; ((SECONDS - began > 2)); do sleep 1; done' "$@"
 }
 
@@ -104,12 +104,12 @@ start() {
         await mlflow answers "http://127.0.0.1:$MLFLOW_PORT/health"
         ;;
     ray-head)
-        launch ray-head ray start --head --block --port "$RAY_PORT" --num-cpus 0 --include-dashboard false --object-store-memory 100000000
+        supervise ray-head ray start --head --block --port "$RAY_PORT" --num-cpus 0 --include-dashboard false --object-store-memory 100000000
         await ray-head ray health-check --address "127.0.0.1:$RAY_PORT"
         ;;
     ray-node)
         # Judges are placed here, by the resource.
-        launch ray-node ray start --block --address "127.0.0.1:$RAY_PORT" --resources '{"judge": 2}' --object-store-memory 100000000
+        supervise ray-node ray start --block --address "127.0.0.1:$RAY_PORT" --resources '{"judge": 2}' --object-store-memory 100000000
         ;;
     worker)
         launch worker prefect worker start --pool cpu --with-healthcheck

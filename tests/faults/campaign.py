@@ -106,7 +106,8 @@ def again(stack: Path, service: str, **environment: str) -> None:
 
 def kill_below(root: int, *words: str) -> bool:
     """Kill one process below `root` whose command line has one of the words; False when there is none now."""
-    for process in psutil.Process(root).children(recursive=True):
+    below = psutil.Process(root).children(recursive=True) if psutil.pid_exists(root) else []
+    for process in below:
         try:
             if any(word in part for word in words for part in process.cmdline()):
                 process.kill()
