@@ -188,6 +188,10 @@ def main() -> None:
     """Entry point: faults that a person can mend are one sentence on standard error."""
     from components.config import BadInput
 
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by the caller: the next file that is opened would take its place
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
     # Nothing is ever downloaded, and bars of loading weights are no news to anyone.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

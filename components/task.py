@@ -101,8 +101,12 @@ def read_tasks(path: Path) -> list[KernelTask]:
         raise BadInput(f"{path}: not a readable parquet of tasks ({error}); build it with cuda-agent data build.") from error
     if rows and "code" not in rows[0]:
         raise BadInput(f"{path}: column code is missing; a task parquet has the columns ops, data_source and code.")
-    return [
-        KernelTask(
+    return [_task(path, number, row) for number, row in enumerate(rows)]
+
+
+def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
+    try:
+        return KernelTask(
             code=row["code"],
             ops=tuple(row.get("ops") or ()),
             data_source=row.get("data_source") or "parquet",
@@ -110,8 +114,8 @@ def read_tasks(path: Path) -> list[KernelTask]:
             name=row.get("name") or "",
             evidence=json.loads(row.get("evidence") or "{}"),
         )
-        for row in rows
-    ]
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"{path}: row {number} is no task ({' '.join(str(error).split())[:150]}); build it with cuda-agent data build.") from error
 
 
 def dataset_version(path: Path) -> str:

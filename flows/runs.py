@@ -137,7 +137,9 @@ def finished(night: Night) -> dict[str, Any] | None:
     """
     if not (night.folder / RUN_FILE).is_file():
         return None
-    record: dict[str, Any] = read_json(night.folder / RUN_FILE)
+    from components.evaluation.results import read_record  # numpy comes with it
+
+    record = read_record(night.folder / RUN_FILE)
     for stage in record["stages"]:
         folder = Path(stage["checkpoint"])
         if not folder.is_dir() or not folder.is_relative_to(night.home):

@@ -236,3 +236,17 @@ def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     shutil.rmtree(workspace)
     folder = versions.pull(night.params, night.home, kept["version"][:8])
     assert folder.name == kept["version"] and (folder / "tasks.parquet").read_bytes() == before
+
+
+def test_what_lies_where_a_data_set_shall_be_written_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    for name in ("file", "folder"):
+        with pytest.raises(BadInput, match=f"{name}: holds something else than a data set"):
+            build(parameters(), tmp_path / name, InProcess(), Quiet())
+    first = build(parameters(), tmp_path / "set", InProcess(), Quiet())
+    assert build(parameters(), tmp_path / "set", InProcess(), Quiet()).version == first.version
+    with pytest.raises(BadInput, match=f"set: holds data set {first.version[:12]}"):
+        build(parameters("data.seed=7"), tmp_path / "set", InProcess(), Quiet())
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "notes.txt").read_text() == "mine"

@@ -16,7 +16,7 @@ from components.policy import coldstart as cold
 from components.policy.corpus import plan
 from components.policy.demonstrations import demonstration
 from components.policy.generate import TransformersSampler, draw
-from components.policy.model import verify_checkpoint
+from components.policy.model import load_model, load_tokenizer, verify_checkpoint
 from components.policy.muon import Muon
 from components.policy.sampling import Completion
 from components.policy.tokenizer import encode_messages, train_tokenizer
@@ -109,6 +109,35 @@ def test_tokenizer_is_the_same_after_saving(tokenizer: PreTrainedTokenizerBase, 
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert encode_messages(loaded, conversations[0]) == encode_messages(tokenizer, conversations[0])
     assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", "cannot be loaded"),
+        ("config.json", "[1]", "cannot be loaded"),
+        ("config.json", '{"model_type": "nosuch"}', "its model cannot be loaded"),
+        ("model.safetensors", "damaged", "its model cannot be loaded"),
+        ("model.safetensors", None, "its model cannot be loaded"),
+        ("tokenizer.json", "", "its tokenizer cannot be loaded"),
+        ("tokenizer.json", None, "tokenizer"),
+        ("chat_template.jinja", "{% if %}", "its chat template cannot be loaded"),
+        ("chat_template.jinja", None, "has no chat template"),
+    ],
+)
+def test_a_damaged_model_folder_is_one_sentence(
+    params: Params, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str, content: str | None, said: str
+) -> None:
+    folder = tmp_path / "policy"
+    cold.new_model(params, len(tokenizer), tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    load_tokenizer(folder), load_model(folder)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(BadInput, match=rf"policy: .*{said}"):
+        load_tokenizer(folder), load_model(folder)
 
 
 # --- sampler -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from components.config import PROJECT, BadInput
 from components.config import Store as StoreParams
 from components.files import digest_bytes
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
+from components.storage.collect import damaged
 from flows.faults import SERVICE, kind_of
 
 KEYS = {"AWS_ACCESS_KEY_ID": "team:person", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
@@ -287,6 +288,19 @@ def test_damage_in_s3_is_noticed(tmp_path: Path, bucket: Any) -> None:
     with pytest.raises(BadInput, match="does not match its SHA-256"):
         store.get("weights", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_damage_in_a_folder_is_noticed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    for key in ("runs/a/report.html", "datasets/b/data.dvc"):
+        store.put(key, file(tmp_path, b"good"))
+        assert list(damaged(store, key)) == [(key, "")]
+        (tmp_path / "store" / key).write_bytes(b"evil")
+        assert list(damaged(store, key)) == [(key, "is not what was written")]
+        with pytest.raises(BadInput, match="does not match its SHA-256"):
+            store.get(key, tmp_path / "back")
+        store.remove(key)
+    assert not (tmp_path / "back").exists() and not list((tmp_path / "store").iterdir())
 
 
 @pytest.mark.parametrize(("name", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong"), ("AWS_ACCESS_KEY_ID", "team:nobody"), ("AWS_ACCESS_KEY_ID", "others:person")])

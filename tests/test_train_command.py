@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(world: Path, a
     assert all(tensor.equal(there[name]) for name, tensor in here.items())
     again = train(*words(world, folder))
     assert json.loads(again.stdout) == result, "a finished stage is only reported"
+    for name, more, differs in (
+        ("rejection", (), "stage"),
+        ("critic", ("--set", "critic.lam=0.5"), r"critic\.lam"),
+        ("critic", ("--set", "seed=9"), "seed"),
+    ):
+        other = [*words(world, folder, name), "--output", str(folder / "critic"), *more]
+        ran = train(*[word for word in other if name == "critic" or word not in ("--trajectories", str(world / "warmup"))])
+        said = rf"holds the finished stage critic of another .*{differs}.*; give another folder"
+        assert ran.returncode == 2 and re.search(said, ran.stderr), ran.stderr[-500:]
 
 
 @pytest.mark.slow

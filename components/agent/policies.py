@@ -12,7 +12,7 @@ from components.agent.loop import run_episodes
 from components.agent.trajectory import Trajectory
 from components.config import BadInput, Params
 from components.files import digest_json, digest_tree, read_json
-from components.policy.model import MANIFEST, load_model, load_tokenizer, verify_checkpoint
+from components.policy.model import MANIFEST, load_model, load_tokenizer, loading, verify_checkpoint
 from components.sandbox.pool import JudgePool
 from components.task import KernelTask
 
@@ -130,7 +130,8 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str], effort: 
         policy = {key: made_for["policy"][key] for key in ("prompt", "context") if key in made_for.get("policy", {})}
     else:
         digest = digest_json(digest_tree(folder))
-        window = int(read_json(folder / "config.json").get("max_position_embeddings", LONG_CONTEXT))
+        with loading(folder, "config.json"):
+            window = int(read_json(folder / "config.json").get("max_position_embeddings", LONG_CONTEXT))
         policy = {"prompt": "full", "context": min(window, LONG_CONTEXT)}
     return FolderPolicy(folder, with_policy(params, policy, chosen), digest, effort)
 

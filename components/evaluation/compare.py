@@ -7,6 +7,7 @@ test on the log ratios of the tasks that both solved, exact up to 16 of them, sa
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -18,7 +19,7 @@ from pydantic import Field
 
 from components.config import BadInput
 from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
-from components.evaluation.results import RESULTS, Evaluation, load_evaluation
+from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
 from components.files import read_json
 from components.sandbox.verdict import MARGIN, Frozen
 
@@ -90,14 +91,15 @@ def open_side(home: Path, name: str) -> Side:
     folder = Path(name)
     if (folder / RESULTS).is_file():
         return Side(name=name, evaluation=load_evaluation(folder), params=_plan(folder))
-    found = sorted(path for path in (home / "runs").glob(f"{name}*") if (path / RUN_FILE).is_file()) if name else []
-    found += sorted(path for path in (home / "evaluations").glob(f"{name}*") if (path / RESULTS).is_file()) if name and not found else []
+    beginning = f"{glob.escape(name)}*" if name and "/" not in name else ""
+    found = sorted(path for path in (home / "runs").glob(beginning) if (path / RUN_FILE).is_file()) if beginning else []
+    found += sorted(path for path in (home / "evaluations").glob(beginning) if (path / RESULTS).is_file()) if beginning and not found else []
     if len(found) != 1:
         what = f"{len(found)} begin with it" if found else "there is no such finished run or evaluation"
         raise BadInput(f"{name}: {what} in {home}; give more of its id, or the folder of an evaluation.")
     if found[0].parent.name == "evaluations":
         return Side(name=found[0].name, evaluation=load_evaluation(found[0]), params=_plan(found[0]))
-    record = read_json(found[0] / RUN_FILE)
+    record = read_record(found[0] / RUN_FILE)
     if "results" not in record["evaluation"]:
         raise BadInput(f"{found[0] / RUN_FILE}: evaluation.results is missing, the run is of an older release; give the folder of its evaluation.")
     settings: dict[str, Any] = read_json(found[0] / SETTINGS) if (found[0] / SETTINGS).is_file() else {}

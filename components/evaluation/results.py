@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -31,6 +32,16 @@ class Evaluation(Frozen):
     levels: dict[str, Summary]
     errors: int
     """Tasks that the infrastructure failed: not misses, but not passes either."""
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """A finished run's record, its run.json; BadInput when it is damaged."""
+    try:
+        record: dict[str, Any] = read_json(file)
+        _ = record["stages"], record["evaluation"].keys(), record["dataset"]["version"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew from what the home holds.") from error
+    return record
 
 
 def load_evaluation(path: Path) -> Evaluation:

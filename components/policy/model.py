@@ -6,7 +6,9 @@ A checkpoint is a folder that transformers and vLLM load with no code of ours (s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -83,12 +85,33 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
     return manifest
 
 
+@contextlib.contextmanager
+def loading(folder: Path, what: str) -> Iterator[None]:
+    """What transformers says of a damaged folder, in as many types as there are ways of damage, as one sentence."""
+    from jinja2 import TemplateError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, TemplateError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise BadInput(f"{folder}: its {what} cannot be loaded ({type(error).__name__}: {said}); give a whole Hugging Face folder.") from error
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # takes seconds to import: a command that only reads a checkpoint does without
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with loading(folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        known = len(tokenizer)
+    if known < 2:
+        raise BadInput(f"{folder}: there is no tokenizer in it; add tokenizer.json, or whatever its model's tokenizer is made of.")
     if tokenizer.chat_template is None:
         raise BadInput(f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder.")
+    with loading(folder, "chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
     return tokenizer
 
 
@@ -97,6 +120,7 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: st
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with loading(folder, "model"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.nn.Module.to(model, device)
     return model.eval()

@@ -21,7 +21,7 @@ from typing import Any
 
 import oracle
 import torch
-from refusal import Forbidden, refuse_compute
+from refusal import Forbidden, refusal
 from shared import Shared, flat, module_of, quiet
 
 Receive = Callable[[socket.socket], tuple[dict, list[int]]]
@@ -160,7 +160,7 @@ class DeviceDelivery:
         torch._foreach_copy_([slot for slot, _ in pairs], [leaf for _, leaf in pairs])  # one by one they cost as many launches as the calls
 
 
-def measured(connection: socket.socket, header: dict, shared: Shared, call: Callable) -> None:
+def measured(connection: socket.socket, header: dict, shared: Shared, call: Callable, refuse_compute: Callable[[], None] | None) -> None:
     """The loop that every measured arm runs: wait for go, call once per set, hand each result to the judge, say done."""
     cuda = shared.device == "cuda"
     arguments = [shared.arguments(i) for i in range(header["layout"]["sets"])]
@@ -175,8 +175,8 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
     gc.collect()
     gc.freeze()
     gc.disable()
-    if header["role"] == "candidate":
-        refuse_compute(shared.device)
+    if refuse_compute is not None:
+        refuse_compute()
     with torch.no_grad():
         connection.send(b"R")
         for order in orders(connection):
@@ -250,6 +250,7 @@ def play(connection: socket.socket, header: dict, descriptors: list[int]) -> Non
     library, rest = descriptors[:1], descriptors[1:]
     with contextlib.closing(Shared(header, rest)) as shared:
         try:
+            refuse_compute = refusal(shared.device) if role == "candidate" else None
             if role == "candidate":
                 call = make_candidate(header, shared, library)
             elif role == "noop":
@@ -260,7 +261,7 @@ def play(connection: socket.socket, header: dict, descriptors: list[int]) -> Non
 
             else:
                 call = make_reference(header, shared)
-            measured(connection, header, shared, call)
+            measured(connection, header, shared, call, refuse_compute)
         except Fault as error:
             connection.send(b"W" + str(error).encode())
         except Forbidden as error:

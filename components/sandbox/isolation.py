@@ -26,8 +26,13 @@ BUILDER = 65533
 HERE = Path(__file__).resolve().parent
 CLONE_THREAD = 0x00010000
 AF_UNIX = 1
-FILE_LOCKS = (5, 6, 7, 36, 37, 38, 1024)
-"""fcntl's F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, and F_SETLEASE."""
+WORD = 0xFFFFFFFF
+"""The kernel looks at the lower half of what is an int; a filter that compares all of a register is passed with any upper half."""
+FCNTL_REFUSED = (5, 6, 7, 36, 37, 38, 1024, 1026, 8, 10, 15)
+"""F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, F_SETLEASE, F_NOTIFY, F_SETOWN, F_SETSIG, F_SETOWN_EX: locks, watches, signals."""
+IOCTL_REFUSED = (0x5452, 0x8901, 0x8902)
+"""FIOASYNC, FIOSETOWN, SIOCSPGRP: signals when a descriptor is ready."""
+PR_SET_DUMPABLE = 4
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 
 
@@ -167,7 +172,11 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         clock_adjtime sethostname setdomainname iopl ioperm personality""".split()
     if role == "candidate":
         names += ["fork", "vfork", "execve", "execveat", "setrlimit"]
-        names += ["flock", "inotify_init", "inotify_init1", "fanotify_init"]  # locks and watches on a common file carry messages
+        # Locks, watches and times of a common file carry messages.
+        names += ["flock", "inotify_init", "inotify_init1", "fanotify_init", "utime", "utimes", "utimensat", "futimesat"]
+        # A signal that comes by itself may be SIGCONT: it thaws a runner that the judge has stopped.
+        names += ["timer_create", "setitimer", "alarm", "mq_open", "mq_notify"]
+        names += ["semget", "msgget", "io_setup"]  # memory of the kernel's, or one count for the whole host
         names += ["memfd_create", "memfd_secret", "shmget"] if device == "cpu" else []
     for name in names:
         program.add_rule(refuse, name)
@@ -180,8 +189,9 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         program.add_rule(refuse, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
         program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0))
         program.add_rule(refuse, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
-        for command in FILE_LOCKS:
-            program.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.EQ, command))
+        for call, place, refused in (("fcntl", 1, FCNTL_REFUSED), ("ioctl", 1, IOCTL_REFUSED), ("prctl", 0, (PR_SET_DUMPABLE,))):
+            for command in refused:
+                program.add_rule(refuse, call, pyseccomp.Arg(place, pyseccomp.MASKED_EQ, WORD, command))
     with os.fdopen(os.memfd_create("bpf"), "w+b") as file:
         program.export_bpf(file)
         file.seek(0)

@@ -37,7 +37,9 @@ from components.task import KernelTask
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py"))))[:16]
 """Digest of the judge's own sources, part of every verdict's evidence."""
 
-PLAIN_REASON = re.compile("wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|wrong_(?:shape|dtype|device)|torch_compute")
+PLAIN_REASON = re.compile(
+    "wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|output_is_mapped|wrong_(?:shape|dtype|device)|torch_compute"
+)
 """All that is told of a fault once a candidate has seen timed inputs: others of its task get the same ones, and its own
 words could carry the answers to them."""
 ROUNDS_SHARE = 0.1

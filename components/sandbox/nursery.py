@@ -117,6 +117,26 @@ class Runner:
                 raise RunnerError("crashed", "the process is gone")
             raise RunnerError("wrong", "unreadable_output")
 
+    def owns(self, address: int, size: int) -> bool:
+        """Whether these bytes are private memory without a file behind it, so that no two of their pages are one."""
+        try:
+            maps = Path(f"/proc/{self.pid}/maps").read_bytes()
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise RunnerError("crashed", "the process is gone") from error
+        except OSError as error:
+            raise InfrastructureError(f"the judge may not see where its runners' memory lies ({error}); run it as root.") from error
+        end = address + size
+        for line in maps.splitlines():
+            span, permissions, _, _, inode, *_ = line.split(maxsplit=5)
+            low, high = (int(part, 16) for part in span.split(b"-"))
+            if low <= address < high:
+                if permissions[3:4] != b"p" or inode != b"0":
+                    return False
+                address = high
+            if address >= end:
+                return True
+        return False
+
     def waits(self) -> bool:
         """Whether the runner has said nothing that was not read: who speaks ahead is not waiting for the judge's word."""
         poll = select.poll()
@@ -264,6 +284,8 @@ class Nursery:
             "RLIMIT_NOFILE": 256,
             "RLIMIT_NPROC": 2048 if candidate else 4096,
             "RLIMIT_CPU": int(self.sandbox.run_seconds * 4) + 10,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MSGQUEUE": 0,
         }
         if self.device == "cpu":
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes

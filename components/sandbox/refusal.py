@@ -7,7 +7,9 @@ This file runs inside the sandbox only.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,16 +42,24 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
     ]
 
 
-_libraries: list[Any] = []
-"""What is replaced comes back when its library is collected: these live as long as the process."""
+def refusal(device: str) -> Callable[[], None]:
+    """What makes every operator but allocations and views raise Forbidden, in about 20 ms.
 
+    Asked for before the candidate's code runs, and called after its module is made: whatever it puts in the place of names here changes
+    nothing. What is replaced would come back when its library is collected, so one reference more is counted than anybody holds.
+    """
+    keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
+    operators = tuple((key, tuple(compute_operators(key))) for key in keys)
+    library, partial, refuse, keep = torch._C._dispatch_library, functools.partial, _refuse, ctypes.pythonapi.Py_IncRef
+    entity = ctypes.py_object
 
-def refuse_compute(device: str) -> None:
-    """From now on every operator but allocations and views raises Forbidden; about 20 ms."""
-    for key in ("CPU", "CUDA") if device == "cuda" else ("CPU",):
-        libraries: dict[str, Any] = {}
-        for space, name in compute_operators(key):
-            if space not in libraries:
-                libraries[space] = torch._C._dispatch_library("IMPL", space, key, __file__, 0)
-            libraries[space].impl(name, key, functools.partial(_refuse, f"{space}.{name}"))
-        _libraries.extend(libraries.values())
+    def install() -> None:
+        for key, named in operators:
+            libraries: dict[str, Any] = {}
+            for space, name in named:
+                if space not in libraries:
+                    libraries[space] = library("IMPL", space, key, __file__, 0)
+                    keep(entity(libraries[space]))
+                libraries[space].impl(name, key, partial(refuse, f"{space}.{name}"))
+
+    return install

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pydantic import Field
 from components.config import Params
 from components.sandbox import buffers
 from components.sandbox.mixing import Mix, Sets, bits
-from components.sandbox.nursery import Nursery, Runner
+from components.sandbox.nursery import Nursery, Runner, RunnerError
 from components.sandbox.turns import Turns
 
 BASELINE_LIMITS = 10
@@ -155,7 +156,8 @@ class Arm:
 
         On cpu the judge reads each result out of the runner's memory, and the figure is all CPU time of the runner's
         threads from before the inputs exist until after the last result is read, so that no thread works outside of it;
-        an honest runner sleeps at both ends and pays nothing. On cuda it is the judge's wall time from before the inputs
+        an honest runner sleeps at both ends and pays nothing. A call's inputs exist when the call before it has answered, or one
+        pass over the weights would answer all of them (tests/exploits/batch). On cuda it is the judge's wall time from before the inputs
         exist until the results are copied away, without a pause in which a runner could compute unseen. Between, the inputs and
         the output buffer are wiped: what was computed straight into that buffer is lost, and what was put off has lost its
         inputs. One untimed launch wakes the device before.
@@ -170,16 +172,21 @@ class Arm:
 
     def _host_round(self, runner: Runner, operation: str, count: int, staged: torch.Tensor) -> float:
         inputs = self.inputs.raw()[: staged.numel()]
+        given, sources = inputs.split(self.bench.inputs.stride), staged.split(self.bench.inputs.stride)
+        looked_at = secrets.randbelow(count) if self.role == "candidate" else None
         start = runner.cpu_seconds()
         runner.signal(signal.SIGCONT)
-        inputs.copy_(staged)
+        given[0].copy_(sources[0])
         runner.send({"op": operation, "sets": count})
         for index in range(count):
             addresses = runner.addresses(len(self.bench.outputs.slots))
             places = [self.taken.data_ptr() + index * self.bench.outputs.stride + slot.offset for slot in self.bench.outputs.slots]
-            given = inputs[index * self.bench.inputs.stride : (index + 1) * self.bench.inputs.stride]
-            with buffers.marked(given) if self.role == "candidate" else contextlib.nullcontext():
+            with buffers.marked(given[index]) if self.role == "candidate" else contextlib.nullcontext():
                 runner.read(addresses, places, self.sizes)
+            if index == looked_at and not all(map(runner.owns, addresses, self.sizes)):
+                raise RunnerError("wrong", "output_is_mapped")
+            if index + 1 < count:
+                given[index + 1].copy_(sources[index + 1])
             runner.acknowledge()
         runner.receive()
         self._freeze()

@@ -41,6 +41,8 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 4, 24, 38, 22
 NOBODY = 65534
 MESSAGE_BYTES = 1 << 20
+INODES = 1 << 16
+"""Files that a runner may make: each takes a kilobyte of the kernel's memory, which no other limit counts."""
 INDUCTOR = "/workspace/inductor"
 """Where torch.compile keeps what it compiled: a folder that the runners of one task share over time, and no others."""
 
@@ -66,8 +68,10 @@ def wall_off(header: dict, keep: set[int]) -> None:
     """Become harmless: everything a runner must lose before it may load untrusted code."""
     check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
     Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, a runner goes first and never the judge
-    size = f"size={header['temporary_bytes']},mode=0777".encode()
+    size = f"size={header['temporary_bytes']},nr_inodes={INODES},mode=0777".encode()
     check(libc.mount(b"tmpfs", b"/workspace", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /workspace")
+    # All runners of a zygote would share its pseudo-terminals: one could compute for another through them.
+    check(libc.mount(b"tmpfs", b"/dev/pts", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"), "mount /dev/pts")
     if header.get("cache"):
         own = f"/cache/tasks/{header['cache']}"
         os.makedirs(own, exist_ok=True)

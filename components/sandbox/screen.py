@@ -1,6 +1,6 @@
 """Screening: what SKILL.md forbids, refused before anything runs. Tripwires only: no reward depends on them alone.
 
-Two of the three looks are here (the third is `refusal.refuse_compute`): the syntax tree of model_new.py against an
+Two of the three looks are here (the third is `refusal.refusal`): the syntax tree of model_new.py against an
 allow-list, and the built library's imported symbols against an allow-list.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import deque
+from collections.abc import Iterator
 
 NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
 MAX_MODEL_BYTES = 64 << 10
@@ -60,11 +62,19 @@ def _call_reason(call: ast.Call, in_init: bool) -> str | None:
     return None if last in TENSOR_METHODS else f"call:{name}"
 
 
+def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it stands in an `__init__`; each once, however deep those are nested."""
+    left = deque([(tree, False)])
+    while left:
+        node, in_init = left.popleft()
+        in_init = in_init or (isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        yield node, in_init
+        left.extend((child, in_init) for child in ast.iter_child_nodes(node))
+
+
 def screen_python(code: str) -> str | None:
     """The reason why model_new.py is forbidden, or None. The file must parse; SyntaxError is the caller's to report."""
-    tree = ast.parse(code)
-    init_nodes = {id(child) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__" for child in ast.walk(node)}
-    for node in ast.walk(tree):
+    for node, in_init in _nodes(ast.parse(code)):
         if isinstance(node, ast.Import):
             for name in node.names:
                 if name.name not in IMPORTS:
@@ -94,7 +104,7 @@ def screen_python(code: str) -> str | None:
         ):
             return f"name:{node.id}"
         elif isinstance(node, ast.Call):
-            reason = _call_reason(node, id(node) in init_nodes)
+            reason = _call_reason(node, in_init)
             if reason is not None:
                 return reason
     return None

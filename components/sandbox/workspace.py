@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from components.config import BadInput, Params
@@ -10,6 +11,7 @@ from components.sandbox.verdict import Verdict
 from components.task import load_task
 
 MAX_FILE_BYTES = 1 << 20
+MAX_FILES = 200
 
 
 def read_workspace(workdir: Path) -> dict[str, str]:
@@ -17,7 +19,12 @@ def read_workspace(workdir: Path) -> dict[str, str]:
     if not workdir.is_dir():
         raise BadInput(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
     files = {}
-    paths = [workdir / "model_new.py", *sorted((workdir / "kernels").glob("*"))]
+    kernels = workdir / "kernels"
+    if kernels.is_symlink():
+        raise BadInput(f"{kernels}: a symbolic link; replace it by a folder.")
+    paths = [workdir / "model_new.py", *sorted(itertools.islice(kernels.glob("*"), MAX_FILES + 1))]
+    if len(paths) > MAX_FILES + 1:
+        raise BadInput(f"{kernels}: more than {MAX_FILES} files; a candidate has a few sources.")
     for path in paths:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise BadInput(f"{path}: only plain files are judged; replace it by a file.")

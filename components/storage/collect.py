@@ -94,7 +94,8 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
 
     Each is read in full and compared with the digest that it was written with, and with the manifest of its checkpoint.
     """
-    entries = [entry for entry in store.entries(prefix) if entry.key.split("/")[0] in GROUPS]
+    found = list(store.entries(prefix))
+    entries = [entry for entry in found if entry.key.split("/")[0] in GROUPS]
     for group in groups(entries):
         manifest = next((entry.key for entry in group.entries if entry.key == f"{group.name}/{MANIFEST}"), "")
         expected = dict(_read(store, manifest).get("files", {})) if manifest and group.name.startswith("checkpoints/") else {}
@@ -111,6 +112,10 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{group.name}/{name}", "is missing"
         if group.name.startswith("checkpoints/") and not manifest and not prefix.count("/") > 1:
             yield group.name, f"has no {MANIFEST}: an upload that was not finished"
+    for entry in found:
+        if entry.key.split("/")[0] not in GROUPS:
+            now, written = store.digests(entry.key)
+            yield entry.key, "is not what was written" if written and now != written else ""
 
 
 def words(text: str) -> set[str]:

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from components import telemetry
-from components.files import digest_file
+from components.config import BadInput
+from components.files import atomic_write, digest_file
 from components.storage.keys import checked, taken
 from components.storage.store import Entry
 
@@ -20,7 +21,7 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FolderStore:
-    """Objects as files. Two writers of one key are ordered by the file system's hard links."""
+    """Objects as files, each with its SHA-256 in a hidden file beside it. Two writers of one key are ordered by the file system's hard links."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -30,8 +31,11 @@ class FolderStore:
         with telemetry.moving("put") as moved:
             if not target.exists() and _copy(source, target, replace=False):
                 moved.append(source.stat().st_size)
-            elif digest_file(target) != digest_file(source):
+            sha256 = digest_file(source)
+            if digest_file(target) != sha256:
                 raise taken(str(target))
+            if not self._recorded(target):
+                atomic_write(_beside(target), sha256)
         return str(target)
 
     def get(self, key: str, target: Path) -> None:
@@ -39,7 +43,7 @@ class FolderStore:
         if not path.is_file():
             raise KeyError(key)
         with telemetry.moving("get") as moved:
-            _copy(path, target, replace=True)
+            _copy(path, target, replace=True, sha256=self._recorded(path))
             moved.append(path.stat().st_size)
 
     def exists(self, key: str) -> bool:
@@ -53,25 +57,38 @@ class FolderStore:
                 yield Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
     def digests(self, key: str) -> tuple[str, str]:
-        return digest_file(self.root / checked(key)), ""
+        path = self.root / checked(key)
+        return digest_file(path), self._recorded(path)
 
     def remove(self, key: str) -> None:
         path = self.root / checked(key)
         path.unlink(missing_ok=True)
+        _beside(path).unlink(missing_ok=True)
         for folder in path.parents:
             if folder == self.root or not folder.is_dir() or any(folder.iterdir()):
                 return
             folder.rmdir()
 
+    def _recorded(self, path: Path) -> str:
+        """SHA-256 that the object was written with; empty where its writer was killed before it said so, or is another program."""
+        note = _beside(path)
+        return note.read_text().strip() if note.is_file() else ""
 
-def _copy(source: Path, target: Path, *, replace: bool) -> bool:
-    """Copy a file in one step, without holding it in memory; False when the target is there and must stay."""
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.sha256")
+
+
+def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
+    """Copy a file in one step, without holding it in memory; False when the target is there and must stay. BadInput when the copy is not what `sha256` says."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
         copy = Path(folder) / "object"
         shutil.copyfile(source, copy)
         with copy.open("rb") as file:
             os.fsync(file.fileno())
+        if sha256 and digest_file(copy) != sha256:
+            raise BadInput(f"{source}: does not match its SHA-256; restore it from a good copy.")
         if replace:
             copy.replace(target)
             return True

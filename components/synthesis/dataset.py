@@ -223,9 +223,19 @@ class Builder:
             write_tasks(folder / "tasks.parquet", self.admitted)
             similarities = tuple(sorted(similarity for similarity, _ in self.rubric.nearest_programs.values()))
             version = dataset_version(folder / "tasks.parquet")
+            if out.is_dir() and any(out.iterdir()) and (old := dataset_version(out / "tasks.parquet")) != version:
+                raise BadInput(f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; give another folder, or delete it first.")
             summary = Summary(version, self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities)
             write_summary(folder, self.params, summary)
         return summary
+
+
+def check_out(out: Path) -> None:
+    """BadInput unless `out` is a new or empty folder, or holds a data set: what lies there would be gone."""
+    if out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file()):
+        return
+    if out.exists() or out.is_symlink():
+        raise BadInput(f"{out}: holds something else than a data set; give a new or empty folder.")
 
 
 def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None) -> Summary:
@@ -234,8 +244,9 @@ def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds:
     `seeds` is the folder of the mined table; it is not looked at where data.operators is core; the journal of
     data.composer's answers lies beside it.
 
-    Raises BadInput when data.against cannot be read, or when the parameters admit next to nothing.
+    Raises BadInput when data.against cannot be read, when the parameters admit next to nothing, or when `out` holds another data set.
     """
+    check_out(out)
     data = params.data
     builder = Builder(params, pool, progress, targets(data))
     source: Iterator[Candidate]
@@ -266,6 +277,7 @@ def readmit(params: Params, tasks: Iterable[KernelTask], total: int, out: Path, 
     """Hold given tasks against the rubric and the judge, every one of them, and write those that pass as `build` does.
 
     Raises BadInput when none passes: an empty data set is none."""
+    check_out(out)
     builder = Builder(params, pool, progress, None)
     builder.run((Candidate(task) for task in itertools.islice(tasks, total)), total)
     if not builder.admitted:

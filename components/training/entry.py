@@ -14,7 +14,7 @@ from components.policy.demonstrations import demonstration
 from components.policy.model import load_tokenizer
 from components.policy.tokenizer import encode_messages
 from components.task import KernelTask
-from components.training.stage import Stage, StageFailed, StageResult
+from components.training.stage import Stage, StageFailed, StageResult, check_finished
 
 if TYPE_CHECKING:
     from components.training.rejection import Row
@@ -37,6 +37,7 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     from components.training import agentic, critic, rejection, warmup  # takes seconds, and a night that is cached runs none
     from components.training.engine import NotFinite
 
+    check_finished(stage)
     try:
         match stage.name:
             case "warmup":

@@ -99,6 +99,21 @@ def load_result(out: Path) -> StageResult | None:
     return result
 
 
+def check_finished(stage: Stage) -> None:
+    """BadInput when `stage.out` holds the result of another stage, or of this one from another input, data set or parameters of its own."""
+    if not (stage.out / RESULT).is_file() or (result := load_result(stage.out)) is None:
+        return
+    made = verify_checkpoint(stage.out / result.checkpoint)
+    asked = stage.params.model_dump(mode="json")
+    own = {"stage": (made.stage, stage.name), "input": (made.parent, verify_checkpoint(stage.actor).digest)}
+    own |= {"data set": (made.dataset, dataset_version(stage.dataset / "tasks.parquet"))}
+    own |= {f"{stage.name}.{key}": (value, asked[stage.name].get(key)) for key, value in made.params.get(stage.name, {}).items()}
+    own |= {key: (made.params.get(key), asked[key]) for key in ("seed", "device")}
+    different = [name for name, (there, wanted) in own.items() if there != wanted]
+    if different:
+        raise BadInput(f"{stage.out}: holds the finished stage {made.stage} of another {', '.join(different)}; give another folder, or delete it first.")
+
+
 def finish(
     stage: Stage,
     world: World,
