@@ -97,12 +97,17 @@ def test_nothing_to_compare_is_no_difference() -> None:
 def test_runs_are_found_by_the_beginning_of_their_id(tmp_path: Path) -> None:
     write_json(tmp_path / "stages" / "evaluation-1" / "results.json", evaluation([result(0)]).model_dump(mode="json"))
     for name in ("abc1", "abc2"):
-        record = {"evaluation": {"results": "stages/evaluation-1/results.json"}, "dataset": {"version": "d"}}
+        record = {"stages": [], "evaluation": {"results": "stages/evaluation-1/results.json"}, "dataset": {"version": "d"}}
         write_json(tmp_path / "runs" / name / "run.json", record)
         write_json(tmp_path / "runs" / name / "settings.json", {"params": {"warmup": {"steps": int(name[-1])}}, "sources": {"x": "1"}})
     found = compare(open_side(tmp_path, "abc1"), open_side(tmp_path, "abc2"))
     assert found.params == {"warmup.steps": (1, 2)} and found.unknown == ()
     assert open_side(tmp_path, str(tmp_path / "stages" / "evaluation-1")).dataset == ""
-    for name, says in {"abc": "2 begin with it", "z": "no such finished run"}.items():
+    for number, damage in enumerate(("", "{", "[]", '{"stages": []}')):
+        (tmp_path / "runs" / f"bad{number}").mkdir()
+        (tmp_path / "runs" / f"bad{number}" / "run.json").write_text(damage)
+        with pytest.raises(BadInput, match=r"run\.json: not the record of a run; delete it"):
+            open_side(tmp_path, f"bad{number}")
+    for name, says in {"abc": "2 begin with it", "z": "no such finished run", "/etc": "no such finished run"}.items():
         with pytest.raises(BadInput, match=says):
             open_side(tmp_path, name)

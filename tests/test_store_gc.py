@@ -160,7 +160,7 @@ def test_verify_names_what_is_damaged_missing_or_unfinished(tmp_path: Path) -> N
     store.remove(f"checkpoints/{unfinished}/manifest.json")
     faults = {key: fault for key, fault in damaged(store) if fault}
     assert faults == {
-        f"checkpoints/{flipped}/model.safetensors": "does not match manifest.json",
+        f"checkpoints/{flipped}/model.safetensors": "is not what was written",
         f"checkpoints/{short}/model.safetensors": "is missing",
         f"checkpoints/{unfinished}": "has no manifest.json: an upload that was not finished",
     }

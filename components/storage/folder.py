@@ -21,7 +21,7 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FolderStore:
-    """Objects as files, each with its SHA-256 in a hidden file beside it. Two writers of one key are ordered by the file system's hard links."""
+    """Objects as files, the SHA-256 of each below .sha256. Two writers of one key are ordered by the file system's hard links."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -34,8 +34,8 @@ class FolderStore:
             sha256 = digest_file(source)
             if digest_file(target) != sha256:
                 raise taken(str(target))
-            if not self._recorded(target):
-                atomic_write(_beside(target), sha256)
+            if not self._recorded(key):
+                atomic_write(self._note(key), sha256)
         return str(target)
 
     def get(self, key: str, target: Path) -> None:
@@ -43,7 +43,7 @@ class FolderStore:
         if not path.is_file():
             raise KeyError(key)
         with telemetry.moving("get") as moved:
-            _copy(path, target, replace=True, sha256=self._recorded(path))
+            _copy(path, target, replace=True, sha256=self._recorded(key))
             moved.append(path.stat().st_size)
 
     def exists(self, key: str) -> bool:
@@ -58,25 +58,25 @@ class FolderStore:
 
     def digests(self, key: str) -> tuple[str, str]:
         path = self.root / checked(key)
-        return digest_file(path), self._recorded(path)
+        return digest_file(path), self._recorded(key)
 
     def remove(self, key: str) -> None:
         path = self.root / checked(key)
-        path.unlink(missing_ok=True)
-        _beside(path).unlink(missing_ok=True)
-        for folder in path.parents:
-            if folder == self.root or not folder.is_dir() or any(folder.iterdir()):
-                return
-            folder.rmdir()
+        for gone in (path, self._note(key)):
+            gone.unlink(missing_ok=True)
+            for folder in gone.parents:
+                if folder == self.root or not folder.is_dir() or any(folder.iterdir()):
+                    break
+                folder.rmdir()
 
-    def _recorded(self, path: Path) -> str:
+    def _note(self, key: str) -> Path:
+        """Not beside the object: a checkpoint's folder in the store is loaded as it is."""
+        return self.root / ".sha256" / checked(key)
+
+    def _recorded(self, key: str) -> str:
         """SHA-256 that the object was written with; empty where its writer was killed before it said so, or is another program."""
-        note = _beside(path)
+        note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.sha256")
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
