@@ -29,10 +29,10 @@ class FolderStore:
     def put(self, key: str, source: Path) -> str:
         target = self.root / checked(key)
         with telemetry.moving("put") as moved:
+            sha256 = digest_file(source)
             if not target.exists() and _copy(source, target, replace=False):
                 moved.append(source.stat().st_size)
-            sha256 = digest_file(source)
-            if digest_file(target) != sha256:
+            elif digest_file(target) != sha256:
                 raise taken(str(target))
             if not self._recorded(key):
                 atomic_write(self._note(key), sha256)

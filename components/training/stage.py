@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.config import BadInput, Params
 from components.files import atomic_write, read_json, write_json
-from components.policy.model import save_checkpoint, verify_checkpoint
+from components.policy.model import MANIFEST, Manifest, save_checkpoint, verify_checkpoint
 from components.progress import Progress
 from components.sandbox.pool import JudgePool
 from components.synthesis.headroom import weighed
@@ -103,7 +103,7 @@ def check_finished(stage: Stage) -> None:
     """BadInput when `stage.out` holds the result of another stage, or of this one from another input, data set or parameters of its own."""
     if not (stage.out / RESULT).is_file() or (result := load_result(stage.out)) is None:
         return
-    made = verify_checkpoint(stage.out / result.checkpoint)
+    made = Manifest.model_validate(read_json(stage.out / result.checkpoint / MANIFEST))  # verified above
     asked = stage.params.model_dump(mode="json")
     own = {"stage": (made.stage, stage.name), "input": (made.parent, verify_checkpoint(stage.actor).digest)}
     own |= {"data set": (made.dataset, dataset_version(stage.dataset / "tasks.parquet"))}
