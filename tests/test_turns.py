@@ -9,12 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import judge_world as world
 import psutil
 import pytest
 import torch
 
+from components.config import Params
+from components.sandbox.baselines import Bench
+from components.sandbox.judge import Judge
 from components.sandbox.nursery import Runner
 from components.sandbox.turns import MEMORY_SHARE, Turns
 
@@ -167,3 +174,24 @@ def test_what_works_aside_is_stopped_while_others_measure(turns: Turns) -> None:
         runner.close()
         theirs.close()
         worker.wait()
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
+    evaluation: bool, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Judge(ci_params, tmp_path)
+    judge.turns.wall, judge.turns.total, judge.turns.free, judge.turns.whole = True, 1 << 40, 1 << 39, 1 << 39  # a GPU's turns; the work is the cpu's
+    begun: list[tuple[str, bool]] = []
+    start = Bench._arm
+
+    def arm(bench: Bench, role: str) -> Any:
+        if role not in bench.arms:
+            begun.append((role, judge.turns.measurer is not None))
+        return start(bench, role)
+
+    monkeypatch.setattr(Bench, "_arm", arm)
+    with ThreadPoolExecutor(4) as four, contextlib.closing(judge):
+        asked = [four.submit(judge.verdict, world.TASK, world.files("honest", name), always_compile=evaluation) for name in ("naive", "simd", "lean", "naive")]
+        assert {future.result(timeout=240).status for future in asked} == {"correct"}
+    assert sorted(begun) == [("compile", False), ("eager", False), ("noop", False)], "each once, and none while somebody measures"

@@ -105,12 +105,26 @@ class Judge:
         if imported is not None:
             return say("forbidden", imported, f"the library imports {imported.partition(':')[2]}, which kernels may not use.")
         try:
-            with self._bench(task) as bench, self.turns.hosting(), built.library.open("rb") as library:
+            with self._bench(task) as bench, self._hosting(bench, always_compile), built.library.open("rb") as library:
                 return self._measure(say, bench, files, library.fileno(), always_compile)
         except TaskFault as error:
             return say("infrastructure", "task", f"the task itself fails: {error}")
         except torch.OutOfMemoryError as error:
             raise InfrastructureError(f"the judge's own work does not fit the device's memory: {error}") from error
+
+    @contextlib.contextmanager
+    def _hosting(self, bench: Bench, every_mode: bool) -> Iterator[None]:
+        """Room for one candidate. On a GPU it is alone there, so what it is held against starts before, beside other tasks' work: with
+        torch.compile begun under a candidate, everybody waited for it. Others of its task wait for their bench and not for
+        the device, or one of them could begin, with the bench locked, what stands still until the one that measures is done."""
+        with bench.lock if self.turns.wall else contextlib.nullcontext():
+            if self.turns.wall:
+                bench.arm("eager")
+                bench.arm("noop")
+                with contextlib.suppress(TaskFault):  # a fault only for a candidate that is compared with it
+                    begin(bench) if every_mode else bench.arm(DEFAULT)
+            with self.turns.hosting():
+                yield
 
     def _measure(self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, always_compile: bool) -> Verdict:
         python = {"model_new.py": files["model_new.py"]}  # what nobody has screened is not there to be imported
