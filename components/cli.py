@@ -71,7 +71,7 @@ def run(
         if record is not None:
             console.print(f"This run is finished, nothing is left to do: {night.folder}", highlight=False, soft_wrap=True)
         else:
-            runs.check_environment(night.params)
+            runs.check_environment(night)
             runs.prepare_home(night.home)
             with runs.home_lock(night.home):
                 runs.prepare_environment(night.home)

@@ -19,6 +19,7 @@ Device = Literal["cpu", "cuda"]
 Precision = Literal["strict-fp32", "tf32"]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Tasks = Annotated[int, Field(ge=1, le=1_000_000)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -32,8 +33,8 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    tasks: Count = Field(description="admitted training tasks to make")
-    held_out: Count = Field(description="admitted held-out tasks to make; never seen in any stage")
+    tasks: Tasks = Field(description="admitted training tasks to make")
+    held_out: Tasks = Field(description="admitted held-out tasks to make; never seen in any stage")
     seed: Natural = Field(description="seed of the composer")
     operators: Literal["core", "torch", "all"] = Field(
         description="what tasks are made of: core (a small table that a policy from scratch knows), torch (mined from it), all (and transformers)"
@@ -301,8 +302,7 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
     base = _read(path)
     profiles = base.pop("profiles", {})
     if profile and profile not in profiles:
-        nearest = difflib.get_close_matches(profile, list(profiles), n=1, cutoff=0.0)
-        raise BadInput(f"{path}: unknown profile {profile}; the nearest known one is {nearest[0] if nearest else 'none'}.")
+        raise BadInput(f"{path}: unknown profile {profile}; give one of {', '.join(profiles) or 'none: it has no profiles'}.")
     layers: list[tuple[str, dict[str, Any]]] = [(path.name, _flatten(base))]
     if profile:
         layers.append((f"{path.name}: profiles.{profile}", _flatten(profiles[profile] or {})))

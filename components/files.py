@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,11 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
         if expected.get(name) != found.get(name):
             raise BadInput(f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; {mend}.")
     return digest
+
+
+def forget(folder: Path, seconds: float) -> None:
+    """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
+    for path in sorted(folder.iterdir(), reverse=True):
+        with contextlib.suppress(OSError):  # somebody else may have been here
+            if path.stat().st_mtime < time.time() - seconds:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

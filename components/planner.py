@@ -200,7 +200,9 @@ def assume(inputs: dict[str, Input], choices: list[str]) -> dict[str, Input]:
     """Inputs with NAME=VALUE laid over them; BadInput for an unknown name or what is no positive number."""
     changed = dict(inputs)
     for choice in choices:
-        name, _, text = choice.partition("=")
+        name, equals, text = choice.partition("=")
+        if not equals:
+            raise BadInput(f"--assume {choice}: NAME=VALUE is expected, for instance mfu=0.4.")
         if name not in inputs:
             raise BadInput(f"--assume {choice}: no such input; give one of {', '.join(inputs)}.")
         try:

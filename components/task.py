@@ -99,7 +99,9 @@ def read_tasks(path: Path) -> list[KernelTask]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise BadInput(f"{path}: not a readable parquet of tasks ({error}); build it with cuda-agent data build.") from error
-    if rows and "code" not in rows[0]:
+    if not rows:
+        raise BadInput(f"{path}: holds no task; build it with cuda-agent data build.")
+    if "code" not in rows[0]:
         raise BadInput(f"{path}: column code is missing; a task parquet has the columns ops, data_source and code.")
     return [_task(path, number, row) for number, row in enumerate(rows)]
 

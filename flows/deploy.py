@@ -18,8 +18,10 @@ import yaml
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
+from pydantic import ValidationError
 
 from components.config import PROJECT, BadInput, resolve
 from flows.automations import automations
@@ -103,6 +105,10 @@ def deployments_file(choices: Choices) -> Record:
             schedule["active"] = not choices.paused
             if entry["name"] == "nightly" and choices.cron:
                 schedule["cron"] = choices.cron
+            try:
+                CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+            except ValidationError as error:
+                raise BadInput(f"schedule of {entry['name']}: {error.errors()[0]['msg']}; give another with --cron or --timezone.") from error
     known = read_pools()
     for entry in values["deployments"]:
         if entry["work_pool"]["name"] not in known:

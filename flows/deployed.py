@@ -52,7 +52,7 @@ def at_work(night: Night, work: Callable[[Progress], Record]) -> Record:
     attempt, logger = flow_run.run_count or 1, get_run_logger()
     if attempt > LAST_ATTEMPT:
         raise BadInput(f"{night.folder}: this flow run crashed {LAST_ATTEMPT} times; see why, then start the deployment again: it goes on where it was.")
-    runs.check_environment(night.params)
+    runs.check_environment(night)
     # Killed, this process takes DVC, the judge and what they started with it: they would hold locks against its next attempt.
     leash.put_on()
 

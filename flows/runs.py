@@ -212,14 +212,22 @@ def home_lock(home: Path) -> Iterator[None]:
             file.truncate(0)
 
 
-def check_environment(params: Params) -> None:
-    """See that the programs a run cannot do without are installed, before anything is started; BadInput otherwise."""
+def check_environment(night: Night) -> None:
+    """See, before anything is started, that the programs a run cannot do without are installed, and that what its last steps read
+    and write is named right: a night later is late to learn it. BadInput otherwise."""
+    from components.evaluation.suites import HELD_OUT, load_suite  # pyarrow: a finished run is told without it
+    from components.storage.opening import open_store
+
+    params = night.params
     needed = {"g++": "g++"} | ({"nvcc": "the CUDA toolkit (nvcc)"} if params.device == "cuda" else {})
     for program, package in needed.items():
         if shutil.which(program) is None:
             raise BadInput(f"device {params.device}: {program} is not installed, so no kernel can be built; install {package}, for instance with apt-get.")
     if params.sandbox.isolation == "bubblewrap" and shutil.which("bwrap") is None:
         raise BadInput("sandbox.isolation: bubblewrap is not installed; run apt-get install -y bubblewrap.")
+    open_store(params.store, night.home)
+    if params.evaluation.suite != HELD_OUT:
+        load_suite(params, Path())
 
 
 def interface_commands(night: Night) -> dict[str, str]:

@@ -73,6 +73,18 @@ class Server:
                     source.backup(target)
                 copy.replace(self.empty)
 
+    def gone(self, error: BaseException | None) -> bool:
+        """Whether `error` comes of this server having ended."""
+        import httpx
+
+        while error is not None and not isinstance(error, httpx.TransportError):
+            error = error.__cause__ or error.__context__
+        if error is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that was asked to end stops listening first
+            self.process.wait(timeout=5)
+        return self.process.poll() is not None
+
     def stop(self) -> None:
         self.process.terminate()
         try:
@@ -92,6 +104,12 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
     os.environ["PREFECT_API_URL"] = server.url
     try:
         yield server
+    except Exception as error:
+        if server.gone(error):
+            raise BadInput(
+                f"{server.log}: Prefect's server ended under the run, as with a signal to them all; nothing is lost: run the same command again."
+            ) from error
+        raise
     finally:
         del os.environ["PREFECT_API_URL"]
         server.stop()

@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from components.config import BadInput, resolve
 from components.terminal import environment_fault
 from components.view import View, duration
 from flows.runs import home_lock
+from flows.server import prefect_server
 
 CLI = [sys.executable, "-m", "components.cli"]
 
@@ -54,8 +56,39 @@ def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None
     assert "gate.pass_rate = 2" in sentence and "least lower end" in sentence
 
 
-def test_an_unknown_profile_names_the_nearest(tmp_path: Path) -> None:
-    assert "nearest known one is smoke" in one_sentence(command("run", "--home", str(tmp_path), "--profile", "smoek"))
+def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
+    assert "unknown profile smoek; give one of h20-pool, smoke," in one_sentence(command("run", "--home", str(tmp_path), "--profile", "smoek"))
+
+
+@pytest.mark.parametrize(
+    ("set_", "said"),
+    [
+        ("store.url=ftp://somewhere", "ftp://somewhere is neither a folder nor s3://bucket/prefix"),
+        ("store.url=s3://", "names no bucket"),
+        ("evaluation.suite=nowhere", "evaluation.suite: nowhere is neither"),
+        ("evaluation.suite=shipped evaluation.levels=[9]", "shipped has no task of level 9"),
+    ],
+)
+def test_what_only_the_last_steps_of_a_night_use_is_looked_at_first(tmp_path: Path, set_: str, said: str) -> None:
+    sets = [word for change in set_.split() for word in ("--set", change)]
+    assert said in one_sentence(command("run", "--home", str(tmp_path / "home"), *sets))
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_night_whose_server_ended_says_so_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+    def night() -> None:
+        with prefect_server(tmp_path) as server:
+            assert server is not None
+            server.process.terminate()  # while it starts
+            try:
+                httpx.get(server.url)
+            except httpx.TransportError as error:
+                raise RuntimeError("Prefect's client wraps it") from error
+
+    with pytest.raises(BadInput, match=r"server\.log: Prefect's server ended under the run"):
+        night()
 
 
 def test_an_unknown_stage_lists_the_stages(tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def test_what_is_deployed_is_checked_first() -> None:
         (Choices(profile="smok"), "smoke"),
         (Choices(sets=("warmup.step=1",)), r"warmup\.steps"),
         (Choices(variables=("RAY_ADDRESS",)), "NAME=VALUE"),
+        (Choices(cron="30 2 * *"), "schedule of nightly.*Invalid cron"),
+        (Choices(timezone="Mars/Base"), "Invalid timezone.*--timezone"),
     ):
         with pytest.raises(BadInput, match=words):
             deployments_file(choices)

@@ -17,6 +17,7 @@ import torch
 
 from components.config import Params, Precision
 from components.sandbox import baselines, compiled, correctness, mixing, rounds, turns
+from components.sandbox.build import Builder
 from components.sandbox.correctness import Expected, departure
 from components.sandbox.judge import Judge
 from components.sandbox.mixing import Mix, Sets
@@ -93,6 +94,31 @@ def test_missing_files_are_named(judge: Judge) -> None:
 def test_build_failure_quotes_the_compiler(judge: Judge) -> None:
     verdict = judge.verdict(world.TASK, SIMD | {KERNEL: SIMD[KERNEL].replace("vsigmoid(", "vsigmoit(")})
     assert "vsigmoit" in verdict.log and f"{KERNEL}:" in verdict.log
+
+
+def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(judge: Judge, tmp_path: Path) -> None:
+    cache = tmp_path / "builds"
+
+    def builder() -> Builder:
+        return Builder(judge.params.sandbox, judge.params.device, cache)
+
+    def aged() -> None:
+        for path in cache.iterdir():
+            os.utime(path, (0, 0))
+
+    used, unused = world.files("honest", "simd"), {"kernels/forward.cpp": "no C++"}
+    first = builder()
+    built = first.build(used)
+    assert built.library is not None and first.build(unused).library is None
+    (cache / "build-of-a-killed-judge").mkdir()
+    aged()
+    assert first.build(used).library == built.library
+    builder()
+    assert sorted(path.suffix for path in cache.iterdir()) == [".so", ".symbols"] and built.library.is_file()
+    aged()
+    again = builder()
+    assert list(cache.iterdir()) == []
+    assert again.build(used).library == built.library and built.library.is_file()
 
 
 def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path) -> None:

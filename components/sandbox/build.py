@@ -6,6 +6,7 @@ candidate builds in a fraction of a second instead of the ten or more that torch
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -21,9 +22,9 @@ from pathlib import Path
 import pybind11
 
 from components.config import PROJECT, BadInput, Device, Sandbox
-from components.files import atomic_write, digest_json, user_cache
+from components.files import atomic_write, digest_json, forget, user_cache
 from components.sandbox import isolation
-from components.sandbox.nursery import InfrastructureError
+from components.sandbox.nursery import KEPT_SECONDS, InfrastructureError
 
 TEMPLATE = PROJECT / "agent_workdir"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -109,6 +110,7 @@ class Builder:
         self.device = device
         self.cache = cache.resolve()
         self.cache.mkdir(parents=True, exist_ok=True)
+        forget(self.cache, KEPT_SECONDS)
         self.compiler = compiler(device)
         self.includes = [f"-I{TEMPLATE}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else list(CPU_FLAGS)
@@ -230,6 +232,9 @@ class Builder:
         headers = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/") and name.endswith((".h", ".cuh", ".hpp"))}
         stem = self.cache / digest_json([self.base, sources, headers])[:32]
         library, symbols, failed = (stem.with_suffix(s) for s in (".so", ".symbols", ".failed"))
+        for path in (library, symbols, failed):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
         if symbols.exists():
             return Build(library, symbols=tuple(symbols.read_text().split()))
         if failed.exists():

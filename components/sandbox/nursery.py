@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.config import Device, Sandbox
-from components.files import user_cache
+from components.files import forget, user_cache
 from components.sandbox import isolation
 
 MESSAGE_BYTES = 1 << 20
@@ -30,6 +30,8 @@ HEADER_BYTES = 180_000
 """Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
 START_SECONDS = 300
 GONE_SECONDS = 20
+KEPT_SECONDS = 14 * 24 * 3600
+"""How long a cached build that nobody asks for is kept, and what torch.compile made of a task: a night leaves tens of megabytes of each."""
 TEMPORARY_BYTES = 1 << 29
 HERE = Path(__file__).resolve().parent
 
@@ -247,6 +249,8 @@ class Nursery:
         caches = {"/cache": self.folder / "inductor", "/warm": warm_folder()} if kind == "compile" else {}
         for folder in caches.values():
             folder.mkdir(parents=True, exist_ok=True)
+        if (tasks := self.folder / "inductor" / "tasks").is_dir():
+            forget(tasks, KEPT_SECONDS)
         command = [
             sys.executable,
             "-I",
