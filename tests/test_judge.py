@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from components.config import Params, Precision
-from components.sandbox import baselines, compiled, correctness, mixing, rounds, turns
+from components.sandbox import baselines, buffers, compiled, correctness, mixing, rounds, turns
 from components.sandbox.build import Builder
 from components.sandbox.correctness import Expected, departure
 from components.sandbox.judge import Judge
@@ -94,6 +94,19 @@ def test_missing_files_are_named(judge: Judge) -> None:
 def test_build_failure_quotes_the_compiler(judge: Judge) -> None:
     verdict = judge.verdict(world.TASK, SIMD | {KERNEL: SIMD[KERNEL].replace("vsigmoid(", "vsigmoit(")})
     assert "vsigmoit" in verdict.log and f"{KERNEL}:" in verdict.log
+
+
+def test_where_an_input_is_marked_is_neither_foretold_by_torchs_seed_nor_felt_by_it() -> None:
+    def places() -> list[int]:
+        memory = torch.zeros(64 * buffers.PAGE_BYTES, dtype=torch.uint8)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        with buffers.marked(memory):
+            found = memory.nonzero().flatten().tolist()
+        assert torch.equal(torch.get_rng_state(), before) and not memory.any() and len(found) == 64
+        return found
+
+    assert places() != places()
 
 
 def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(judge: Judge, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +48,12 @@ def layout(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
     return slots, max(offset, ALIGNMENT)
 
 
+@functools.cache
+def chance(device: torch.device) -> torch.Generator:
+    """What nobody can foretell. torch's own generator starts from the same seed in every process, and a stage that trains beside the judge draws from it."""
+    return torch.Generator(device).manual_seed(secrets.randbits(63))
+
+
 @contextlib.contextmanager
 def marked(memory: torch.Tensor) -> Iterator[None]:
     """Flip one random byte in every page of `memory` for a while.
@@ -53,7 +61,7 @@ def marked(memory: torch.Tensor) -> Iterator[None]:
     A result that is an input's own pages mapped to another address, and no copy of them, reads wrong then.
     """
     places = torch.arange(0, memory.numel(), PAGE_BYTES)
-    places = (places + torch.randint(PAGE_BYTES, places.shape)).clamp_(max=memory.numel() - 1)
+    places = (places + torch.randint(PAGE_BYTES, places.shape, generator=chance(places.device))).clamp_(max=memory.numel() - 1)
     memory[places] ^= 0xFF
     try:
         yield

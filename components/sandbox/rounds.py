@@ -201,7 +201,7 @@ class Arm:
         if operation == "time":
             runner.ask({"op": "warm", "sets": 0})  # before the inputs are there, or it could compute with them
         inputs = self.inputs.raw()[: staged.numel()]
-        places = torch.randint(inputs.numel(), (SAMPLED_BYTES,), device=inputs.device)
+        places = torch.randint(inputs.numel(), (SAMPLED_BYTES,), device=inputs.device, generator=buffers.chance(inputs.device))
         given = staged[places]
         torch.cuda.synchronize()
         start = time.perf_counter()
