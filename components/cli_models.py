@@ -76,10 +76,16 @@ def models_gate(given: Given, version: Version) -> None:
     with answer(given.as_json) as out:
         resolved = given.resolved()
         client = registry_client(resolved)
+        from components.config import BadInput
         from components.registry import models
         from components.registry.gating import gate_again
         from components.sandbox.pools import open_pool
 
+        night = models.find(client, resolved.params.registry.model, version).tags.get("profile", resolved.profile)
+        if night != resolved.profile:
+            raise BadInput(
+                f"--profile {resolved.profile}: version {version} comes of a night of {night}, whose thresholds it is held against; give --profile {night}."
+            )
         place, console = home_of(resolved), people()
         pool = open_pool(resolved.params, place / "verdicts")
         try:

@@ -132,6 +132,6 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
 def forget(folder: Path, seconds: float) -> None:
     """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
     for path in sorted(folder.iterdir(), reverse=True):
-        with contextlib.suppress(OSError):  # somebody else may have been here
+        with contextlib.suppress(OSError, RecursionError):  # somebody else may have been here; folders may be nested without end
             if path.stat().st_mtime < time.time() - seconds:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -110,7 +110,12 @@ def test_a_missing_compiler_and_missing_bubblewrap_are_named(tmp_path: Path) -> 
     assert "g++ is not installed" in one_sentence(command("run", "--home", str(tmp_path / "home"), path=str(programs)))
     (programs / "g++").write_text("#!/bin/sh\n")
     (programs / "g++").chmod(0o755)
-    assert "bubblewrap is not installed" in one_sentence(command("run", "--home", str(tmp_path / "home"), path=str(programs)))
+    done = command("run", "--home", str(tmp_path / "home"), path=str(programs))
+    assert done.returncode == 3 and "bubblewrap is not installed" in done.stderr and len(done.stderr.splitlines()) == 1
+    (programs / "bwrap").write_text("#!/bin/sh\necho no namespaces here >&2; exit 1\n")
+    (programs / "bwrap").chmod(0o755)
+    done = command("run", "--home", str(tmp_path / "home"), path=str(programs))
+    assert done.returncode == 3 and "bubblewrap does not work here (no namespaces here)" in done.stderr
 
 
 HOLDER = """

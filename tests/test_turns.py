@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from components.config import Params
 from components.sandbox.baselines import Bench
 from components.sandbox.judge import Judge
-from components.sandbox.nursery import Runner
+from components.sandbox.nursery import Runner, RunnerError
 from components.sandbox.turns import MEMORY_SHARE, Turns
 
 
@@ -174,6 +175,40 @@ def test_what_works_aside_is_stopped_while_others_measure(turns: Turns) -> None:
         runner.close()
         theirs.close()
         worker.wait()
+
+
+def test_what_stands_still_while_others_measure_is_not_timed_out_by_it(turns: Turns) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    ours, theirs = socket.socketpair()
+    runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), time.monotonic() + 0.5)
+    measures = threading.Event()
+
+    def measure() -> None:
+        with turns.measuring():
+            measures.set()
+            time.sleep(1.5)
+        theirs.send(b"Danswered")
+
+    try:
+        with turns.aside(runner):
+            thread = threading.Thread(target=measure)
+            thread.start()
+            assert measures.wait(10) and runner.receive() == b"answered"
+            thread.join(10)
+            with pytest.raises(RunnerError, match="timed_out"):
+                runner.receive()
+    finally:
+        runner.close()
+        theirs.close()
+        worker.wait()
+
+
+def test_a_baseline_that_died_is_forgotten_by_what_it_is(turns: Turns) -> None:
+    closed: list[str] = []
+    bench, fastest, default = object.__new__(Bench), *(SimpleNamespace(close=partial(closed.append, name)) for name in ("fastest", "default"))
+    bench.device_turns, bench.arms = turns, {"compile": default, "compile max-autotune": fastest}
+    bench.lose(fastest)
+    assert closed == ["fastest"] and list(bench.arms) == ["compile"]
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

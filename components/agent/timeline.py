@@ -53,9 +53,9 @@ class Mark:
 
 
 def find(folder: Path) -> list[Trajectory]:
-    """The trajectories of a folder that a stage, an evaluation or an optimisation wrote."""
-    inner = folder / "trajectories"
-    return load_trajectories(inner if (inner / "trajectories.jsonl").is_file() else folder)
+    """The trajectories of a folder that a stage, an evaluation or an optimisation wrote, in the order of their steps or batches."""
+    found = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
+    return [trajectory for place in found for trajectory in load_trajectories(place)]
 
 
 def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:

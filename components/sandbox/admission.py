@@ -93,7 +93,7 @@ def admit(params: Params, nursery: Nursery, turns: Turns, code: str, *, headroom
             if headroom and bench.bytes > TASK_SHARE * turns.whole > 0:
                 bench.close()
                 return Admission(False, "too_large", {"detail": f"takes {bench.bytes / 2**30:.0f} GiB of the device to judge"})
-            with contextlib.closing(bench), turns.taking(bench.bytes + room):
+            with contextlib.closing(bench), turns.taking(bench.bytes + room), contextlib.closing(bench):  # closed before its room is given back
                 bench.fill()
                 return _admission(bench, turns, headroom)
         except TaskFault as error:

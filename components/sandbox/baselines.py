@@ -86,6 +86,8 @@ class Bench:
         self.users = 0
         self.lock = threading.RLock()
         self.arms: dict[str, Arm] = {}
+        self.compiles = True
+        """Until torch.compile failed where it was only begun early."""
         self.modes: dict[str, float] = {}
         """Seconds of one call in each mode of torch.compile, once an evaluation asked (compiled.py)."""
         self.prepared: dict[int, list[Expected]] = {}
@@ -198,7 +200,7 @@ class Bench:
         bank = inputs * (self.total + doubled) + (outputs + exact) * len(self.families) + prepared + 8 * self.parameters_part.bytes
         oracle = CONTEXT_BYTES + min(3 * self.description.peak_bytes, int(self.share * self.device_turns.total))  # in float64 too
         arm = CONTEXT_BYTES + inputs * (self.slots + 1) + 3 * outputs * self.slots + self.description.peak_bytes
-        arms = arm + outputs * self.slots if self.only is not None else 4 * arm  # a candidate, eager, the no-op and one torch.compile
+        arms = arm + outputs * self.slots if self.only is not None else 5 * arm  # a candidate, eager, the no-op, torch.compile in two modes
         return bank + max(oracle, inputs * self.slots + arms)  # the oracle is gone by then
 
     def _keep(self, buffer: Any) -> Any:
@@ -240,10 +242,11 @@ class Bench:
     def _fill(self, oracle: Runner) -> None:
         """Secret seeds; correctness sets of every family with their outputs, then the inputs that timed calls are made of."""
         device = self.params.device
-        self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
-        self.bank_inputs = self._keep(buffers.make(device, self.inputs.stride * self.total))
-        self.bank_single = self._keep(buffers.make(device, self.outputs.stride * len(self.families)))
-        self.bank_expected = self._keep(buffers.make(device, self.expected.stride * len(self.families)))
+        with self.device_turns.preparing():
+            self.parameters = self._keep(buffers.make(device, self.parameters_part.bytes))
+            self.bank_inputs = self._keep(buffers.make(device, self.inputs.stride * self.total))
+            self.bank_single = self._keep(buffers.make(device, self.outputs.stride * len(self.families)))
+            self.bank_expected = self._keep(buffers.make(device, self.expected.stride * len(self.families)))
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
         bank = {"inputs": (self.inputs, self.bank_inputs), "outputs": (self.outputs, self.bank_single), "expected": (self.expected, self.bank_expected)}
@@ -261,7 +264,8 @@ class Bench:
         """Float32 outputs of the reference for each order; for admission, after its rounds."""
         device, count = self.params.device, len(orders)
         parts = {"inputs": self.inputs, "outputs": self.outputs}
-        bank = {name: (part, buffers.make(device, part.stride * count)) for name, part in parts.items()}
+        with self.device_turns.preparing():
+            bank = {name: (part, buffers.make(device, part.stride * count)) for name, part in parts.items()}
         assert self._oracle is not None
         self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
         try:
@@ -356,6 +360,9 @@ class Bench:
             except RunnerError as error:
                 self.drop(role)
                 raise TaskFault(f"{role}: {error.kind} {error.text[-200:]}") from error
+            except BaseException:
+                self.drop(role)
+                raise
         return self.arms[role]
 
     def drop(self, role: str) -> None:
@@ -363,6 +370,11 @@ class Bench:
         if role in self.arms:
             with self.device_turns.preparing():
                 self.arms.pop(role).close()
+
+    def lose(self, arm: Arm) -> None:
+        """Forget a baseline by what it is: the fastest torch.compile stands under its mode's name."""
+        for role in [role for role, known in self.arms.items() if known is arm]:
+            self.drop(role)
 
     def close(self) -> None:
         with self.device_turns.preparing():  # giving memory back holds up the whole device

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
 import mmap
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,20 +46,16 @@ def layout(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
     return slots, max(offset, ALIGNMENT)
 
 
-@functools.cache
-def chance(device: torch.device) -> torch.Generator:
-    """What nobody can foretell. torch's own generator starts from the same seed in every process, and a stage that trains beside the judge draws from it."""
-    return torch.Generator(device).manual_seed(secrets.randbits(63))
-
-
 @contextlib.contextmanager
 def marked(memory: torch.Tensor) -> Iterator[None]:
     """Flip one random byte in every page of `memory` for a while.
 
-    A result that is an input's own pages mapped to another address, and no copy of them, reads wrong then.
+    A result that is an input's own pages mapped to another address, and no copy of them, reads wrong then. The system draws the
+    places: torch's generator starts from the same seed in every process, and a stage that trains beside the judge draws from it.
     """
     places = torch.arange(0, memory.numel(), PAGE_BYTES)
-    places = (places + torch.randint(PAGE_BYTES, places.shape, generator=chance(places.device))).clamp_(max=memory.numel() - 1)
+    drawn = torch.frombuffer(bytearray(os.urandom(2 * len(places))), dtype=torch.int16) & (PAGE_BYTES - 1)
+    places = (places + drawn).clamp_(max=memory.numel() - 1)
     memory[places] ^= 0xFF
     try:
         yield

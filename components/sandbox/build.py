@@ -233,7 +233,7 @@ class Builder:
         stem = self.cache / digest_json([self.base, sources, headers])[:32]
         library, symbols, failed = (stem.with_suffix(s) for s in (".so", ".symbols", ".failed"))
         for path in (library, symbols, failed):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # not there, or somebody else's
                 os.utime(path)
         if symbols.exists():
             return Build(library, symbols=tuple(symbols.read_text().split()))

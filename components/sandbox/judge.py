@@ -121,9 +121,15 @@ class Judge:
             if self.turns.wall:
                 bench.arm("eager")
                 bench.arm("noop")
-                with contextlib.suppress(TaskFault):  # a fault only for a candidate that is compared with it
-                    begin(bench) if every_mode else bench.arm(DEFAULT)
+                try:
+                    if bench.compiles:
+                        begin(bench) if every_mode else bench.arm(DEFAULT)
+                except (TaskFault, torch.OutOfMemoryError):  # a fault only for a candidate that is compared with it
+                    bench.compiles = False
             with self.turns.hosting():
+                if self.turns.wall and every_mode:
+                    with contextlib.suppress(TaskFault):
+                        fastest(bench)  # before the candidate takes memory: the slower modes are gone by then
                 yield
 
     def _measure(self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, always_compile: bool) -> Verdict:
@@ -206,13 +212,16 @@ class Judge:
         while number <= wanted:
             staged, taken = staging.hold(bench.sets.fresh(bench.per_round, number)), {}
             for name in names:
+                began = time.monotonic()
                 try:
                     seconds, taken[name] = arms[name].round("time", staged)
                 except RunnerError as error:
                     if name == "candidate":
                         raise
-                    bench.drop(name)  # no candidate's fault: the next attempt starts the arm anew
+                    bench.lose(arms[name])  # no candidate's fault: the next attempt starts the arm anew
                     raise InfrastructureError(f"{name}: {error}") from error
+                if name != "candidate":
+                    arms["candidate"].grant(time.monotonic() - began)
                 if number > 0:
                     raw[name].append(seconds)
                 if arms[name].changed:
@@ -255,20 +264,22 @@ class Judge:
         with self._task_lock(task.task_id):
             with self.lock:
                 bench = self.benches.get(task.task_id)
+                if bench is not None:
+                    bench.users += 1  # at once, or others could retire it
             if bench is None:
                 bench = Bench(self.params, self.nursery, self.turns, task.code)  # a failure is never kept: it may have been the machine's
                 room = contextlib.ExitStack()
                 bench.closers.append(room)
                 room.enter_context(self.turns.taking(bench.bytes))
                 bench.fill()
+                bench.users = 1
             with self.lock:
                 self.benches[task.task_id] = bench
                 self.benches.move_to_end(task.task_id)
-                bench.users += 1
                 surplus = len(self.benches) - self.params.sandbox.warm_tasks
-        for _ in range(surplus):
-            self._retire()
         try:
+            for _ in range(surplus):
+                self._retire()
             yield bench
         finally:
             with self.lock:

@@ -29,6 +29,8 @@ MESSAGE_BYTES = 1 << 20
 HEADER_BYTES = 180_000
 """Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
 START_SECONDS = 300
+LOOK_SECONDS = 1.0
+"""How long at most an answer is waited for before the time that is left is looked at anew."""
 GONE_SECONDS = 20
 KEPT_SECONDS = 14 * 24 * 3600
 """How long a cached build that nobody asks for is kept, and what torch.compile made of a task: a night leaves tens of megabytes of each."""
@@ -71,6 +73,8 @@ class Runner:
     pid: int
     process: int
     deadline: float
+    stood_since: float | None = None
+    """Since when others measure and this one stands still: its time does not run meanwhile."""
 
     def send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
         try:
@@ -80,16 +84,19 @@ class Runner:
 
     def receive(self, expected: bytes = b"RD") -> bytes:
         """What follows the letter of a reply, one of `expected`; RunnerError for anything else."""
-        remaining = self.deadline - time.monotonic()
-        if remaining <= 0:
-            raise RunnerError("timed_out")
-        self.connection.settimeout(remaining)
-        try:
-            data = self.connection.recv(MESSAGE_BYTES)
-        except TimeoutError as error:
-            raise RunnerError("timed_out") from error
-        except OSError as error:
-            raise RunnerError("crashed", str(error)) from error
+        data = None
+        while data is None:
+            since = self.stood_since
+            remaining = self.deadline - (time.monotonic() if since is None else since)
+            if remaining <= 0:
+                raise RunnerError("timed_out")
+            self.connection.settimeout(min(remaining, LOOK_SECONDS))
+            try:
+                data = self.connection.recv(MESSAGE_BYTES)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise RunnerError("crashed", str(error)) from error
         if not data:
             raise RunnerError("crashed", "the process ended without a word")
         letter = data[:1]
@@ -169,6 +176,21 @@ class Runner:
         """SIGSTOP freezes every thread of the runner, SIGCONT thaws it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.process, number)
+
+    def stand(self) -> None:
+        """Stand still while others measure."""
+        self.signal(signal.SIGSTOP)
+        self.stood_since = self.stood_since or time.monotonic()
+
+    def work(self) -> None:
+        self.excuse()
+        self.signal(signal.SIGCONT)
+
+    def excuse(self) -> None:
+        """Give back the time that it stood still."""
+        if self.stood_since is not None:
+            self.deadline += time.monotonic() - self.stood_since
+            self.stood_since = None
 
     def move(self, cores: frozenset[int]) -> None:
         """Where the runner's first thread, which calls what is measured, may run from now on."""
@@ -310,7 +332,8 @@ class Nursery:
                 send(self._zygote(kind).control, header | walls, (theirs.fileno(), *descriptors))
             except OSError as error:
                 ours.close()
-                self._end(self.zygotes.pop(kind))
+                if (dead := self.zygotes.pop(kind, None)) is not None:
+                    self._end(dead)
                 raise InfrastructureError(f"the zygote is gone: {error}") from error
         ours.settimeout(START_SECONDS)
         try:
@@ -326,14 +349,19 @@ class Nursery:
         pid = struct.unpack("3i", credentials[0])[0]
         try:
             process = os.pidfd_open(pid)
-            ours.send(b"G")
         except OSError as error:
             ours.close()
             raise InfrastructureError(f"a runner ended at once: {error}") from error
+        runner = Runner(ours, pid, process, time.monotonic() + seconds)
         with self.lock:
             self._left(0)
             self.watched.append(os.dup(process))
-        return Runner(ours, pid, process, time.monotonic() + seconds)
+        try:
+            ours.send(b"G")  # last: from here on it works, and nobody could stop it before it stands aside
+        except OSError as error:
+            runner.close()
+            raise InfrastructureError(f"a runner ended at once: {error}") from error
+        return runner
 
     def _left(self, seconds: float) -> None:
         """Forget the runners that are gone, after waiting for all of them for so long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import signal
 import time
@@ -46,6 +47,12 @@ class Part:
 
     def tensors(self, buffer: Any, index: int) -> list[torch.Tensor]:
         return [buffer.tensor(buffers.Slot(index * self.stride + s.offset, s.shape, s.dtype)) for s in self.slots]
+
+
+@functools.cache
+def _chance(device: torch.device) -> torch.Generator:
+    """torch's own generator starts from the same seed in every process: what it draws could be foretold."""
+    return torch.Generator(device).manual_seed(secrets.randbits(63))
 
 
 class Staging:
@@ -109,8 +116,9 @@ class Arm:
         """Whether the candidate's last round changed its inputs."""
         self.sizes = [slot.bytes for slot in bench.outputs.slots]
         device = bench.params.device
-        self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
-        self.inputs, self.outputs, self.parameters = bench.memory()
+        with bench.device_turns.preparing():
+            self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
+            self.inputs, self.outputs, self.parameters = bench.memory()
         layout: dict[str, Any] = {
             "sets": bench.slots + 1,
             "scalars": bench.description.scalars,
@@ -201,7 +209,7 @@ class Arm:
         if operation == "time":
             runner.ask({"op": "warm", "sets": 0})  # before the inputs are there, or it could compute with them
         inputs = self.inputs.raw()[: staged.numel()]
-        places = torch.randint(inputs.numel(), (SAMPLED_BYTES,), device=inputs.device, generator=buffers.chance(inputs.device))
+        places = torch.randint(inputs.numel(), (SAMPLED_BYTES,), device=inputs.device, generator=_chance(inputs.device))
         given = staged[places]
         torch.cuda.synchronize()
         start = time.perf_counter()

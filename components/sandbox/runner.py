@@ -75,6 +75,7 @@ def wall_off(header: dict, keep: set[int]) -> None:
     if header.get("cache"):
         own = f"/cache/tasks/{header['cache']}"
         os.makedirs(own, exist_ok=True)
+        os.utime(own)  # in use: not to be swept
         os.makedirs(INDUCTOR)
         os.chmod(own, 0o777)
         check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 import threading
 import time
 from collections import deque
@@ -107,7 +106,7 @@ class Turns:
         """While `runner`, thawed here, works and the judge only waits for its answer: it stands still whenever others measure."""
         with self.condition:
             mine = not self.wall or self.measurer in (None, threading.get_ident())
-            runner.signal(signal.SIGCONT if mine else signal.SIGSTOP)
+            runner.work() if mine else runner.stand()
             if self.wall and self.measurer != threading.get_ident():
                 self.runners.append(runner)
         try:
@@ -116,6 +115,7 @@ class Turns:
             with self.condition:
                 if runner in self.runners:
                     self.runners.remove(runner)
+                runner.excuse()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -131,18 +131,16 @@ class Turns:
             finally:
                 self.waiting -= 1
             self.measurer = me
-            self._signal(signal.SIGSTOP)
+            for runner in self.runners:
+                runner.stand()
         try:
             yield
         finally:
             with self.condition:
                 self.measurer = None
-                self._signal(signal.SIGCONT)
+                for runner in self.runners:
+                    runner.work()
                 self.condition.notify_all()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for runner in self.runners:
-            runner.signal(number)
 
     @contextlib.contextmanager
     def hosting(self) -> Iterator[None]:
