@@ -75,7 +75,7 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
         "tokens_spread": Input(0.7, "sigma of the log", "assumed", "reasoning before a tool call varies by a factor of two"),
         "observation_tokens": Input(500, "per turn", "assumed", "compiler and verifier output, truncated"),
         "judged_share": Input(0.35, "of turns", "assumed", "turns that verify or profile; the others read, write and compile"),
-        "judge_seconds": Input(2.3, "seconds", "measured", "docs/judge.md: one H200, a whole verdict with the compile baseline"),
+        "judge_seconds": Input(2.6, "seconds", "measured", "docs/judge.md: one H200, a whole verdict with the compile baseline"),
         "judge_spread": Input(0.5, "sigma of the log", "assumed", "builds and slow tasks"),
         "tool_seconds": Input(1.5, "seconds", "assumed", "a turn that needs no judge"),
         "sequence_rate": Input(40, "tokens/s of one sequence", "assumed", "decoding at full batch"),
