@@ -83,9 +83,8 @@ def models_gate(given: Given, version: Version) -> None:
 
         night = models.find(client, resolved.params.registry.model, version).tags.get("profile", resolved.profile)
         if night != resolved.profile:
-            raise BadInput(
-                f"--profile {resolved.profile}: version {version} comes of a night of {night}, whose thresholds it is held against; give --profile {night}."
-            )
+            named = night or "''"
+            raise BadInput(f"--profile {resolved.profile}: version {version} comes of a night of {named}, whose thresholds count; give --profile {named}.")
         place, console = home_of(resolved), people()
         pool = open_pool(resolved.params, place / "verdicts")
         try:

@@ -197,6 +197,9 @@ def test_what_is_not_done_has_its_own_exit_code(home: Path) -> None:
     assert command(home, "refuse", "3", "--reason", "not now")[1]["decision"] == "declined"
     with pytest.raises(BadInput, match="no version 9"):
         command(home, "show", "9")
+    office.client.set_model_version_tag(PARAMS.model, "3", "profile", "h20-pool")
+    with pytest.raises(BadInput, match="version 3 comes of a night of h20-pool.*give --profile h20-pool"):
+        command(home, "gate", "3")
     with pytest.raises(BadInput, match="no previous champion"):
         command(home, "rollback")
     changed(office.chain.folder / "000002.json")

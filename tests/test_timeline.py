@@ -74,6 +74,14 @@ def test_the_best_is_chosen_unless_one_is_named(trajectory: Trajectory, tmp_path
         timeline.choose(found, 3, tmp_path)
 
 
+def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tmp_path: Path) -> None:
+    for step, reward in enumerate((1.0, 3.0)):
+        save_trajectories(tmp_path / "trajectories" / f"step-{step:04d}", [dataclasses.replace(trajectory, reward=reward)])
+    assert [found.reward for found in timeline.find(tmp_path)] == [1.0, 3.0]
+    with pytest.raises(BadInput, match="not a folder of trajectories"):
+        timeline.find(tmp_path / "nothing")
+
+
 def test_a_replay_comes_to_the_same_observations(trajectory: Trajectory) -> None:
     assert replay(trajectory, params(), World(), epoch="again") == []
 
