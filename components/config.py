@@ -56,7 +56,7 @@ class Sandbox(Section):
     build_seconds: Positive = Field(description="wall-clock limit of one build, seconds")
     run_seconds: Positive = Field(description="wall-clock limit of everything one candidate does after its build, seconds")
     memory_bytes: Count = Field(description="address space of a runner on cpu; private temporary files count apart")
-    correctness_sets: Annotated[int, Field(ge=5)] = Field(description="secret input sets for correctness, over the input families")
+    correctness_sets: Annotated[int, Field(ge=6)] = Field(description="secret input sets for correctness, over the input families")
     rounds: Annotated[int, Field(ge=3)] = Field(description="timed rounds per arm, at least")
     most_rounds: Count = Field(description="timed rounds per arm at most, while its ratio to the baseline is uncertain")
     process_spread: Annotated[float, Field(ge=0, le=0.5)] = Field(

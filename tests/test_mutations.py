@@ -81,6 +81,11 @@ def test_one_family_of_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> No
     assert verdict(own, "given_family_only").status == "correct"
 
 
+def test_no_inputs_of_wide_range(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "FAMILIES", [name for name in baselines.FAMILIES if name != "wide"])
+    assert verdict(own, "narrow_range").status == "correct"
+
+
 def test_one_family_of_timed_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Sets.fresh
     monkeypatch.setattr(Sets, "fresh", lambda self, count, number: fresh(self, count))

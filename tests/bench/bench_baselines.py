@@ -31,7 +31,6 @@ from components.task import KernelTask
 
 PASSES = ("first", "second")
 
-
 APART = 20.0
 """Seconds between a task's visits. A launch costs what its core's neighbours on the host leave of it, and those come and go in tens of seconds:
 one network of hundreds of launches read 2.2 and 1.4 ms in two passes, eager and compiled alike."""
@@ -55,7 +54,7 @@ def measured(judge: Judge, code: str, modes: list[str], visits: int) -> dict[str
     except (TaskFault, InfrastructureError, torch.OutOfMemoryError) as error:
         return {"fault": str(error)[:300]}
     together = {name: statistics.median(figures[name] for figures in found) for name in found[0] if all(name in figures for figures in found)}
-    return {"seconds": together, "took": round(time.monotonic() - began, 2)}
+    return {"seconds": together, "visits": found, "took": round(time.monotonic() - began, 2)}
 
 
 def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
