@@ -333,7 +333,7 @@ def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float]
         Model.calls += 1
         if Model.calls < 4:
             time.sleep(0.05)  # so that the task is described after two calls
-        while Model.calls > 12:
+        while Model.calls > 14:
             pass
         return y
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -29,6 +30,8 @@ from components.sandbox.nursery import KEPT_SECONDS, InfrastructureError
 TEMPLATE = PROJECT / "agent_workdir"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 CPU_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC", "-fvisibility=hidden")
+X86_FLAGS = ("-mprefer-vector-width=512",)
+"""g++ uses half of AVX-512's width unless told, and torch all of it: one loop read 1.13 times as fast as eager and 1.38 with this."""
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
 TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/", re.MULTILINE)
 """A source of the public workspace's form, with torch's own headers; it builds in 10 to 30 s, the light form in less than one. Blanks
@@ -113,7 +116,7 @@ class Builder:
         forget(self.cache, KEPT_SECONDS)
         self.compiler = compiler(device)
         self.includes = [f"-I{TEMPLATE}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-        self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else list(CPU_FLAGS)
+        self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else [*CPU_FLAGS, *(X86_FLAGS if platform.machine() == "x86_64" else ())]
         template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
         self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX, _processor()])
         self.shared = user_cache("binding").resolve()
