@@ -12,7 +12,7 @@ import statistics
 from components.sandbox.baselines import Arm, Bench, TaskFault
 from components.sandbox.nursery import InfrastructureError, RunnerError
 from components.sandbox.rounds import Staging
-from components.sandbox.timing import net
+from components.sandbox.timing import LONGEST, net, precise_rounds
 
 DEFAULT = "compile"
 ROLES: dict[str, dict[str, str]] = {
@@ -61,20 +61,30 @@ def started(bench: Bench, roles: dict[str, str]) -> list[str]:
 
 
 def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
-    """Median seconds of one call of each named arm, in alternating rounds; modes that the task does without are left out."""
+    """Median seconds of one call of each named arm, in alternating rounds of rotating order; modes that the task does without are left
+    out. As in a verdict the first round is not counted, and there are more rounds while a median is uncertain."""
+    sandbox, number = bench.params.sandbox, 0
     raw: dict[str, list[float]] = {name: [] for name in ("noop", *started(bench, roles))}
-    staging = Staging(bench, bench.per_round)
-    for _ in range(bench.params.sandbox.rounds):
+    names, wanted, staging = list(raw), sandbox.rounds, Staging(bench, bench.per_round)
+    while number <= wanted:
         staged = staging.hold(bench.sets.fresh(bench.per_round))
-        for name in list(raw):
+        for name in list(names):
             role = roles.get(name, name)
             try:
-                raw[name].append(bench.arm(role).round("time", staged)[0])
+                took = bench.arm(role).round("time", staged)[0]
             except RunnerError as error:
                 bench.drop(role)
                 if not _optional(role):
                     raise InfrastructureError(f"{name}: {error}") from error
                 del raw[name]
+                names.remove(name)
+                continue
+            if number > 0:
+                raw[name].append(took)
+        names = [*names[1:], names[0]]
+        if number == wanted:
+            wanted = precise_rounds(raw, number, min(sandbox.most_rounds, LONGEST * sandbox.rounds))
+        number += 1
     return {name: float(statistics.median(net(samples, raw["noop"]))) for name, samples in raw.items() if name != "noop"}
 
 
