@@ -3,7 +3,7 @@
     python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [NAME...]
 
 Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured. Ends with 1
-unless every line is OK; lines marked `open` are exploits that are known to succeed and count apart.
+unless every line is OK; lines marked `open` are exploits that are known to gain more than they may, and count apart.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from components.sandbox.nursery import InfrastructureError
 from components.sandbox.verdict import Verdict
 
 
-def judged(judge: Judge, group: str, name: str, run_seconds: float | None = None, *, always_compile: bool = False) -> Verdict:
+def judged(judge: Judge, group: str, name: str, limits: dict[str, float] | None = None, *, always_compile: bool = False) -> Verdict:
     """The verdict; the judge's own failure is one too, as the pool makes of it."""
     sandbox = judge.params.sandbox
-    if run_seconds is not None:
-        judge.params = judge.params.model_copy(update={"sandbox": sandbox.model_copy(update={"run_seconds": run_seconds})})
+    judge.params = judge.params.model_copy(update={"sandbox": sandbox.model_copy(update=limits or {})})
+    judge.builder.sandbox = judge.params.sandbox
     try:
         return judge.verdict(world.task(group, name), world.files(group, name), always_compile=always_compile)
     except InfrastructureError as error:
         return Verdict(status="infrastructure", reason="judge", log=str(error)[:500])
     finally:
         judge.params = judge.params.model_copy(update={"sandbox": sandbox})
+        judge.builder.sandbox = sandbox
 
 
 def eager_speedup(verdict: Verdict) -> float:
@@ -72,8 +73,9 @@ def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
     marks = []
     for name in names:
         wanted, started = world.expected(name, f"exploits{suffix}"), time.monotonic()
-        verdict = judged(judge, f"exploits{suffix}", name, wanted.get("run_seconds"))
-        good = verdict.status in wanted["status"].split("|") and verdict.reason.startswith(wanted["reason"])
+        limits = {limit: wanted[limit] for limit in ("run_seconds", "build_seconds") if limit in wanted}
+        verdict = judged(judge, f"exploits{suffix}", name, limits)
+        good = answered = verdict.status in wanted["status"].split("|") and verdict.reason.startswith(wanted["reason"])
         says = f"{wanted['status']} {wanted['reason']}"
         if good and "times_honest" in wanted and verdict.status == "correct":
             plain = "plain" if suffix else "simd"
@@ -82,9 +84,9 @@ def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
                 good = verdict.status == "correct" and eager_speedup(verdict) <= limit
                 if good:
                     break
-                verdict = judged(judge, f"exploits{suffix}", name, wanted.get("run_seconds"))
+                verdict = judged(judge, f"exploits{suffix}", name, limits)
             says = f"{says} <= {limit:.2f}x"
-        marks.append("OK" if good else "open" if "open" in wanted else "FAIL")
+        marks.append("OK" if good else "open" if answered and "open" in wanted else "FAIL")
         line(name, says, verdict, time.monotonic() - started, marks[-1])
     return marks
 
