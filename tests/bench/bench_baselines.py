@@ -31,13 +31,9 @@ from components.task import KernelTask
 
 PASSES = ("first", "second")
 
-APART = 4.0
-"""Seconds between a task's visits. A launch costs what its core's neighbours on the host leave of it. Each visit keeps the task's memory
-for so long: with 20 seconds a pass took three times as long, since few tasks of KernelBench's sizes fit beside each other."""
 
-
-def measured(judge: Judge, code: str, modes: list[str], visits: int) -> dict[str, Any]:
-    """Seconds of one call of eager and of the named modes of torch.compile, the median of `visits`, and what finding them out took."""
+def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
+    """Seconds of one call of eager and of the named modes of torch.compile, and what finding them out took."""
     began = time.monotonic()
     roles = {"eager": "eager"} | {name: ROLES[judge.params.device][name] for name in modes}
     try:
@@ -46,15 +42,11 @@ def measured(judge: Judge, code: str, modes: list[str], visits: int) -> dict[str
         with contextlib.closing(bench), judge.turns.taking(bench.bytes):
             bench.fill()
             roles = {name: roles[name] for name in started(bench, roles)}
-            found = []
-            for visit in range(visits):
-                time.sleep(APART if visit else 0)
-                with judge.turns.measuring():
-                    found.append(seconds(bench, roles))
+            with judge.turns.measuring():
+                found = seconds(bench, roles)
     except (TaskFault, InfrastructureError, torch.OutOfMemoryError) as error:
         return {"fault": str(error)[:300]}
-    together = {name: statistics.median(figures[name] for figures in found) for name in found[0] if all(name in figures for figures in found)}
-    return {"seconds": together, "visits": found, "took": round(time.monotonic() - began, 2)}
+    return {"seconds": found, "took": round(time.monotonic() - began, 2)}
 
 
 def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -76,7 +68,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take each n-th task")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a repeated command goes on")
     parser.add_argument("--modes", help="of torch.compile, separated by commas; all that the device has where it is left out")
-    parser.add_argument("--visits", type=int, default=1, help=f"how often a task is measured in a pass, {APART:.0f} s apart; the median counts")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     chosen = parser.parse_args()
     params = resolve(chosen.profile, (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets)).params
@@ -91,7 +82,7 @@ def main() -> None:
                 open_tasks = [task for task in suite if name not in tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})]
 
                 def one(task: KernelTask) -> dict[str, Any] | None:
-                    return measured(judge, task.code, modes, chosen.visits) if time.monotonic() < end else None
+                    return measured(judge, task.code, modes) if time.monotonic() < end else None
 
                 with ThreadPoolExecutor(params.sandbox.build_workers) as workers:
                     for task, found in zip(open_tasks, workers.map(one, open_tasks), strict=True):
