@@ -17,7 +17,7 @@ import torch
 
 from components.config import Params, Precision
 from components.sandbox import baselines, buffers, compiled, correctness, mixing, rounds, turns
-from components.sandbox.build import Builder
+from components.sandbox.build import Builder, native
 from components.sandbox.correctness import Expected, departure
 from components.sandbox.judge import Judge
 from components.sandbox.mixing import Mix, Sets
@@ -228,7 +228,7 @@ def test_the_wrong_call_of_a_round_is_found(planted: str | None, at_once: int, m
 
 
 def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:
-    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path)
+    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path, native())
     with ThreadPoolExecutor(1) as executor:
         process = executor.submit(nursery._zygote, "plain").result().process
     with pytest.raises(subprocess.TimeoutExpired):
@@ -237,7 +237,7 @@ def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_pat
 
 
 def test_a_closed_nursery_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
-    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path)
+    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path, native())
     lingers = subprocess.Popen(["sleep", "1"])
     nursery.watched.append(os.pidfd_open(lingers.pid))
     nursery.close()

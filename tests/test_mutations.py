@@ -182,7 +182,7 @@ def mutated(own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         assert text.count(old) == 1, f"{file} has changed: {old}"
         (tmp_path / file).write_text(text.replace(old, new))
         monkeypatch.setattr(nursery, "HERE", tmp_path)
-        nurseries.append(Nursery(own.params.sandbox, own.params.device, tmp_path / "home"))
+        nurseries.append(Nursery(own.params.sandbox, own.params.device, tmp_path / "home", own.nursery.native))
         own.nursery = nurseries[-1]
         return own
 

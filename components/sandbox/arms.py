@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import handover
 import oracle
 import torch
 from refusal import Forbidden, refusal
@@ -80,9 +81,6 @@ def check_form(output: Any, expected: list[torch.Tensor], forbidden: list[tuple[
     return leaves
 
 
-ONE_ADDRESS = struct.Struct("cQ")
-
-
 def said(addresses: Iterable[int]) -> bytes:
     """Where a call's results lie, as the judge is told."""
     together = list(addresses)
@@ -92,33 +90,19 @@ def said(addresses: Iterable[int]) -> bytes:
 class HostDelivery:
     """On cpu the judge reads every result out of this process's memory itself, before the next call (rounds.Arm.round).
 
-    Every arm pays for what stands here, and by then its caches are cold: each call of a function more is microseconds that a
-    candidate would save by speaking to the judge from native code (tests/exploits/native_protocol).
+    Every arm pays for what stands between two calls: it is native code (handover.cpp), or a candidate would save microseconds by
+    speaking to the judge from native code of its own (tests/exploits/native_protocol).
     """
 
     def __init__(self, connection: socket.socket, shared: Shared):
         self.descriptor = connection.fileno()
 
-    def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
-        descriptor, write, read, plain, pack = self.descriptor, os.write, os.read, torch.Tensor, ONE_ADDRESS.pack
-        for values in arguments:
-            result = call(*values)
-            if type(result) is plain and result.is_contiguous():
-                write(descriptor, pack(b"O", result.data_ptr()))
-                if not read(descriptor, 1):
-                    os._exit(0)
-            else:
-                self.hand_over(result)
-            del result  # or the next call could not have its memory
+    def calls(self, call: Callable, arguments: list[tuple]) -> None:
+        handover.calls(self.descriptor, call, arguments, torch.Tensor, self.hand_over)
 
     def hand_over(self, result: Any) -> None:
         leaves = [leaf.contiguous() for leaf in flat(result)]
-        self.say(said(leaf.data_ptr() for leaf in leaves))
-
-    def say(self, message: bytes) -> None:
-        os.write(self.descriptor, message)
-        if not os.read(self.descriptor, 1):
-            os._exit(0)
+        handover.say(self.descriptor, said(leaf.data_ptr() for leaf in leaves), 1)
 
 
 class NoopDelivery(HostDelivery):
@@ -132,9 +116,8 @@ class NoopDelivery(HostDelivery):
         self.outputs = shared.outputs(1)[0]
         self.message = said(output.data_ptr() for output in self.outputs)
 
-    def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
-        for _ in arguments:
-            self.say(self.message)
+    def calls(self, call: Callable, arguments: list[tuple]) -> None:
+        handover.say(self.descriptor, self.message, len(arguments))
 
 
 class DeviceDelivery:
@@ -147,7 +130,7 @@ class DeviceDelivery:
         self.reused = graphs
         """Whether the arm returns memory that its next call overwrites, as a CUDA graph does: who keeps its results must copy them."""
 
-    def calls(self, call: Callable, arguments: list[list[Any]]) -> None:
+    def calls(self, call: Callable, arguments: list[tuple]) -> None:
         results = [[leaf.clone() if self.reused else leaf for leaf in flat(call(*values))] for values in arguments]
         self.hand_over_all(results)
 
@@ -163,7 +146,7 @@ class DeviceDelivery:
 def measured(connection: socket.socket, header: dict, shared: Shared, call: Callable, refuse_compute: Callable[[], None] | None) -> None:
     """The loop that every measured arm runs: wait for go, call once per set, hand each result to the judge, say done."""
     cuda = shared.device == "cuda"
-    arguments = [shared.arguments(i) for i in range(header["layout"]["sets"])]
+    arguments = [tuple(shared.arguments(i)) for i in range(header["layout"]["sets"])]
     inputs = [t for i in range(len(arguments)) for t in shared.tensors("inputs", i)]
     forbidden = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in inputs]
     form = shared.outputs(1)[0]
@@ -193,7 +176,7 @@ def measured(connection: socket.socket, header: dict, shared: Shared, call: Call
     gc.enable()  # and nothing is unfrozen: a collection that looks at all of torch copies every page that this process shares
 
 
-def checked(call: Callable, arguments: list[list[Any]], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
+def checked(call: Callable, arguments: list[tuple], delivery: HostDelivery | DeviceDelivery, form: list, forbidden: list) -> None:
     """An untimed round: the same calls, every result's form looked at."""
     results: list[list[torch.Tensor]] = []
     held: list[list[torch.Tensor]] = []

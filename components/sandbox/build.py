@@ -105,6 +105,30 @@ def _vendor_arguments(texts: Iterable[str]) -> list[str]:
     return arguments
 
 
+def native() -> Path:
+    """The folder of handover.cpp compiled, a module that every runner imports: made once for all homes of a user."""
+    source = Path(__file__).with_name("handover.cpp")
+    command = [
+        compiler("cpu"),
+        "-O2",
+        "-std=c++17",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-shared",
+        f"-I{pybind11.get_include()}",
+        f"-I{sysconfig.get_path('include')}",
+    ]
+    folder = user_cache("binding").resolve() / f"handover-{digest_json([source.read_text(), command, pybind11.__version__, SUFFIX])[:32]}"
+    library = folder / f"handover{SUFFIX}"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            result = subprocess.run([*command, str(source), "-o", f"{scratch}/library"], capture_output=True, text=True, check=False)
+            if result.returncode != 0:
+                raise InfrastructureError(f"handover.cpp does not compile: {result.stderr[-2000:]}")
+            atomic_write(library, Path(scratch, "library").read_bytes())
+    return folder
+
+
 class Builder:
     """Builds by content: equal kernels, flags and template give the library that is already there."""
 

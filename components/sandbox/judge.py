@@ -24,7 +24,7 @@ from components.config import BadInput, Params
 from components.files import digest_bytes, digest_json
 from components.sandbox.admission import admit
 from components.sandbox.baselines import Bench, TaskFault
-from components.sandbox.build import SUFFIX, Builder
+from components.sandbox.build import SUFFIX, Builder, native
 from components.sandbox.compiled import DEFAULT, begin, fastest
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 from components.sandbox.rounds import Arm, Staging
@@ -34,7 +34,8 @@ from components.sandbox.turns import Turns
 from components.sandbox.verdict import MARGIN, Admission, Ratio, Seconds, Speedup, Status, Verdict, clean, milestone_of
 from components.task import KernelTask
 
-VERSION = digest_bytes(b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py"))))[:16]
+SOURCES = sorted(path for path in Path(__file__).resolve().parent.iterdir() if path.suffix in (".py", ".cpp"))
+VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 """Digest of the judge's own sources, part of every verdict's evidence."""
 
 PLAIN_REASON = re.compile(
@@ -71,7 +72,7 @@ class Judge:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
-        self.nursery = Nursery(params.sandbox, params.device, folder / "runners")
+        self.nursery = Nursery(params.sandbox, params.device, folder / "runners", native())
         self.turns = Turns(params.device)
         self.benches: OrderedDict[str, Bench] = OrderedDict()
         self.bench_locks: dict[str, threading.Lock] = {}

@@ -238,9 +238,11 @@ class Nursery:
     zygote of their own, and whoever needs no compile baseline never waits for it.
     """
 
-    def __init__(self, sandbox: Sandbox, device: Device, folder: Path):
+    def __init__(self, sandbox: Sandbox, device: Device, folder: Path, native: Path):
         self.sandbox = sandbox
         self.device = device
+        self.native = native
+        """The folder of the runners' own native code (build.native)."""
         self.folder = folder.resolve()
         self.lock = threading.Lock()
         self.zygotes: dict[str, Zygote] = {}
@@ -281,11 +283,12 @@ class Nursery:
             self.device,
             kind,
             "walled" if walled else "open",
+            str(self.native),
             *(caches if walled else map(str, caches.values())),
         ]
         environment = None
         if walled:
-            paths = [*isolation.python_paths(), str(HERE)]
+            paths = [*isolation.python_paths(), str(HERE), str(self.native)]
             command = [
                 *isolation.bubblewrap(device=self.device, read_only=paths, writable=[], temporary_bytes=TEMPORARY_BYTES, keep_capabilities=True, caches=caches),
                 *command,

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -179,22 +180,24 @@ class Arm:
         return seconds / count, self.taken[: self.bench.outputs.stride * count]
 
     def _host_round(self, runner: Runner, operation: str, count: int, staged: torch.Tensor) -> float:
+        # The system chooses the cores. With judge and runner on one, a call took a quarter less, and equal code read up to 12 % faster than
+        # itself: how the pages of the two share that core's cache is each runner's luck (Intel Xeon).
         inputs = self.inputs.raw()[: staged.numel()]
-        given, sources = inputs.split(self.bench.inputs.stride), staged.split(self.bench.inputs.stride)
+        given, sources = ([part.numpy() for part in memory.split(self.bench.inputs.stride)] for memory in (inputs, staged))
         looked_at = secrets.randbelow(count) if self.role == "candidate" else None
         start = runner.cpu_seconds()
         runner.signal(signal.SIGCONT)
-        given[0].copy_(sources[0])
+        np.copyto(given[0], sources[0])  # torch would wake threads on other cores for it
         runner.send({"op": operation, "sets": count})
         for index in range(count):
             addresses = runner.addresses(len(self.bench.outputs.slots))
             places = [self.taken.data_ptr() + index * self.bench.outputs.stride + slot.offset for slot in self.bench.outputs.slots]
-            with buffers.marked(given[index]) if self.role == "candidate" else contextlib.nullcontext():
+            with buffers.marked(torch.from_numpy(given[index])) if self.role == "candidate" else contextlib.nullcontext():
                 runner.read(addresses, places, self.sizes)
             if index == looked_at and not all(map(runner.owns, addresses, self.sizes)):
                 raise RunnerError("wrong", "output_is_mapped")
             if index + 1 < count:
-                given[index + 1].copy_(sources[index + 1])
+                np.copyto(given[index + 1], sources[index + 1])
             runner.acknowledge()
         runner.receive()
         self._freeze()

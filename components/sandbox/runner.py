@@ -1,6 +1,6 @@
 """What runs inside the sandbox: a zygote that has torch loaded, and the runners that it forks.
 
-    python runner.py FD DEVICE plain|compile walled|open CACHE
+    python runner.py FD DEVICE plain|compile walled|open NATIVE [CACHE WARM]
 
 Importing torch takes seconds; a fork takes milliseconds. So a trusted zygote imports it once and forks a runner for
 every piece of untrusted code. The runner walls itself off from the zygote (new PID, mount, IPC, network namespaces,
@@ -29,6 +29,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+sys.path.insert(0, sys.argv[5])  # the folder of handover.cpp, compiled
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arms
@@ -234,7 +235,7 @@ def zygote(control: socket.socket, walled: bool) -> None:
 
 
 if __name__ == "__main__":
-    descriptor, device, kind, walls, *folders = sys.argv[1:]
+    descriptor, device, kind, walls, _, *folders = sys.argv[1:]
     CACHE_FOLDER, WARM_FOLDER = folders or ("", "")
     torch.set_num_threads(1)
     warm_up_torch()
