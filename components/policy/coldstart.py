@@ -8,15 +8,12 @@ State is kept on disk: a killed run continues to the same numbers.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.synchronize import Barrier
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +34,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAVE_SECONDS = 60.0
-WAIT_SECONDS = 600.0
-"""How long a process waits for the other before it gives up: the longest step and save, with room."""
 WARMUP_SHARE = 0.05
+
+
+class _Gone(Exception):
+    """The other process has ended."""
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """One process of those that share the work; `grads` [ranks, parameters + 2] lies in memory that they share."""
+    """One process of those that share the work; `grads` [ranks, parameters + 2] lies in memory that they share.
+
+    They meet over a pipe, which ends with either of them: a semaphore of one that was killed while it waited blocks whoever would wake it.
+    """
 
     rank: int
     grads: Tensor
-    barrier: Barrier | None
+    other: Connection | None
 
     @property
     def count(self) -> int:
         return len(self.grads)
 
     def wait(self) -> None:
-        if self.barrier is not None:
-            self.barrier.wait(WAIT_SECONDS)
+        """Until the other process has come as far; _Gone when it has ended."""
+        if self.other is None:
+            return
+        try:
+            self.other.send_bytes(b".")
+            self.other.recv_bytes()
+        except (EOFError, ConnectionError) as error:
+            raise _Gone from error
 
 
 def coldstart(params: Params, sources: Iterator[KernelTask], out: Path, *, dataset: str, code: str, progress: Progress) -> Manifest:
@@ -96,44 +104,28 @@ def _others(params: Params, state: Path) -> Iterator[_Ranks]:
         yield _Ranks(0, grads, None)
         return
     context = get_context("spawn")
-    barrier = context.Barrier(count)
-    other = context.Process(target=_other_rank, args=(_Ranks(1, grads.share_memory_(), barrier), params, state), daemon=True)
+    ours, theirs = context.Pipe()
+    other = context.Process(target=_other_rank, args=(_Ranks(1, grads.share_memory_(), theirs), params, state), daemon=True)
     other.start()
-
-    def watch() -> None:
-        other.join()
-        if other.exitcode != 0:
-            barrier.abort()
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    theirs.close()
     try:
-        yield _Ranks(0, grads, barrier)
-    except threading.BrokenBarrierError as error:
+        yield _Ranks(0, grads, ours)
+    except _Gone as error:
+        other.join()
         raise RuntimeError(f"the second process of the cold start died (exit code {other.exitcode}); run again to continue") from error
     except BaseException:
-        barrier.abort()
+        other.kill()
         raise
     finally:
-        watcher.join()
+        other.join()
+        ours.close()
 
 
 def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
-    """What the process beside the first does."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-    try:
+    """What the process beside the first does, while there is a first."""
+    with contextlib.suppress(_Gone):
         ranks.wait()
         train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
-    except threading.BrokenBarrierError:
-        # The first process gave up, and says why.
-        sys.exit(1)
 
 
 def new_model(params: Params, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
