@@ -4,7 +4,8 @@ Flows, Prefect, MLflow and torch are imported only inside the commands that need
 parameters work on a bare GPU node and help is instant. With `--json` standard output holds exactly one JSON object;
 everything for people goes to standard error.
 
-Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused, 130 interrupted,
+143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +28,7 @@ from components.cli_models import models_app
 from components.cli_train import train
 from components.terminal import Given, answer, environment_fault, home_of, people, with_given
 
-FAILED, BAD_INPUT, NO_ISOLATION, REFUSED = 1, 2, 3, 4
+FAILED, BAD_INPUT, NO_ISOLATION, REFUSED, TERMINATED = 1, 2, 3, 4, 143
 
 app = typer.Typer(
     name="cuda-agent",
@@ -91,8 +93,10 @@ def run(
                         with View(console) as view:
                             record = run_night(night, view)
                     except StageFailed as error:
+                        from components.training.guards import Terminated
+
                         console.print(f"cuda-agent: {error}", highlight=False, soft_wrap=True, markup=False)
-                        raise typer.Exit(FAILED) from error
+                        raise typer.Exit(TERMINATED if isinstance(error, Terminated) else FAILED) from error
         final_table(record, runs.interface_commands(night), console)
         out(record)
     if record["gate"]["verdict"] == "refused":
@@ -184,6 +188,12 @@ def judge(
         raise typer.Exit(FAILED)
 
 
+def _terminated(number: int, frame: object) -> None:
+    """SIGTERM ends a command as Ctrl-C does, what it has started too, and not where it stands."""
+    print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)
+    sys.exit(TERMINATED)
+
+
 def main() -> None:
     """Entry point: faults that a person can mend are one sentence on standard error."""
     from components.config import BadInput
@@ -192,6 +202,7 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by the caller: the next file that is opened would take its place
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    signal.signal(signal.SIGTERM, _terminated)
     # Nothing is ever downloaded, and bars of loading weights are no news to anyone.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

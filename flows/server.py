@@ -47,7 +47,8 @@ class Server:
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-services", "--no-ui"]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # A session of its own: a signal to the run's whole group would end it first, and the run's last words to it take a minute of retries.
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self.url = f"http://127.0.0.1:{port}/api"
 
     def wait(self) -> None:
