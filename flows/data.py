@@ -32,6 +32,9 @@ from flows.versions import holds, initialised, keep_pointer
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
+TORN = "Unable to read RWLock-file"
+"""DVC notes who reads and writes in a file that it does not replace in one step, and reads it under a lock: one that cannot be read is what a
+killed DVC left."""
 RETRY_SECONDS = (2.0, 5.0, 15.0)
 STEP = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
 """A progress line of components.synthesis.stages: step, total, figures."""
@@ -100,7 +103,9 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         if code == 0:
             return
         text = "\n".join(lines)
-        if not any(sign in text for sign in BUSY):
+        if TORN in text:
+            (workspace / ".dvc" / "tmp" / "rwlock").unlink(missing_ok=True)
+        elif not any(sign in text for sign in BUSY):
             break
         if wait is None:
             raise Busy(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")

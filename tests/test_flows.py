@@ -209,6 +209,14 @@ def test_a_busy_dvc_lock_is_one_sentence(first: Done, home: Path, monkeypatch: p
     assert (home / "dvc" / "dvc.lock").read_bytes() == before
 
 
+def test_what_a_dvc_command_left_that_was_killed_as_it_noted_its_lock_is_no_hindrance(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "RETRY_SECONDS", (0.0,))
+    torn = home / "dvc" / ".dvc" / "tmp" / "rwlock"
+    torn.write_text("")
+    data.dvc(home / "dvc", ["repro"], runs.Night(resolve("ci", (f"home={home}",))), None)
+    assert json.loads(torn.read_text()) == {"read": {}, "write": {}}
+
+
 def test_the_data_set_goes_to_s3_where_the_store_is_there(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(name, value)
