@@ -27,8 +27,9 @@ from components.cli_evaluation import evaluate, runs_app
 from components.cli_models import models_app
 from components.cli_train import train
 from components.terminal import Given, answer, environment_fault, home_of, people, with_given
+from components.training.launch import TERMINATED
 
-FAILED, BAD_INPUT, NO_ISOLATION, REFUSED, TERMINATED = 1, 2, 3, 4, 143
+FAILED, BAD_INPUT, NO_ISOLATION, REFUSED = 1, 2, 3, 4
 
 app = typer.Typer(
     name="cuda-agent",
@@ -188,10 +189,12 @@ def judge(
         raise typer.Exit(FAILED)
 
 
+class _Terminated(SystemExit):
+    """SIGTERM ends a command as Ctrl-C does, what it has started too. Said by `main`: a handler may have interrupted a print."""
+
+
 def _terminated(number: int, frame: object) -> None:
-    """SIGTERM ends a command as Ctrl-C does, what it has started too, and not where it stands."""
-    print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)
-    sys.exit(TERMINATED)
+    raise _Terminated(TERMINATED)
 
 
 def main() -> None:
@@ -212,6 +215,9 @@ def main() -> None:
         print(f"cuda-agent: {' '.join(str(error).split())}", file=sys.stderr)
         # IsolationUnavailable is a BadInput of components.sandbox.isolation; by name, so that help needs no import of it.
         sys.exit(NO_ISOLATION if type(error).__name__ == "IsolationUnavailable" else BAD_INPUT)
+    except _Terminated:
+        print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)
+        raise
     except Exception as error:
         sentence = environment_fault(error)
         if not sentence:

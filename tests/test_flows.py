@@ -53,6 +53,7 @@ def test_the_record_has_all_that_the_contract_names(first: Done, home: Path) -> 
 def test_a_person_sees_stages_verdict_report_and_how_to_open_the_interfaces(first: Done) -> None:
     for text in ("data set", "coldstart", "warmup", "rejection", "critic", "agentic", "promoted", "report.html", "mlflow ui", "prefect server start"):
         assert text in first.people
+    assert f"data set {first.record['dataset']['version'][:12]}" in first.people
 
 
 def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home: Path) -> None:

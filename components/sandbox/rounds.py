@@ -181,7 +181,7 @@ class Arm:
 
     def _host_round(self, runner: Runner, operation: str, count: int, staged: torch.Tensor) -> float:
         # The system chooses the cores. With judge and runner on one, a call took a quarter less, and equal code read up to 12 % faster than
-        # itself: how the pages of the two share that core's cache is each runner's luck (Intel Xeon).
+        # itself: how the pages of the two share that core's cache is each runner's luck (tests/bench/judge_validity.py, Intel Xeon).
         inputs = self.inputs.raw()[: staged.numel()]
         given, sources = ([part.numpy() for part in memory.split(self.bench.inputs.stride)] for memory in (inputs, staged))
         looked_at = secrets.randbelow(count) if self.role == "candidate" else None
