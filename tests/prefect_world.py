@@ -10,9 +10,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+import httpx
 
 START_SECONDS = 240.0
 
@@ -26,12 +28,14 @@ def free_port() -> int:
 
 
 def wait_for(what: Callable[[], T], seconds: float) -> T:
-    """What `what` gives as soon as it gives something true."""
+    """What `what` gives as soon as it gives something true; a server that is too busy to answer is asked again."""
     deadline = time.monotonic() + seconds
-    while not (found := what()):
+    while True:
+        with suppress(httpx.TransportError):
+            if found := what():
+                return found
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain"
         time.sleep(0.5)
-    return found
 
 
 def answers(url: str) -> bool:
