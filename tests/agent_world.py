@@ -89,6 +89,9 @@ class World:
         done.set_result(self.admission)
         return done
 
+    def drop(self) -> None:
+        return
+
     def close(self) -> None:
         return
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,9 @@ from components.config import BadInput
 from components.policy import chat_client
 from components.policy.chat_client import ChatClient, ServerFailed, ToolsUnknown
 from components.policy.prompts import user_message
+from components.sandbox.pool import LocalPool
+from components.sandbox.verdict import Verdict
+from components.task import KernelTask
 
 TOKENIZER = tokenizer()
 
@@ -44,6 +49,42 @@ def chat(talk: Any, *, turns: int = 6, count: int = 1, **policy: Any) -> list[Tr
     settings = params(prompt="full", context=32_768) if not policy else params(**policy)
     limits = Limits(turns, 512)
     return run_chats([TASK] * count, params=settings, chat=talk, pool=World(), epoch="t", seed=0, limits=limits, temperature=1.0, on_progress=lambda a, b: None)
+
+
+# --- interruption ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tokens", "chats"])
+@pytest.mark.timeout(60)
+def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_asked(kind: str, tmp_path: Path) -> None:
+    judged: list[dict[str, str]] = []
+
+    class Interrupting:
+        def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool) -> Verdict:
+            judged.append(files)
+            if len(judged) == 1:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(1)
+            return Verdict(status="crashed")
+
+        def close(self) -> None:
+            return
+
+    class Pool(LocalPool):
+        def start(self) -> Interrupting:
+            return Interrupting()
+
+    settings = params(**({"context": 4096} if kind == "tokens" else {"prompt": "full", "context": 32_768}))
+    pool = Pool(settings, tmp_path / "verdicts", workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        if kind == "tokens":
+            run(lambda i, t: f"{write(float(i))}\n{call('Bash', command=MEASURE)}", count=200, pool=pool)
+        else:
+            talks = Talk([[("Write", json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
+            tasks = [TASK.model_copy(update={"task_id": f"{i:016x}"}) for i in range(200)]
+            run_chats(tasks, params=settings, chat=talks, pool=pool, epoch="t", seed=0, limits=Limits(4, 512), temperature=1.0, on_progress=lambda a, b: None)
+    pool.close()
+    assert len(judged) <= 4
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,9 @@ class LinePool:
             future.set_result(verdict_of(job.candidate))
         return future
 
+    def drop(self) -> None:
+        return
+
     def close(self) -> None:
         return
 

@@ -115,6 +115,9 @@ class Credulous:
         found.set_result(Verdict(status="correct" if correct else "wrong_output", milestone=1 if correct else -1, evidence={"device": "x"}))
         return found
 
+    def drop(self) -> None:
+        return
+
     def close(self) -> None:
         return
 

@@ -57,6 +57,8 @@ class NoPool:
     def submit(self, job: Job) -> Future[Verdict]:
         raise AssertionError(f"no job expected, {job.task.task_id} was submitted")
 
+    def drop(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -140,9 +140,10 @@ def run_chats(
                 on_progress(done, len(pending))
             return [future.result() for future in pending]
         except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
             chat.close()  # whoever waits for an answer stops waiting
+            pool.drop()
             raise
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
             for episode in episodes:
                 episode.tools.close()

@@ -150,6 +150,10 @@ def run_episodes(
                 live = [episode for episode in live if not episode.finish_reason]
                 on_progress(len(episodes) - len(live), len(episodes))
             return list(threads.map(lambda episode: episode.finish(sampler.version, episode.ids, episode.mask, episode.logprobs), episodes))
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            pool.drop()
+            raise
         finally:
             for episode in episodes:
                 episode.tools.close()

@@ -74,8 +74,11 @@ class Recorder:
     def judged(self) -> dict[Candidate, Verdict]:
         """The verdicts that there are by now."""
         with self.lock:
-            done = {candidate: future for candidate, future in self.asked.items() if future.done()}
+            done = {candidate: future for candidate, future in self.asked.items() if future.done() and not future.cancelled()}
         return {candidate: future.result() for candidate, future in done.items()}
+
+    def drop(self) -> None:
+        self.pool.drop()
 
     def close(self) -> None:
         self.pool.close()

@@ -57,6 +57,8 @@ class JudgePool(Protocol):
 
     def submit(self, job: Job) -> Future[Verdict]: ...
 
+    def drop(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -159,6 +161,13 @@ class LocalPool:
 
     def _path(self, key: str) -> Path:
         return self.verdicts / key[:2] / f"{key}.json"
+
+    def drop(self) -> None:
+        """Cancel what no judge has begun, so that whoever waits for it ends (concurrent.futures.CancelledError)."""
+        with self.lock:
+            waiting = list(self.in_flight.values())
+        for future in waiting:
+            future.cancel()
 
     def close(self) -> None:
         """Drop what has not begun, end what runs, and every sandboxed process."""
