@@ -80,7 +80,8 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
         if kind == "tokens":
             run(lambda i, t: f"{write(float(i))}\n{call('Bash', command=MEASURE)}", count=200, pool=pool)
         else:
-            talks = Talk([[("Write", json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
+            writing = json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})
+            talks = Talk([[("Write", writing), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
             tasks = [TASK.model_copy(update={"task_id": f"{i:016x}"}) for i in range(200)]
             run_chats(tasks, params=settings, chat=talks, pool=pool, epoch="t", seed=0, limits=Limits(4, 512), temperature=1.0, on_progress=lambda a, b: None)
     pool.close()
