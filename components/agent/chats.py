@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from components.agent.arguments import descriptions
 from components.agent.calls import Request, native_calls, parse_calls
-from components.agent.episode import SHORTENED, Episode, Limits
+from components.agent.episode import SHORTENED, Episode, Limits, abandon
 from components.agent.trajectory import ToolCall, Trajectory
 from components.config import Params
 from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnknown
@@ -140,9 +140,8 @@ def run_chats(
                 on_progress(done, len(pending))
             return [future.result() for future in pending]
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
             chat.close()  # whoever waits for an answer stops waiting
-            pool.drop()
+            abandon(episodes, threads, pool)
             raise
         finally:
             for episode in episodes:

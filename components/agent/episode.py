@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from components.agent.calls import Request
@@ -46,10 +47,14 @@ class Episode:
         self.turns: list[Turn] = []
         self.finish_reason = ""
         self.error = ""
+        self.abandoned = False
 
     def judge(self) -> Verdict:
-        """The verdict on the files as they are; equal files in one epoch are measured once."""
-        return self.pool.submit(Job(self.task, Candidate.of(self.workspace.candidate()), self.epoch)).result()
+        """The verdict on the files as they are; equal files in one epoch are measured once. CancelledError when it is abandoned."""
+        asked = self.pool.submit(Job(self.task, Candidate.of(self.workspace.candidate()), self.epoch))
+        if self.abandoned:  # after the pool dropped what it had
+            asked.cancel()
+        return asked.result()
 
     def perform(self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0) -> tuple[ToolCall, ...]:
         """Run the calls of a sampled turn and say whether it ends the trajectory. `cut`: the turn met its token limit."""
@@ -83,3 +88,11 @@ class Episode:
             start=self.start,
             settings={"device": self.params.device, "in_turns": self.in_turns, "context": self.params.policy.context},
         )
+
+
+def abandon(episodes: Sequence[Episode], threads: ThreadPoolExecutor, pool: JudgePool) -> None:
+    """For a loop that is left by an exception: its threads wait for what is being judged, and for nothing else that was asked."""
+    threads.shutdown(wait=False, cancel_futures=True)
+    for episode in episodes:
+        episode.abandoned = True
+    pool.drop()

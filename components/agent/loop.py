@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.agent.arguments import descriptions
 from components.agent.calls import parse_calls
-from components.agent.episode import SHORTENED, Episode, Limits
+from components.agent.episode import SHORTENED, Episode, Limits, abandon
 from components.agent.trajectory import ToolCall, Trajectory
 from components.config import BadInput, Params
 from components.policy.prompts import user_message
@@ -151,8 +151,7 @@ def run_episodes(
                 on_progress(len(episodes) - len(live), len(episodes))
             return list(threads.map(lambda episode: episode.finish(sampler.version, episode.ids, episode.mask, episode.logprobs), episodes))
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            pool.drop()
+            abandon(episodes, threads, pool)
             raise
         finally:
             for episode in episodes:
