@@ -216,7 +216,7 @@ def check_environment(night: Night) -> None:
     """See, before anything is started, that the programs a run cannot do without are installed, and that what its last steps read
     and write is named right: a night later is late to learn it. BadInput otherwise."""
     from components.evaluation.suites import HELD_OUT, load_suite  # pyarrow: a finished run is told without it
-    from components.sandbox.isolation import check_available
+    from components.sandbox.preflight import check_isolation
     from components.storage.opening import open_store
 
     params = night.params
@@ -224,8 +224,7 @@ def check_environment(night: Night) -> None:
     for program, package in needed.items():
         if shutil.which(program) is None:
             raise BadInput(f"device {params.device}: {program} is not installed, so no kernel can be built; install {package}, for instance with apt-get.")
-    if params.sandbox.isolation == "bubblewrap":
-        check_available()
+    check_isolation(params.sandbox)
     open_store(params.store, night.home)
     if params.evaluation.suite != HELD_OUT:
         load_suite(params, Path())

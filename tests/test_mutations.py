@@ -25,7 +25,7 @@ from components.sandbox.rounds import Arm
 from components.sandbox.verdict import Verdict
 
 SANDBOX = Path(nursery.__file__).parent
-INSIDE = ("runner.py", "arms.py", "oracle.py", "shared.py", "refusal.py", "families.py", "buffers.py")
+INSIDE = ("zygote.py", "runner.py", "arms.py", "oracle.py", "shared.py", "refusal.py", "families.py", "buffers.py")
 
 
 @pytest.fixture

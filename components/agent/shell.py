@@ -22,7 +22,7 @@ from pathlib import Path
 
 from components.agent import folder
 from components.config import PROJECT, Sandbox
-from components.sandbox import isolation
+from components.sandbox import clock, isolation
 
 TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
@@ -159,7 +159,7 @@ class Shell:
                 self.process = self._start()
             process = self.process
             assert process.stdin is not None and process.stdout is not None
-            begun, waited = time.monotonic(), self.waited()
+            spent, waited = 0.0, self.waited()
             try:
                 process.stdin.write(f"{order}\n".encode())
                 process.stdin.flush()
@@ -169,7 +169,10 @@ class Shell:
             output = select.poll()  # select() itself refuses descriptors above 1023, and a judge with many warm tasks holds more
             output.register(process.stdout, select.POLLIN)
             while not said.endswith(b"\n"):
-                if output.poll(POLL_SECONDS * 1000):
+                began = time.monotonic()
+                ready = output.poll(POLL_SECONDS * 1000)
+                spent += clock.charged(time.monotonic() - began, POLL_SECONDS)
+                if ready:
                     part = os.read(process.stdout.fileno(), 4096)
                     if not part:
                         return self._died(process)
@@ -177,7 +180,7 @@ class Shell:
                 elif folder.used_bytes(self.base, limit=MAX_DISK_BYTES, entries=MAX_ENTRIES) > MAX_DISK_BYTES:
                     self._end()
                     return f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files; remove some in the next command, which starts a new shell"
-                elif time.monotonic() - begun - (self.waited() - waited) > seconds:
+                elif spent - (self.waited() - waited) > seconds:
                     self._end()
                     return f"took longer than {seconds:g} s and was ended, with everything it had started; a new shell starts with the next command"
             answer = said.decode(errors="replace").split("\n")[-2].split()
@@ -196,8 +199,7 @@ class Shell:
             places = {"CONTROL": str(self.control), "OUTPUT": str(self.output), "JUDGE_SOCKET": str(self.control / "judge.sock")}
             command[-1] = DRIVER.replace("/workspace", str(self.workspace))
             return self._popen(command, (), os.environ | places | {"HOME": str(self.workspace)})
-        pythons = [path for path in isolation.python_paths() if Path(sys.base_prefix).resolve() == Path(path)]
-        walls = isolation.bubblewrap(device="cpu", read_only=pythons, writable=[], temporary_bytes=1 << 28, keep_capabilities=False)
+        walls = isolation.bubblewrap(device="cpu", view=isolation.base_view(), temporary_bytes=1 << 28, keep_capabilities=False)
         binds = ["--bind", str(self.workspace), "/workspace", "--ro-bind", str(self.control), "/control", "--bind", str(self.output), "/output"]
         binds += ["--ro-bind", str(self.base / "model.py"), "/workspace/model.py", "--ro-bind", str(TEMPLATE / "utils"), "/workspace/utils"]
         for name in TEMPLATE_FILES:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import pybind11
 
 from components.config import PROJECT, BadInput, Device, Sandbox
 from components.files import atomic_write, digest_json, forget, user_cache
-from components.sandbox import isolation
+from components.sandbox import clock, isolation
 from components.sandbox.nursery import KEPT_SECONDS, InfrastructureError
 
 TEMPLATE = PROJECT / "agent_workdir"
@@ -42,7 +42,7 @@ MAX_LOG_BYTES = 8000
 MAX_SAID_BYTES = 1 << 20
 TOO_MANY = "too_many_symbols"
 """Stands in a list of imported symbols that is too long to be read to its end; no allow-list has it."""
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Part of every cached build's name; raise it when what is cached changes its form or meaning."""
 
 
@@ -79,16 +79,16 @@ def _architecture() -> list[str]:
     return [f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}"]
 
 
-def _torch_arguments(device: Device) -> list[str]:
+def _torch_arguments(device: Device, view: isolation.View) -> list[str]:
     """Flags for sources that include torch's headers: its folders, the language they need, the libraries, which are loaded already."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     libraries = ["c10", "torch_cpu", "torch", "torch_python", *(["c10_cuda", "torch_cuda"] if device == "cuda" else [])]
-    flags = [f"-I{path}" for path in include_paths(device)] + [f"-L{path}" for path in library_paths()]
+    flags = [f"-I{view.inside(path)}" for path in include_paths(device)] + [f"-L{view.inside(path)}" for path in library_paths()]
     return ["-std=c++20", *flags, *(f"-l{name}" for name in libraries)]
 
 
-def _vendor_arguments(texts: Iterable[str]) -> list[str]:
+def _vendor_arguments(texts: Iterable[str], view: isolation.View) -> list[str]:
     """Flags for cuBLAS and cuDNN where a source names them: torch's own copies, installed as packages, or else the toolkit's."""
     found = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (found.submodule_search_locations or [])] if found is not None else []
@@ -99,7 +99,7 @@ def _vendor_arguments(texts: Iterable[str]) -> list[str]:
         libraries = sorted(library for folder in folders for library in folder.glob(f"*/lib/lib{name}.so*"))
         if libraries:
             place = libraries[0].parent
-            arguments += [f"-I{place.parent}/include", f"-L{place}", "-Xlinker", f"-l:{libraries[0].name}"]
+            arguments += [f"-I{view.inside(place.parent)}/include", f"-L{view.inside(place)}", "-Xlinker", f"-l:{libraries[0].name}"]
         else:
             arguments.append(f"-l{name}")
     return arguments
@@ -139,41 +139,38 @@ class Builder:
         self.cache.mkdir(parents=True, exist_ok=True)
         forget(self.cache, KEPT_SECONDS)
         self.compiler = compiler(device)
-        self.includes = [f"-I{TEMPLATE}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else [*CPU_FLAGS, *(X86_FLAGS if platform.machine() == "x86_64" else ())]
         template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
         self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX, _processor()])
         self.shared = user_cache("binding").resolve()
         self.shared.mkdir(parents=True, exist_ok=True)
         self.binding = self.shared / f"binding-{self.base[:32]}.o"
+        self.view = self._view() if sandbox.isolation == "bubblewrap" else isolation.NOWHERE
+        places = (TEMPLATE, pybind11.get_include(), sysconfig.get_path("include"))
+        self.includes = [f"-I{self.view.inside(place)}" for place in places]
         try:
             self.binding_symbols = self._make_binding()
             if device == "cpu":
-                self.includes.insert(0, f"-I{self._make_headers()}")
+                self.includes.insert(0, f"-I{self.view.inside(self._make_headers())}")
         except subprocess.TimeoutExpired as error:
             raise InfrastructureError(f"the judge's own binding did not compile in sandbox.build_seconds ({sandbox.build_seconds:g} s): raise it.") from error
+
+    def _view(self) -> isolation.View:
+        """What a compiler sees besides the sources of one build."""
+        view = isolation.python_view() | {TEMPLATE: "/template", self.shared: "/shared", Path(pybind11.get_include()): "/pybind11"}
+        toolkit = Path(self.compiler).resolve().parent.parent
+        return view if self.device == "cpu" or toolkit.is_relative_to("/usr") else view | {toolkit: str(toolkit)}
 
     def _make_binding(self) -> frozenset[str]:
         symbols = self.binding.with_suffix(".symbols")
         if not symbols.exists():
             with self._folder() as folder:
-                host = compiler("cpu")
-                command = [
-                    host,
-                    "-O1",
-                    "-fPIC",
-                    "-std=c++17",
-                    "-fvisibility=hidden",
-                    *self.includes,
-                    "-c",
-                    str(TEMPLATE / "binding.cpp"),
-                    "-o",
-                    f"{folder}/out/binding.o",
-                ]
-                result, names = self._compile(folder, command, f"{folder}/out/binding.o")
+                source = self.view.inside(TEMPLATE / "binding.cpp")
+                command = [compiler("cpu"), "-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", *self.includes, "-c", source]
+                result, names = self._compile(folder, command, "binding.o")
                 if result.returncode != 0:
                     raise InfrastructureError(f"binding.cpp does not compile: {result.stderr[-2000:]}")
-                atomic_write(self.binding, Path(folder, "out", "binding.o").read_bytes())
+                atomic_write(self.binding, (folder / "out" / "binding.o").read_bytes())
                 atomic_write(symbols, "\n".join(names))
         return frozenset(symbols.read_text().split())
 
@@ -183,22 +180,24 @@ class Builder:
         name = "binding_registry.h"
         if not (headers / f"{name}.gch").exists():
             with self._folder() as folder:
-                command = [self.compiler, *self.flags, "-x", "c++-header", str(TEMPLATE / name), "-o", f"{folder}/out/{name}.gch"]
+                out = Path(self._inside(folder).inside(folder / "out"), f"{name}.gch")
+                command = [self.compiler, *self.flags, "-x", "c++-header", self.view.inside(TEMPLATE / name), "-o", str(out)]
                 result = self._confined(folder, command)
                 if result.returncode != 0:
                     raise InfrastructureError(f"{name} does not compile: {result.stderr[-2000:]}")
                 headers.mkdir(exist_ok=True)
+                headers.chmod(0o755)
                 atomic_write(headers / name, (TEMPLATE / name).read_text())
-                atomic_write(headers / f"{name}.gch", Path(folder, "out", f"{name}.gch").read_bytes())
+                atomic_write(headers / f"{name}.gch", (folder / "out" / f"{name}.gch").read_bytes())
         return headers
 
-    def _compile(self, folder: str, command: list[str], out: str, *look: str) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
-        """Compile `out` and name the symbols that it imports: both inside one sandbox, since each costs as much as a small compilation."""
-        # When memory runs out, a compiler goes first and never the judge.
-        first = "echo 1000 2>/dev/null >/proc/self/oom_score_adj;"
-        out = shlex.quote(out)
-        script = f'{first} "$@" >&2 && test -f {out} && test ! -L {out} && exec nm --undefined-only --format=posix {" ".join(look)} {out}'
-        result = self._confined(folder, ["/bin/sh", "-c", script, "sh", *command])
+    def _compile(self, folder: Path, command: list[str], name: str, *look: str) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
+        """Compile to the file `name` of `folder`'s out and list the symbols that it imports: both inside one sandbox, since each costs
+        as much as a small compilation."""
+        out = str(Path(self._inside(folder).inside(folder / "out"), name))
+        quoted = shlex.quote(out)
+        script = f'"$@" >&2 && test -f {quoted} && test ! -L {quoted} && exec nm --undefined-only --format=posix {" ".join(look)} {quoted}'
+        result = self._confined(folder, ["/bin/sh", "-c", script, "sh", *command, "-o", out])
         names = tuple(line.split()[0] for line in result.stdout.splitlines() if line.strip())
         if len(result.stdout.encode()) >= MAX_SAID_BYTES:
             names = (TOO_MANY,)
@@ -206,24 +205,34 @@ class Builder:
             raise InfrastructureError(f"nm failed on a built library: {result.stderr[-500:]}")
         return result, names
 
-    def _folder(self) -> tempfile.TemporaryDirectory[str]:
-        folder = tempfile.TemporaryDirectory(dir=self.cache, prefix="build-", ignore_cleanup_errors=True)
-        for name in ("in", "out"):
-            Path(folder.name, name).mkdir()
-        os.chmod(folder.name, 0o755)
-        if os.getuid() == 0:
-            os.chown(Path(folder.name, "out"), isolation.BUILDER, isolation.BUILDER)
-        return folder
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """A folder for one build: sources in `in`, what the compiler writes in `out`."""
+        with tempfile.TemporaryDirectory(dir=self.cache, prefix="build-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            for path in (folder, folder / "in", folder / "in" / "kernels", folder / "out"):
+                path.mkdir(exist_ok=True)
+                path.chmod(0o755)  # whatever the umask: root's compilers have another uid
+            if isolation.takes_other_uids():
+                os.chown(folder / "out", isolation.BUILDER, isolation.BUILDER)
+            yield folder
 
-    def _confined(self, folder: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    def _inside(self, folder: Path) -> isolation.View:
+        """Where one build's folders are for its compiler."""
+        return isolation.NOWHERE if self.view is isolation.NOWHERE else isolation.View({folder / "in": "/in", folder / "out": "/out"})
+
+    def _confined(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Run one compiler command with the sources read-only and only `out` writable."""
         pass_fds: tuple[int, ...] = ()
         environment = None
         if self.sandbox.isolation == "bubblewrap":
-            cuda_home = Path(self.compiler).resolve().parent.parent
-            outside = [str(cuda_home)] if self.device == "cuda" and not str(cuda_home).startswith("/usr") else []
-            read_only = [*isolation.python_paths(), str(TEMPLATE), str(self.cache), str(self.shared), pybind11.get_include(), *outside]
-            walls = isolation.bubblewrap(device="cpu", read_only=read_only, writable=[f"{folder}/out"], temporary_bytes=1 << 29, keep_capabilities=False)
+            walls = isolation.bubblewrap(
+                device="cpu",
+                view=self.view | {folder / "in": "/in"},
+                writable={"/out": folder / "out"},
+                temporary_bytes=1 << 29,
+                keep_capabilities=False,
+            )
             filter_fd = os.memfd_create("seccomp")
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
@@ -235,21 +244,13 @@ class Builder:
         # Into files, which the limits of the command hold for: a compiler can be made to talk without end.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             try:
-                result = subprocess.run(
-                    command,
-                    stdout=out,
-                    stderr=errors,
-                    pass_fds=pass_fds,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    timeout=self.sandbox.build_seconds,
-                    check=False,
-                )
+                process = subprocess.Popen(command, stdout=out, stderr=errors, pass_fds=pass_fds, stdin=subprocess.DEVNULL, env=environment)
+                code = clock.wait(process, self.sandbox.build_seconds)
             finally:
                 for descriptor in pass_fds:
                     os.close(descriptor)
             said = [(file.seek(0), file.read(MAX_SAID_BYTES).decode(errors="replace"))[1] for file in (out, errors)]
-        return subprocess.CompletedProcess(command, result.returncode, said[0], said[1])
+        return subprocess.CompletedProcess(command, code, said[0], said[1])
 
     def build(self, files: dict[str, str]) -> Build:
         """Compile and link `kernels/*`; the result is cached by content, failures too (a compiler is deterministic)."""
@@ -267,31 +268,29 @@ class Builder:
         if failed.exists():
             return Build(None, failed.read_text())
         with self._folder() as folder:
-            for name, text in (sources | headers).items():
-                path = Path(folder, "in", name)
-                path.parent.mkdir(parents=True, exist_ok=True)
+            given = sources | headers | {"binding_registry.h": (TEMPLATE / "binding_registry.h").read_text()}  # the public form includes it by "../"
+            for name, text in given.items():
+                path = folder / "in" / name
                 path.write_text(text)
-            Path(folder, "in", "binding_registry.h").write_text(
-                (TEMPLATE / "binding_registry.h").read_text()
-            )  # the public form includes "../binding_registry.h"
-            torch_arguments = _torch_arguments(self.device) if any(TORCH_HEADER.search(text) for text in (sources | headers).values()) else []
-            out = Path(folder, "out", "library.so")
-            units = [f"{folder}/in/{name}" for name in sources]
-            command = [self.compiler, *self.flags, *self.includes, f"-I{folder}/in/kernels", "-shared", *units, str(self.binding), "-o", str(out)]
-            command += torch_arguments
+                path.chmod(0o644)
+            place = self._inside(folder).inside(folder / "in")
+            units = [f"{place}/{name}" for name in sources]
+            command = [self.compiler, *self.flags, *self.includes, f"-I{place}/kernels", "-shared", *units, self.view.inside(self.binding)]
+            if any(TORCH_HEADER.search(text) for text in (sources | headers).values()):
+                command += _torch_arguments(self.device, self.view)
             if self.device == "cuda":
-                command += _vendor_arguments((sources | headers).values())
+                command += _vendor_arguments((sources | headers).values(), self.view)
             try:
-                result, names = self._compile(folder, command, str(out), "-D")
+                result, names = self._compile(folder, command, "library.so", "-D")
             except subprocess.TimeoutExpired:
                 return Build(None, f"the build took longer than {self.sandbox.build_seconds:g} s", timed_out=True)
             if result.returncode in (126, 127):  # a wall or the compiler did not start: nothing that the sources did
                 raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0:
-                log = result.stderr.replace(f"{folder}/in/", "").replace(str(TEMPLATE) + "/", "")
+                log = result.stderr.replace(f"{place}/", "").replace(f"{self.view.inside(TEMPLATE)}/", "")
                 atomic_write(failed, log[:MAX_LOG_BYTES])
                 return Build(None, log[:MAX_LOG_BYTES])
-            atomic_write(library, out.read_bytes())
+            atomic_write(library, (folder / "out" / "library.so").read_bytes())
             atomic_write(symbols, "\n".join(names))  # last: its presence says that the library is complete
         return Build(library, symbols=names)
 

@@ -1,8 +1,14 @@
-"""The walls: bubblewrap around everything untrusted, and the system-call filter inside it.
+"""Isolation of untrusted processes: bubblewrap around them, and the system-call filter inside it.
 
-Two recipes, because bubblewrap differs by who starts it (knowledge of Debian 12, bubblewrap 0.8):
-a normal user gets a user namespace with nested ones disabled; root gets none, so that the real uid becomes 65534 (only
-then do per-user limits bind, and only then can an interpreter that root alone may read be bound into the sandbox).
+Who starts a sandbox decides how (`takes_other_uids`):
+
+- Root gets no user namespace. What is untrusted takes the real uid 65534 or 65533, so that limits per user hold and an
+  interpreter that only root may read can be bound into the sandbox.
+- An ordinary user gets a user namespace, in which it is uid 65534; outside, its processes still belong to that user. Limits per
+  user are counted by user namespace (Linux 5.14), so those of a sandbox do not count what the user does elsewhere.
+
+Folders of the project and of Python's packages are bound at fixed places (`View`): what runs inside sees the same paths
+whatever the checkout's own path is, which may hold blanks that a compiler's command line does not bear.
 """
 
 from __future__ import annotations
@@ -10,11 +16,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,13 +31,13 @@ from components.config import BadInput
 NOBODY = 65534
 BUILDER = 65533
 """Builds have a uid of their own: limits count by uid, and a candidate's thousand threads made every build fail ("Cannot fork")."""
-HERE = Path(__file__).resolve().parent
 CLONE_THREAD = 0x00010000
 AF_UNIX = 1
 WORD = 0xFFFFFFFF
 """The kernel looks at the lower half of what is an int; a filter that compares all of a register is passed with any upper half."""
-FCNTL_REFUSED = (5, 6, 7, 36, 37, 38, 1024, 1026, 8, 10, 15)
-"""F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, F_SETLEASE, F_NOTIFY, F_SETOWN, F_SETSIG, F_SETOWN_EX: locks, watches, signals."""
+FCNTL_REFUSED = (5, 6, 7, 36, 37, 38, 1024, 1026, 8, 10, 15, 1031)
+"""F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, F_SETLEASE, F_NOTIFY, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETPIPE_SZ:
+locks, watches, signals, and memory that is counted for the whole account."""
 IOCTL_REFUSED = (0x5452, 0x8901, 0x8902)
 """FIOASYNC, FIOSETOWN, SIOCSPGRP: signals when a descriptor is ready."""
 PR_SET_DUMPABLE = 4
@@ -45,28 +53,71 @@ def _exists(path: str) -> bool:
 
 
 @functools.cache
-def python_paths() -> tuple[str, ...]:
-    """Folders that the interpreter and torch need, outermost first; never the folder of a script, which may be anything."""
+def takes_other_uids() -> bool:
+    """Whether this process may give other uids to what it starts: it is root, and uids 65533 and 65534 exist in its user namespace."""
+    if os.geteuid() != 0:
+        return False
+    ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return all(any(first <= uid < first + count for first, _, count in ranges) for uid in (BUILDER, NOBODY))
+
+
+@dataclass(frozen=True)
+class View:
+    """Host folders that are seen inside a sandbox, read-only, and the path of each there."""
+
+    folders: Mapping[Path, str]
+
+    def inside(self, path: Path | str) -> str:
+        """The path inside of a host path; itself where it is in none of the folders, as are those of the system."""
+        found = Path(path)
+        for folder, place in sorted(self.folders.items(), key=lambda item: -len(item[0].parts)):
+            if found.is_relative_to(folder):
+                return str(Path(place, found.relative_to(folder)))
+        return str(path)
+
+    def __or__(self, other: Mapping[Path, str]) -> View:
+        return View({**self.folders, **other})
+
+
+NOWHERE = View({})
+"""No sandbox: every path is its own."""
+
+
+@functools.cache
+def interpreter() -> str:
+    """The path of the base interpreter, which is the same inside: a virtual environment's own is a link to it."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@functools.cache
+def base_view() -> View:
+    """The interpreter's folder at its own path, for it may be compiled into the interpreter; nothing where that is in /usr."""
+    base = Path(sys.base_prefix).resolve()
+    return NOWHERE if base.is_relative_to("/usr") or base == Path("/") else View({base: str(base)})
+
+
+@functools.cache
+def packages() -> tuple[Path, ...]:
+    """Host folders of installed packages, torch's first."""
     torch = importlib.util.find_spec("torch")
-    site = [str(Path(torch.origin).parent.parent)] if torch is not None and torch.origin else []
-    paths = sysconfig.get_paths()
-    candidates = {sys.base_prefix, sys.prefix, paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site}
-    folders = sorted({str(Path(p).resolve()) for p in candidates if Path(p).is_dir()})
-    kept: list[str] = []
-    for folder in folders:
-        inside = any(folder == k or folder.startswith(k + "/") for k in kept)
-        if not inside and not folder.startswith("/usr/") and folder not in ("/", "/usr"):
-            kept.append(folder)
-    return tuple(kept)
+    found = [Path(torch.origin).parent.parent] if torch is not None and torch.origin else []
+    found += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    return tuple(dict.fromkeys(path.resolve() for path in found if path.is_dir()))
 
 
-def _bind(path: str, option: str = "--ro-bind") -> list[str]:
-    """Bind one path at its own place, with parents that uid 65534 may pass (a private home is 0700)."""
+@functools.cache
+def python_view() -> View:
+    """The interpreter, and the folders of packages as /packages/0, /packages/1."""
+    return base_view() | {folder: f"/packages/{number}" for number, folder in enumerate(packages())}
+
+
+def _bind(option: str, source: Path, place: str) -> list[str]:
+    """Bind one path, with parents that uid 65534 may pass: those that bwrap makes by itself are closed to it."""
     arguments: list[str] = []
-    for parent in reversed(Path(path).parents):
+    for parent in reversed(Path(place).parents):
         if str(parent) not in ("/", "/usr", "/tmp", "/dev"):
             arguments += ["--perms", "0755", "--dir", str(parent)]
-    return [*arguments, option, path, path]
+    return [*arguments, option, str(source), place]
 
 
 def gpu_devices() -> list[str]:
@@ -76,16 +127,43 @@ def gpu_devices() -> list[str]:
     return [d for d in (f"/dev/nvidia{number}", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools") if _exists(d)]
 
 
+@functools.cache
+def has_own_proc() -> bool:
+    """Whether a sandbox may have a /proc of its own: not an ordinary user's in a container whose engine masks parts of /proc."""
+    options = ["--unshare-pid", *([] if takes_other_uids() else ["--unshare-user"]), "--ro-bind", "/", "/", "--proc", "/proc"]
+    result = subprocess.run([shutil.which("bwrap") or "bwrap", *options, "true"], capture_output=True, text=True, check=False)
+    return "mount proc" not in result.stderr
+
+
+GOES_FIRST = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
+"""The start of a command that is to end first when memory runs out, and never the judge."""
+
+
 def bubblewrap(
-    *, device: str, read_only: list[str], writable: list[str], temporary_bytes: int, keep_capabilities: bool, caches: Mapping[str, Path] = MappingProxyType({})
+    *,
+    device: str,
+    view: View,
+    temporary_bytes: int,
+    keep_capabilities: bool,
+    writable: Mapping[str, Path] = MappingProxyType({}),
+    caches: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[str]:
     """The bwrap command up to and including `--`; what follows runs inside.
 
-    `keep_capabilities` is for our own zygote, which needs them to wall its children off from itself; it never runs
-    untrusted code, and its children drop every one of them first.
+    `writable` and `caches` are host folders by their path inside. `keep_capabilities` is for our own zygote, which needs them to isolate its
+    children from itself; it never runs untrusted code, and its children drop every one of them first.
     """
-    root = os.getuid() == 0
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    root = takes_other_uids()
+    # Without a /proc inside nobody can say there that runners go first when memory runs out.
+    command = [
+        *([] if has_own_proc() else GOES_FIRST),
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     command += ["--new-session", "--die-with-parent", "--clearenv"]
     if not root:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
@@ -105,15 +183,19 @@ def bubblewrap(
     for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"):
         if _exists(path):
             command += ["--ro-bind", path, path]
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(temporary_bytes), "--tmpfs", "/tmp"]
+    if has_own_proc() or device == "cuda":  # CUDA's driver needs all of it
+        command += ["--proc", "/proc"]
+    else:  # torch chooses its kernels by the processor's description
+        command += ["--perms", "0755", "--tmpfs", "/proc", "--ro-bind", "/proc/cpuinfo", "/proc/cpuinfo", "--ro-bind", "/proc/meminfo", "/proc/meminfo"]
+    command += ["--dev", "/dev", "--perms", "1777", "--size", str(temporary_bytes), "--tmpfs", "/tmp"]
     if device == "cuda":
         command += ["--ro-bind", "/sys", "/sys"]
         for path in gpu_devices():
             command += ["--dev-bind", path, path]
-    for path in read_only:
-        command += _bind(path)
-    for path in writable:
-        command += _bind(path, "--bind")
+    for folder, place in view.folders.items():
+        command += _bind("--ro-bind", folder, place)
+    for place, folder in writable.items():
+        command += _bind("--bind", folder, place)
     for key, value in environment(device).items():
         command += ["--setenv", key, value]
     if keep_capabilities:
@@ -148,11 +230,27 @@ def environment(device: str) -> dict[str, str]:
     return values
 
 
+def within(limit: int, value: int) -> int:
+    """`value`, or the hard limit of this process where that is less: nobody but root may raise it."""
+    hard = resource.getrlimit(limit)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
 def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
-    """`command` as a uid of its own without capabilities and with limits, for use inside `bubblewrap(keep_capabilities=False)`."""
+    """`command` without capabilities and with limits, as root's with a uid of its own, for use inside `bubblewrap(keep_capabilities=False)`.
+
+    When memory runs out it goes first and never the judge.
+    """
     drop = ["setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
-    limits = ["prlimit", f"--as={memory_bytes}", f"--fsize={file_bytes}", "--core=0", "--nofile=256", "--nproc=512", f"--cpu={int(seconds) + 1}", "--"]
-    return [*(drop if os.getuid() == 0 else []), *limits, *command]
+    limits = {
+        "as": within(resource.RLIMIT_AS, memory_bytes),
+        "fsize": within(resource.RLIMIT_FSIZE, file_bytes),
+        "core": 0,
+        "nofile": within(resource.RLIMIT_NOFILE, 256),
+        "nproc": within(resource.RLIMIT_NPROC, 512),
+        "cpu": within(resource.RLIMIT_CPU, int(seconds) + 1),
+    }
+    return [*(drop if takes_other_uids() else []), "prlimit", *(f"--{name}={value}" for name, value in limits.items()), "--", *GOES_FIRST, *command]
 
 
 @functools.cache
@@ -196,24 +294,3 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         program.export_bpf(file)
         file.seek(0)
         return file.read()
-
-
-@functools.cache
-def check_available() -> None:
-    """Raise IsolationUnavailable, with the mend, unless bubblewrap and libseccomp work here."""
-    if shutil.which("bwrap") is None:
-        raise IsolationUnavailable(
-            "sandbox.isolation: bubblewrap is not installed; run apt-get install -y bubblewrap, or write --set sandbox.isolation=none to judge without walls."
-        )
-    try:
-        seccomp_program("candidate")
-    except (ImportError, OSError, RuntimeError) as error:
-        raise IsolationUnavailable(f"sandbox.isolation: libseccomp cannot be loaded ({error}); run apt-get install -y libseccomp2.") from error
-    command = bubblewrap(device="cpu", read_only=[], writable=[], temporary_bytes=1 << 20, keep_capabilities=False)
-    probe = [*command, *confined(["/usr/bin/true"], memory_bytes=1 << 30, file_bytes=1 << 20, seconds=5)]
-    result = subprocess.run(probe, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        reason = " ".join(result.stderr.split())[:200]
-        raise IsolationUnavailable(
-            f"sandbox.isolation: bubblewrap does not work here ({reason}); allow user namespaces (sysctl kernel.unprivileged_userns_clone=1) or run as root."
-        )

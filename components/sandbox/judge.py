@@ -27,6 +27,7 @@ from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder, native
 from components.sandbox.compiled import DEFAULT, begin, fastest
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
+from components.sandbox.preflight import check_isolation
 from components.sandbox.rounds import Arm, Staging
 from components.sandbox.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.timing import net, paired_ratio, wanted_rounds
@@ -69,6 +70,7 @@ class Judge:
         self.params = params
         if params.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU.")
+        check_isolation(params.sandbox)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.builder = Builder(params.sandbox, params.device, folder / "builds")

@@ -6,8 +6,10 @@ import array
 import contextlib
 import ctypes
 import errno
+import importlib.metadata
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -21,17 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from components.config import Device, Sandbox
-from components.files import forget, user_cache
+from components.config import BadInput, Device, Sandbox
+from components.files import digest_json, forget, user_cache
 from components.sandbox import isolation
+from components.sandbox.clock import LOOK_SECONDS, charged
 
 MESSAGE_BYTES = 1 << 20
 HEADER_BYTES = 180_000
 """Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
 START_SECONDS = 300
-LOOK_SECONDS = 1.0
-"""How long at most an answer is waited for before the time that is left is looked at anew."""
 GONE_SECONDS = 20
+MOST_FAILED_STARTS = 2
 KEPT_SECONDS = 14 * 24 * 3600
 """How long a cached build that nobody asks for is kept, and what torch.compile made of a task: a night leaves tens of megabytes of each."""
 TEMPORARY_BYTES = 1 << 29
@@ -90,10 +92,13 @@ class Runner:
             remaining = self.deadline - (time.monotonic() if since is None else since)
             if remaining <= 0:
                 raise RunnerError("timed_out")
-            self.connection.settimeout(min(remaining, LOOK_SECONDS))
+            began, asked = time.monotonic(), min(remaining, LOOK_SECONDS)
+            self.connection.settimeout(asked)
             try:
                 data = self.connection.recv(MESSAGE_BYTES)
             except TimeoutError:
+                elapsed = time.monotonic() - began
+                self.deadline += elapsed - charged(elapsed, asked)
                 continue
             except OSError as error:
                 raise RunnerError("crashed", str(error)) from error
@@ -216,10 +221,25 @@ class Zygote:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    served: bool = False
+    """Whether it has started a runner."""
 
 
-Kind = Literal["plain", "compile"]
-KINDS_OF_ZYGOTE: tuple[Kind, ...] = ("plain", "compile")
+Kind = Literal["plain", "compile", "probe"]
+WARM_KINDS: tuple[Kind, ...] = ("plain", "compile")
+
+
+def torch_cache(parent: Path) -> Path:
+    """The folder below `parent` for what this installation of torch compiled; those of others that are not in use any more are removed.
+
+    Inside a sandbox torch has the same path whichever it is, so what names it must be part of the folder's name.
+    """
+    stamp = digest_json([importlib.metadata.version("torch"), sys.version, [str(path) for path in isolation.packages()]])[:16]
+    folder = parent / stamp
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    forget(parent, KEPT_SECONDS)
+    return folder
 
 
 def warm_folder() -> Path:
@@ -228,7 +248,7 @@ def warm_folder() -> Path:
     Inductor names what it makes by a digest of sources, compiler and flags, and locks meanwhile. Only a zygote writes
     here, before it runs anything foreign; its runners see the folder read-only.
     """
-    return user_cache("inductor")
+    return torch_cache(user_cache("inductor"))
 
 
 class Nursery:
@@ -249,15 +269,15 @@ class Nursery:
         # bubblewrap's --die-with-parent means the thread that started it: this one lives as long as the nursery.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
         self.empty = os.memfd_create("empty")  # stands for "no library"
+        self.failed: dict[Kind, int] = {}
+        """How many zygotes of a kind have ended, one after another, without having started a runner."""
         self.watched: list[int] = []
         """Descriptors of the runners that may still live."""
-        if sandbox.isolation == "bubblewrap":
-            isolation.check_available()
 
     def prepare(self) -> None:
         """Start both zygotes without waiting for them."""
         with self.lock:
-            for kind in KINDS_OF_ZYGOTE:
+            for kind in WARM_KINDS:
                 self._zygote(kind)
 
     def _zygote(self, kind: str) -> Zygote:
@@ -270,31 +290,27 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         walled = self.sandbox.isolation == "bubblewrap"
         self.folder.mkdir(parents=True, exist_ok=True)
-        caches = {"/cache": self.folder / "inductor", "/warm": warm_folder()} if kind == "compile" else {}
-        for folder in caches.values():
-            folder.mkdir(parents=True, exist_ok=True)
-        if (tasks := self.folder / "inductor" / "tasks").is_dir():
+        caches = {"/cache": torch_cache(self.folder / "inductor"), "/warm": warm_folder()} if kind == "compile" else {}
+        if caches and (tasks := caches["/cache"] / "tasks").is_dir():
             forget(tasks, KEPT_SECONDS)
+        start, view, environment = [sys.executable, "-I"], isolation.NOWHERE, None
+        if walled:
+            view = isolation.python_view() | {HERE: "/sandbox", self.native: "/native"}
+            start = isolation.bubblewrap(device=self.device, view=view, temporary_bytes=TEMPORARY_BYTES, keep_capabilities=True, caches=caches)
+            start += [isolation.interpreter(), "-I", "-S"]
+        else:
+            environment = isolation.environment(self.device) | {"HOME": str(self.folder), "TMPDIR": str(self.folder), "PATH": os.environ["PATH"]}
         command = [
-            sys.executable,
-            "-I",
-            str(HERE / "runner.py"),
+            *start,
+            view.inside(HERE / "zygote.py"),
             str(theirs.fileno()),
             self.device,
             kind,
-            "walled" if walled else "open",
-            str(self.native),
+            "isolated" if walled else "open",
+            view.inside(self.native),
+            os.pathsep.join(view.inside(path) for path in isolation.packages()) if walled else "",
             *(caches if walled else map(str, caches.values())),
         ]
-        environment = None
-        if walled:
-            paths = [*isolation.python_paths(), str(HERE), str(self.native)]
-            command = [
-                *isolation.bubblewrap(device=self.device, read_only=paths, writable=[], temporary_bytes=TEMPORARY_BYTES, keep_capabilities=True, caches=caches),
-                *command,
-            ]
-        else:
-            environment = isolation.environment(self.device) | {"HOME": str(self.folder), "TMPDIR": str(self.folder), "PATH": os.environ["PATH"]}
         log = (self.folder / f"{kind}.log").open("wb")
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         theirs.close()
@@ -319,7 +335,7 @@ class Nursery:
         if self.device == "cpu":
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes
         walls = {
-            "limits": limits,
+            "limits": {name: isolation.within(getattr(resource, name), value) for name, value in limits.items()},
             "temporary_bytes": TEMPORARY_BYTES,
             "seccomp": isolation.seccomp_program("candidate" if candidate else "baseline", self.device).hex() if self.sandbox.isolation == "bubblewrap" else "",
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
@@ -331,13 +347,12 @@ class Nursery:
             raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
         kind: Kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         with theirs, self.lock:
+            zygote = self._zygote(kind)
             try:
-                send(self._zygote(kind).control, header | walls, (theirs.fileno(), *descriptors))
+                send(zygote.control, header | walls, (theirs.fileno(), *descriptors))
             except OSError as error:
                 ours.close()
-                if (dead := self.zygotes.pop(kind, None)) is not None:
-                    self._end(dead)
-                raise InfrastructureError(f"the zygote is gone: {error}") from error
+                raise self._gone(kind, zygote, str(error)) from error
         ours.settimeout(START_SECONDS)
         try:
             data, ancillary, _, _ = ours.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))
@@ -347,8 +362,9 @@ class Nursery:
         credentials = [payload for _, kind, payload in ancillary if kind == socket.SCM_CREDENTIALS]
         if data != b"H" or not credentials:
             ours.close()
-            log = (self.folder / f"{kind}.log").read_text(errors="replace")[-500:]
-            raise InfrastructureError(f"a runner could not be walled off: {data[:200]!r} {log}")
+            with self.lock:
+                raise self._gone(kind, zygote, "it started no runner")
+        zygote.served = True
         pid = struct.unpack("3i", credentials[0])[0]
         try:
             process = os.pidfd_open(pid)
@@ -365,6 +381,24 @@ class Nursery:
             runner.close()
             raise InfrastructureError(f"a runner ended at once: {error}") from error
         return runner
+
+    def _gone(self, kind: Kind, zygote: Zygote, said: str) -> Exception:
+        """What to raise for a zygote that started no runner. One that never started any will not when it is tried once more either: that
+        is for a person to mend, and no run goes on with it."""
+        log = self.folder / f"{kind}.log"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            zygote.process.wait(1)
+        words = " ".join(log.read_text(errors="replace").split())[-500:]
+        if zygote.process.poll() is not None and self.zygotes.get(kind) is zygote:
+            del self.zygotes[kind]
+            self._end(zygote)
+            self.failed[kind] = 0 if zygote.served else self.failed.get(kind, 0) + 1
+        if self.failed.get(kind, 0) < MOST_FAILED_STARTS:
+            return InfrastructureError(f"a runner could not be started by the process that holds torch ({kind}): {said}; {words}")
+        what = "torch.compile" if kind == "compile" else "torch"
+        return BadInput(
+            f"{log}: the judge's process that holds {what} ends as soon as it starts, its last words are there ({words[-200:]}); mend that and run again."
+        )
 
     def _left(self, seconds: float) -> None:
         """Forget the runners that are gone, after waiting for all of them for so long."""

@@ -184,7 +184,7 @@ def judges(night: Night) -> int:
 
 FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
     "the night's process killed": kill_night,
-    "a runner of the judge killed": lambda night, _: kill_below(judges(night), "sandbox/runner.py"),
+    "a runner of the judge killed": lambda night, _: kill_below(judges(night), "/sandbox/zygote.py"),
     "a compiler killed": lambda night, _: kill_below(judges(night), "cc1plus"),
     "DVC killed": lambda night, _: kill_below(night.process, "-m dvc", "dvc"),
     "the judge's Ray actor killed": lambda night, _: kill_below(pid_of(night.stack, "ray-node"), "ray::JudgeActor"),
