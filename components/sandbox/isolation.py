@@ -155,15 +155,8 @@ def bubblewrap(
     """
     root = takes_other_uids()
     # Without a /proc inside nobody can say there that runners go first when memory runs out.
-    command = [
-        *([] if has_own_proc() else GOES_FIRST),
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
+    command = [] if has_own_proc() else [*GOES_FIRST]
+    command += [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--new-session", "--die-with-parent", "--clearenv"]
     if not root:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -65,7 +64,8 @@ CASES: tuple[Case, ...] = (
     ),
     (
         lambda system, said, root: "reading a runner's memory" in said and system.setting("kernel/yama/ptrace_scope") == "3",
-        "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next boot); set it to 2 or less in /etc/sysctl.d and boot anew",
+        "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next boot);"
+        " set it to 2 or less in /etc/sysctl.d and boot anew",
     ),
     (
         lambda system, said, root: system.filtered(),
