@@ -1,0 +1,111 @@
+"""Everything that waits for a GPU, in at most ten minutes, as a table: what was checked, as whom, how it ended, in how many seconds.
+
+    python tests/device/check_gpu.py [--seconds 580] [--out FOLDER]
+
+Run it as root, and the corpus is judged a second time as an ordinary account without a name, on a copy of the checkout that this
+account may read. Needs torch and this project, no pytest. Each check's output is FOLDER/NAME.log; ends with 1 unless all are OK.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+ORDINARY = 10001
+PREFLIGHT = "from components.config import resolve; from components.sandbox.preflight import check_isolation; check_isolation(resolve('smoke').params.sandbox)"
+FEW = ("float4", "plain", "graph_copied_inputs", "cublas_product", "illegal_access", "device_memory_bomb", "host_memory_bomb", "late_thread", "pointer_cache")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One command, run in the checkout; `user` is the uid that it runs as, or None for this process's own."""
+
+    name: str
+    arguments: tuple[str, ...]
+    user: int | None = None
+
+
+def checks(out: Path) -> list[Check]:
+    """The most telling first: where time runs out, the last ones are cut off."""
+    corpus = ("tests/device/judge_corpus.py", "--repeats", "10")
+    own = [Check("isolation", ("-c", PREFLIGHT)), Check("corpus", (*corpus, "--table", str(out / "corpus.md")))]
+    if os.geteuid() != 0:
+        return own
+    return [
+        own[0],
+        Check("isolation-ordinary", ("-c", PREFLIGHT), ORDINARY),
+        Check("corpus-few-ordinary", (*corpus, *FEW), ORDINARY),
+        own[1],
+    ]
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the checkout and a home that the ordinary account may use."""
+    folder.chmod(0o755)
+    copy = folder / "checkout"
+    shutil.copytree(PROJECT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".cuda-agent", "__pycache__", ".whl"), symlinks=True)
+    (folder / "home").mkdir()
+    for path in (folder / "home", copy, *copy.rglob("*")):
+        os.chown(path, ORDINARY, ORDINARY, follow_symlinks=False)
+    return copy
+
+
+def run(check: Check, copy: Path, out: Path, seconds: float) -> tuple[str, float]:
+    """How `check` ended, and after how many seconds."""
+    began = time.monotonic()
+    ordinary = check.user is not None
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"HOME": str(copy.parent / "home")} if ordinary else {})
+    with (out / f"{check.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *check.arguments],
+            cwd=copy if ordinary else PROJECT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            user=check.user,
+            group=check.user,
+            extra_groups=[] if ordinary else None,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(max(1.0, seconds))
+            said = "OK" if code == 0 else f"FAIL (exit code {code})"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            said = "cut off"
+    return said, time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=580, help="for all checks together")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "check-gpu", help="folder for logs and tables")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    results = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        copy = copied(Path(folder)) if os.geteuid() == 0 else PROJECT
+        print(f"{'check':24} {'as uid':8} {'seconds':>8}  result", flush=True)
+        for check in checks(options.out):
+            said, seconds = run(check, copy, options.out, end - time.monotonic())
+            results.append(said)
+            print(f"{check.name:24} {check.user if check.user is not None else os.geteuid():<8} {seconds:8.1f}  {said}", flush=True)
+            for line in (options.out / f"{check.name}.log").read_text(errors="replace").splitlines()[-3:]:
+                print(f"    {line[:200]}", flush=True)
+    return 0 if all(said == "OK" for said in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
