@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; call make with PYTHON=/path/to/python3.11 or newer." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { echo "python3 -m venv failed; install it with: sudo apt-get install -y python3-venv" >&2; exit 2; }
 	@echo "making the environment in .venv (about two minutes, once)" >&2
-	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	umask 022 && $(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(BIN)/uv pip install -q -c constraints.txt torch wheel setuptools packaging ninja py-cpuinfo
 	$(BIN)/uv pip install -q -c constraints.txt --no-build-isolation-package deepspeed -r pyproject.toml --extra train --extra orchestrate --group dev
 	$(BIN)/uv pip install -q --no-deps --no-build-isolation -e .

@@ -26,7 +26,8 @@ from components.cli_data import data_app
 from components.cli_evaluation import evaluate, runs_app
 from components.cli_models import models_app
 from components.cli_train import train
-from components.terminal import Given, answer, environment_fault, home_of, people, with_given
+from components.files import environment_fault
+from components.terminal import Given, answer, home_of, people, with_given
 from components.training.launch import TERMINATED
 
 FAILED, BAD_INPUT, NO_ISOLATION, REFUSED = 1, 2, 3, 4
@@ -122,7 +123,7 @@ def doctor(given: Given) -> None:
         record = examination.as_record(findings)
         out(record)
     if record["missing"]:
-        raise typer.Exit(BAD_INPUT)
+        raise typer.Exit(NO_ISOLATION if record["missing"] == [examination.ISOLATION] else BAD_INPUT)
 
 
 @app.command()
@@ -173,7 +174,7 @@ def judge(
     """Build one candidate, check it and measure it against eager and torch.compile; exit 0 whatever the verdict."""
     with answer(given.as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-        resolved = given.resolved(f"device={device}", *([f"precision={precision}"] if precision else []))
+        resolved = given.for_judging(f"device={device}", *([f"precision={precision}"] if precision else []))
         from components.sandbox.workspace import judge_workdir
 
         verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")
@@ -209,6 +210,9 @@ def main() -> None:
     # Nothing is ever downloaded, and bars of loading weights are no news to anyone.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # This machine's own servers are not reached through a proxy, whatever one is set for the rest.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
     try:
         app()
     except BadInput as error:

@@ -39,7 +39,7 @@ def optimize(
 
     with answer(given.as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-        resolved = given.resolved(f"device={device}")
+        resolved = given.for_judging(f"device={device}")
         from components.agent.handover import check_out, hand_over, headline
         from components.agent.modules import user_task
         from components.agent.optimize import any_time
@@ -191,7 +191,7 @@ def trajectory_replay(given: Given, folder: Folder, number: Number = 0) -> None:
 
         number, trajectory = timeline.choose(timeline.find(folder), number, folder)
         device = trajectory.settings.get("device", "cpu")
-        resolved = given.resolved(f"device={device}")
+        resolved = given.for_judging(f"device={device}")
         pool, console = open_pool(resolved.params, home_of(resolved) / "verdicts"), people()
         try:
             # An epoch of its own, so that no verdict comes from the journal of an earlier replay.

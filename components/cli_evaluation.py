@@ -34,7 +34,7 @@ def evaluate(
             raise BadInput(f"--levels {levels}: numbers with commas between them are expected, for instance 1,2.")
         chosen += [f"evaluation.levels=[{levels}]"] if levels else []
         chosen += [f"evaluation.attempts={attempts}"] if attempts else []
-        resolved = given.resolved(*chosen)
+        resolved = given.for_judging(*chosen)
         place, console = home_of(resolved), people()
         from components.agent.policies import Effort
         from components.cli_agent import policy_of, set_by_hand

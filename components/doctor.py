@@ -61,17 +61,21 @@ def _package(name: str, cost: str) -> Finding:
     return Finding(name, here, version, "" if here else cost, name not in ("vllm", "boto3"))
 
 
-def _namespaces() -> Finding:
-    """Whether bubblewrap can make its namespaces here, asked of bubblewrap itself."""
-    works = False
-    if shutil.which("bwrap"):
-        command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--uid", "65534", "--gid", "65534", "/bin/true"]
-        try:
-            works = subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
-        except (OSError, subprocess.SubprocessError):
-            works = False
-    cost = "candidates cannot be isolated, so the judge refuses; allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a less strict container)"
-    return Finding("namespaces", works, "bubblewrap can isolate" if works else "", "" if works else cost, True)
+ISOLATION = "isolation"
+
+
+def _isolation(params: Params) -> Finding:
+    """Whether a runner can be started and isolated here, by starting one as the judge does."""
+    if params.sandbox.isolation != "bubblewrap":
+        return Finding(ISOLATION, False, "", f"switched off by sandbox.isolation: {params.sandbox.isolation}", False)
+    from components.sandbox.isolation import IsolationUnavailable
+    from components.sandbox.preflight import check_isolation
+
+    try:
+        check_isolation(params.sandbox)
+    except IsolationUnavailable as error:
+        return Finding(ISOLATION, False, "", str(error), True)
+    return Finding(ISOLATION, True, "a runner was started, isolated and read", "", True)
 
 
 def _gpu() -> Finding:
@@ -113,8 +117,8 @@ def examine(params: Params) -> list[Finding]:
         _program("nvcc", cuda, "no CUDA kernel can be built" if cuda else "no CUDA kernel can be built (device cpu needs none)"),
         _program("ccache", False, "repeated builds of bindings take longer"),
         _program("bwrap", params.sandbox.isolation == "bubblewrap", "candidates cannot be isolated, so the judge refuses"),
-        _namespaces(),
         _seccomp(),
+        _isolation(params),
         _gpu(),
         _cores(),
         _memory(),

@@ -7,10 +7,12 @@ leaves either the old state or the new one: write beside, flush to the disk, ren
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -56,9 +58,37 @@ def _sync_directory(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """A folder for what is the same in every home of a user and costs seconds to make; whatever is in it can be deleted."""
+    """A folder for what is the same in every home of a user and costs seconds to make; whatever is in it can be deleted.
+
+    What is in it is loaded and executed, so BadInput where it belongs to another user, cannot be written, or may hold no programs.
+    """
     place = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / name
+    mend = "name a folder of your own by the variable XDG_CACHE_HOME"
+    try:
+        folder = (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / name
+        folder.mkdir(parents=True, exist_ok=True)
+    except RuntimeError as error:  # of Path.home, for an account without a name or a HOME
+        raise BadInput(f"HOME: it is not set, and this account has no home folder; set it, or {mend}.") from error
+    except OSError as error:
+        raise BadInput(f"{error.filename or folder}: cannot be made ({error.strerror}); {mend}.") from error
+    if (owner := folder.stat().st_uid) != os.geteuid():
+        raise BadInput(f"{folder}: belongs to another user (uid {owner}), and programs are kept there; {mend}.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"{folder}: cannot be written; {mend}.")
+    check_executable(folder, mend)
+    return folder
+
+
+def check_executable(folder: Path, mend: str) -> None:
+    """Raise BadInput where programs and libraries in `folder` cannot be loaded, with `mend` as what a person does then."""
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise BadInput(f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; {mend}.")
+
+
+def scratch_folder() -> Path:
+    """Where temporary folders go that hold programs: the system's, or one of the user's where that is mounted noexec."""
+    system = Path(tempfile.gettempdir())
+    return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
@@ -129,9 +159,38 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
     return digest
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove a folder that untrusted code wrote: however deep it is nested, and where modes close it to its own owner."""
+    for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
+        if folder.exists():
+            subprocess.run([*program, "--", str(folder)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
 def forget(folder: Path, seconds: float) -> None:
     """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
     for path in sorted(folder.iterdir(), reverse=True):
-        with contextlib.suppress(OSError, RecursionError):  # somebody else may have been here; folders may be nested without end
+        with contextlib.suppress(OSError):  # somebody else may have been here
             if path.stat().st_mtime < time.time() - seconds:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def environment_fault(error: BaseException) -> str:
+    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk; empty otherwise.
+
+    Libraries wrap it: safetensors and torch keep only the system's text, SQLite has its own.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
+        if type(seen).__name__ == "InfrastructureError":  # by name, so that help needs no import of the judge
+            return f"{text}; what was judged is kept: run the same command again."
+        if full or "No space left on device" in text or "database or disk is full" in text:
+            place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
+            return f"{place}the disk is full; free some space or give another folder with --home, then run the same command again."
+        if isinstance(seen, OSError) and seen.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST) and seen.filename:
+            return f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); give another path."
+        if isinstance(seen, OSError) and seen.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and seen.filename:
+            return f"{seen.filename}: cannot be written ({seen.strerror}); mend its permissions or give another folder with --home."
+        seen = seen.__cause__ or seen.__context__
+    return ""

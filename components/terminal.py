@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import inspect
 import json
@@ -44,6 +43,15 @@ class Given:
 
         home = (f"home={json.dumps(self.home)}",) if self.home else ()
         return resolve(self.profile, (*(self.sets or ()), *more, *home), self.params_file or PROJECT / "params.yaml")
+
+    def for_judging(self, *more: str) -> Resolved:
+        """The parameters of a command that judges on this machine; raises IsolationUnavailable before torch or a policy is loaded."""
+        resolved = self.resolved(*more)
+        if resolved.params.sandbox.pool != "ray":
+            from components.sandbox.preflight import check_isolation
+
+            check_isolation(resolved.params.sandbox)
+        return resolved
 
 
 def with_given(profile: str = "smoke") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,25 +106,3 @@ def answer(as_json: bool) -> Iterator[Any]:
         os.close(kept)
     if as_json:
         print(json.dumps(given[-1], ensure_ascii=False))
-
-
-def environment_fault(error: BaseException) -> str:
-    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk; empty otherwise.
-
-    Libraries wrap it: safetensors and torch keep only the system's text, SQLite has its own.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        text = str(seen)
-        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
-        if type(seen).__name__ == "InfrastructureError":  # by name, so that help needs no import of the judge
-            return f"{text}; what was judged is kept: run the same command again."
-        if full or "No space left on device" in text or "database or disk is full" in text:
-            place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
-            return f"{place}the disk is full; free some space or give another folder with --home, then run the same command again."
-        if isinstance(seen, OSError) and seen.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST) and seen.filename:
-            return f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); give another path."
-        if isinstance(seen, OSError) and seen.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and seen.filename:
-            return f"{seen.filename}: cannot be written ({seen.strerror}); mend its permissions or give another folder with --home."
-        seen = seen.__cause__ or seen.__context__
-    return ""

@@ -24,8 +24,11 @@ from prefect.cache_policies import NO_CACHE
 from components.config import PROJECT, BadInput, Params
 from components.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.progress import Progress
+from components.sandbox.isolation import IsolationUnavailable
 from components.synthesis.mining import versions
+from components.synthesis.stages import SENTENCE
 from components.task import dataset_version
+from components.training.stage import StageFailed
 from flows.runs import Busy, Night, digest_sources
 from flows.steps import Record
 from flows.versions import holds, initialised, keep_pointer
@@ -38,6 +41,9 @@ killed DVC left."""
 RETRY_SECONDS = (2.0, 5.0, 15.0)
 STEP = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
 """A progress line of components.synthesis.stages: step, total, figures."""
+EXITED = re.compile(r"exited with (\d+)")
+BAD_INPUT, NO_ISOLATION = 2, 3
+"""Exit codes of components.synthesis.stages."""
 MAKERS = ("components/synthesis", "components/task.py")
 """Sources that a data set is made from; the judge's part in it is in the parameters and the verdicts."""
 
@@ -97,7 +103,8 @@ def keep_version(night: Night, workspace: Path) -> Record:
 
 
 def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progress | None) -> None:
-    """Run one DVC command in the workspace; BadInput when its lock stays busy, or with the sentence of what it ran."""
+    """Run one DVC command in the workspace. BadInput when its lock stays busy, or with the sentence of what it ran; StageFailed names the log of
+    any other failure."""
     for wait in (*RETRY_SECONDS, None):
         lines, code = _run(workspace, arguments, night, progress)
         if code == 0:
@@ -110,13 +117,20 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         if wait is None:
             raise Busy(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
         time.sleep(wait)
-    if "exited with 2" in text:
-        # The data set's own program names the mend on its last line, before DVC says which stage failed.
-        told = [line for line in lines if line and not line.startswith("ERROR: ")]
-        raise BadInput(told[-1] if told else f"{workspace}: the data set cannot be made; run dvc repro there to see why.")
+    log = workspace / ".dvc" / "failed.log"
+    atomic_write(log, text + "\n")
+    told = next((line.removeprefix(SENTENCE) for line in reversed(lines) if line.startswith(SENTENCE)), "")
+    code = next((int(found[1]) for found in map(EXITED.search, reversed(lines)) if found), 1)
+    if code == NO_ISOLATION:
+        raise IsolationUnavailable(told)
+    if code == BAD_INPUT and told:
+        raise BadInput(told)
     if "No space left on device" in text:
         raise BadInput(f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again.")
-    raise RuntimeError(f"dvc {' '.join(arguments)} failed in {workspace}:\n" + "\n".join(lines[-30:]))
+    said = told or next((line for line in reversed(lines) if line), "it said nothing")
+    raise StageFailed(
+        f"dataset: dvc {arguments[0]} failed: {said.removeprefix('ERROR: ')[:500]}; all that it printed is in {log}, and the same command goes on."
+    )
 
 
 def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Progress | None) -> tuple[list[str], int]:

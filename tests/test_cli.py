@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from components.config import BadInput, resolve
-from components.terminal import environment_fault
+from components.files import environment_fault
 from components.view import View, duration
 from flows.runs import home_lock
 from flows.server import prefect_server

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from components.agent import folder
 from components.config import PROJECT, Sandbox
+from components.files import remove_tree, scratch_folder
 from components.sandbox import clock, isolation
 
 TEMPLATE = PROJECT / "agent_workdir"
@@ -67,7 +68,7 @@ class Shell:
         """`waited` tells how many seconds the judge has kept this shell waiting so far; a command's limit grows by them."""
         self.sandbox = sandbox
         self.waited = waited
-        self.base = Path(tempfile.mkdtemp(prefix="agent-"))
+        self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
         self.workspace, self.control, self.output = (self.base / name for name in ("workspace", "control", "output"))
         for path, mode in ((self.workspace, 0o777), (self.control, 0o755), (self.output, 0o777), (self.workspace / "kernels", 0o777)):
             path.mkdir()
@@ -140,7 +141,7 @@ class Shell:
     def close(self) -> None:
         """End every process and remove the folder."""
         self._end()
-        shutil.rmtree(self.base, ignore_errors=True)
+        remove_tree(self.base)
 
     # --- the process ---------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,10 @@ words could carry the answers to them."""
 ROUNDS_SHARE = 0.1
 """More rounds are begun only while those before took less than this share of a candidate's limit: on a machine with many times
 more work than cores the rounds alone used it up."""
+TASK_DESCRIPTORS = 32
+"""Open files of one warm task: the shared memory of its bank and of each arm, each arm's connection and process."""
+OTHER_DESCRIPTORS = 512
+"""Open files that are left to everything else in the judge's process."""
 STATUS_OF: dict[str, tuple[Status, str]] = {
     "crashed": ("crashed", "process_died"),
     "timed_out": ("timed_out", "run_limit"),
@@ -63,7 +67,8 @@ class _WrongOutput(Exception):
 class Judge:
     """Judges candidates one measurement at a time per device; builds and task preparation run beside it.
 
-    Every warm task holds some twenty descriptors, and a shell's usual limit is 1,024: this process gets all that it may have.
+    Every warm task holds some twenty descriptors, and a shell's usual limit is 1,024: this process gets all that it may have, and
+    where that is little fewer tasks are kept warm.
     """
 
     def __init__(self, params: Params, folder: Path):
@@ -73,6 +78,7 @@ class Judge:
         check_isolation(params.sandbox)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.warm_tasks = max(1, min(params.sandbox.warm_tasks, (most - OTHER_DESCRIPTORS) // TASK_DESCRIPTORS))
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
         self.nursery = Nursery(params.sandbox, params.device, folder / "runners", native())
         self.turns = Turns(params.device)
@@ -279,7 +285,7 @@ class Judge:
             with self.lock:
                 self.benches[task.task_id] = bench
                 self.benches.move_to_end(task.task_id)
-                surplus = len(self.benches) - self.params.sandbox.warm_tasks
+                surplus = len(self.benches) - self.warm_tasks
         try:
             for _ in range(surplus):
                 self._retire()

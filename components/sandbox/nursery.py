@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.config import BadInput, Device, Sandbox
-from components.files import digest_json, forget, user_cache
+from components.files import check_executable, digest_json, forget, user_cache
 from components.sandbox import isolation
 from components.sandbox.clock import LOOK_SECONDS, charged
 
@@ -264,6 +264,8 @@ class Nursery:
         self.native = native
         """The folder of the runners' own native code (build.native)."""
         self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        check_executable(self.folder, "give another folder with --home")
         self.lock = threading.Lock()
         self.zygotes: dict[str, Zygote] = {}
         # bubblewrap's --die-with-parent means the thread that started it: this one lives as long as the nursery.
@@ -289,7 +291,6 @@ class Nursery:
     def _start(self, kind: str) -> Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         walled = self.sandbox.isolation == "bubblewrap"
-        self.folder.mkdir(parents=True, exist_ok=True)
         caches = {"/cache": torch_cache(self.folder / "inductor"), "/warm": warm_folder()} if kind == "compile" else {}
         if caches and (tasks := caches["/cache"] / "tasks").is_dir():
             forget(tasks, KEPT_SECONDS)
@@ -396,9 +397,8 @@ class Nursery:
         if self.failed.get(kind, 0) < MOST_FAILED_STARTS:
             return InfrastructureError(f"a runner could not be started by the process that holds torch ({kind}): {said}; {words}")
         what = "torch.compile" if kind == "compile" else "torch"
-        return BadInput(
-            f"{log}: the judge's process that holds {what} ends as soon as it starts, its last words are there ({words[-200:]}); mend that and run again."
-        )
+        said = f"the judge's process that holds {what} ends as soon as it starts, its last words are there ({words[-200:]})"
+        return BadInput(f"{log}: {said}; mend that and run the same command again.")
 
     def _left(self, seconds: float) -> None:
         """Forget the runners that are gone, after waiting for all of them for so long."""

@@ -6,12 +6,17 @@ from pathlib import Path
 
 from components.config import Params
 from components.sandbox.pool import LocalPool
+from components.sandbox.preflight import check_isolation
 
 
 def open_pool(params: Params, verdicts: Path) -> LocalPool:
-    """The judges of this machine, or those of a Ray cluster where `sandbox.pool` says so; `verdicts` is the journal's folder."""
+    """The judges of this machine, or those of a Ray cluster where `sandbox.pool` says so; `verdicts` is the journal's folder.
+
+    Raises IsolationUnavailable where this machine's could isolate nobody, before anything is loaded or sampled.
+    """
     if params.sandbox.pool == "ray":
         from components.sandbox.ray_pool import RayPool
 
         return RayPool(params, verdicts)
+    check_isolation(params.sandbox)
     return LocalPool(params, verdicts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from components.config import BadInput, Params
+from components.files import remove_tree, scratch_folder
 from components.sandbox.judge import Judge
 from components.sandbox.nursery import InfrastructureError
 from components.sandbox.pool import LocalPool
@@ -38,7 +38,7 @@ class JudgeActor:
 
     def __init__(self, params: dict[str, Any]):
         self.life = secrets.token_hex(8)
-        self.folder = Path(tempfile.mkdtemp(prefix="cuda-agent-judge-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="cuda-agent-judge-", dir=scratch_folder()))
         self.judge = Judge(Params.model_validate(params), self.folder)
 
     def which(self) -> str:
@@ -56,7 +56,7 @@ class JudgeActor:
 
     def close(self) -> None:
         self.judge.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_tree(self.folder)
 
 
 class RemoteJudges:

@@ -10,9 +10,15 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from components.config import BadInput, Params, resolve
+from components.files import environment_fault
+from components.sandbox.isolation import IsolationUnavailable
+
+SENTENCE = "error: "
+"""Begins the last line of a stage that failed: what is wrong and how to mend it."""
 
 
 class Lines:
@@ -66,9 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
         # No profile: DVC sees a changed parameter where the stage reads it, and `dvc exp run -S` changes what counts.
         params = resolve(path=options.params).params
         said = seeds(params, options.out) if options.stage == "seeds" else tasks(params, options.seeds, options.out, options.verdicts)
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
+    except Exception as error:  # the boundary: DVC hands on what is printed and an exit code of its own
+        sentence = str(error) if isinstance(error, BadInput) else environment_fault(error)
+        if not sentence:
+            traceback.print_exc()
+            sentence = f"{type(error).__name__}: {error}"
+        print(f"{SENTENCE}{' '.join(sentence.split())}", file=sys.stderr)
+        return 3 if isinstance(error, IsolationUnavailable) else 2 if isinstance(error, BadInput) else 1
     print(said, file=sys.stderr)
     return 0
 
