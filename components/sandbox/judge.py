@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from components.config import BadInput, Params
-from components.files import digest_bytes, digest_json
+from components.files import check_executable, digest_bytes, digest_json
 from components.sandbox.admission import admit
 from components.sandbox.baselines import Bench, TaskFault
 from components.sandbox.build import SUFFIX, Builder, native
@@ -76,6 +76,8 @@ class Judge:
         if params.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU.")
         check_isolation(params.sandbox)
+        folder.mkdir(parents=True, exist_ok=True)
+        check_executable(folder, "give another folder with --home")
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.warm_tasks = max(1, min(params.sandbox.warm_tasks, (most - OTHER_DESCRIPTORS) // TASK_DESCRIPTORS))

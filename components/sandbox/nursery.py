@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.config import BadInput, Device, Sandbox
-from components.files import check_executable, digest_json, forget, user_cache
+from components.files import digest_json, forget, user_cache
 from components.sandbox import isolation
 from components.sandbox.clock import LOOK_SECONDS, charged
 
@@ -265,7 +265,6 @@ class Nursery:
         """The folder of the runners' own native code (build.native)."""
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
-        check_executable(self.folder, "give another folder with --home")
         self.lock = threading.Lock()
         self.zygotes: dict[str, Zygote] = {}
         # bubblewrap's --die-with-parent means the thread that started it: this one lives as long as the nursery.
