@@ -72,7 +72,7 @@ def _isolation(params: Params) -> Finding:
     from components.sandbox.preflight import check_isolation
 
     try:
-        check_isolation(params.sandbox)
+        check_isolation(params.sandbox, params.device)
     except IsolationUnavailable as error:
         return Finding(ISOLATION, False, "", str(error), True)
     return Finding(ISOLATION, True, "a runner was started, isolated and read", "", True)

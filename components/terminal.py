@@ -50,7 +50,7 @@ class Given:
         if resolved.params.sandbox.pool != "ray":
             from components.sandbox.preflight import check_isolation
 
-            check_isolation(resolved.params.sandbox)
+            check_isolation(resolved.params.sandbox, resolved.params.device)
         return resolved
 
 

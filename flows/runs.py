@@ -224,7 +224,7 @@ def check_environment(night: Night) -> None:
     for program, package in needed.items():
         if shutil.which(program) is None:
             raise BadInput(f"device {params.device}: {program} is not installed, so no kernel can be built; install {package}, for instance with apt-get.")
-    check_isolation(params.sandbox)
+    check_isolation(params.sandbox, params.device)
     open_store(params.store, night.home)
     if params.evaluation.suite != HELD_OUT:
         load_suite(params, Path())

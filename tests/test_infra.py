@@ -7,6 +7,7 @@ RayCluster (its schema is the operator's), that AWS accepts the plan (`terraform
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shlex
@@ -27,8 +28,14 @@ from components.config import PROJECT
 
 INFRA = PROJECT / "infra"
 OVERLAYS = ("cpu", "h20")
-CAPABILITIES = {"SYS_ADMIN", "SYS_PTRACE"}
-"""What the judge needs (infra/containers/worker.Containerfile)."""
+LEAST = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "Unconfined"},
+    "appArmorProfile": {"type": "Unconfined"},
+    "procMount": "Unmasked",
+}
+"""What the judge needs of its container in a pod with a user namespace of its own (infra/containers/worker.Containerfile)."""
 
 
 def deploy_options() -> set[str]:
@@ -84,17 +91,18 @@ def test_every_pod_is_named_by_a_network_policy_and_nothing_is_open_by_default(o
     assert flow["metadata"]["labels"]["app.kubernetes.io/component"] == "flow" and '"flow"' in selectors
 
 
-def test_only_judges_have_capabilities_and_h20s_are_chosen_by_label() -> None:
+def test_only_judges_are_unconfined_and_h20s_are_chosen_by_label() -> None:
     documents = rendered("h20")
     for document in documents:
         if document["kind"] in ("Deployment", "Job"):
             for container in document["spec"]["template"]["spec"]["containers"]:
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, document["metadata"]["name"]
+                assert container["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, document["metadata"]["name"]
     (ray,) = (document for document in documents if document["kind"] == "RayCluster")
     (group,) = ray["spec"]["workerGroupSpecs"]
     pod = group["template"]["spec"]
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H20"}
-    assert set(pod["containers"][0]["securityContext"]["capabilities"]["add"]) >= CAPABILITIES
+    assert pod["containers"][0]["securityContext"] == LEAST and pod["hostUsers"] is False and pod["securityContext"]["runAsUser"] == 10001
     assert group["replicas"] * int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == 128
 
 
@@ -102,9 +110,10 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     from flows.deploy import base_job_template, read_pools
 
-    for pool in read_pools():
+    for pool, root in itertools.product(read_pools(), (False, True)):
         template = base_job_template(pool, "kubernetes")
         values = {name: spec.get("default") for name, spec in template["variables"]["properties"].items()}
+        values |= json.loads((INFRA / "prefect" / "kubernetes-root.json").read_text()) if root else {}
         given = values | {"name": "night", "command": ["prefect", "flow-run", "execute"], "env": [{"name": "A", "value": "b"}]}
 
         def fill(node: Any, given: dict[str, Any] = given) -> Any:
@@ -121,8 +130,12 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
         # prefect-kubernetes refuses a template without these two, which the cluster ignores: they belong one level up.
         assert job["spec"]["template"]["spec"].pop("completions") == job["spec"]["template"]["spec"].pop("parallelism") == 1
         validate.validate(job, "1.31", strict=True)
-        (container,) = job["spec"]["template"]["spec"]["containers"]
-        assert set(container["securityContext"]["capabilities"]["add"]) >= CAPABILITIES
+        pod = job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        if root:
+            assert pod["hostUsers"] is True and set(container["securityContext"]["capabilities"]["add"]) >= {"SYS_ADMIN", "SYS_PTRACE"}
+        else:
+            assert pod["hostUsers"] is False and container["securityContext"] == LEAST
 
 
 def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
@@ -175,8 +188,11 @@ def test_compose_names_only_variables_files_services_and_volumes_that_exist() ->
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:"), f"{name} would be open to the network"
     for worker in ("worker-cpu", "worker-gpu"):
-        assert set(stack["services"][worker]["cap_add"]) >= CAPABILITIES
-    assert not any("cap_add" in service for name, service in stack["services"].items() if not name.startswith("worker"))
+        service = stack["services"][worker]
+        assert service["cap_drop"] == ["ALL"] and service["user"] == "10001:10001"
+        assert {"seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"} <= set(service["security_opt"])
+    assert not any("cap_add" in service for service in stack["services"].values()), "nothing needs a capability"
+    assert not any("security_opt" in service for name, service in stack["services"].items() if not name.startswith("worker"))
 
 
 @pytest.mark.parametrize("where", ["compose", "one-host", *OVERLAYS])

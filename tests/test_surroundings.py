@@ -131,6 +131,7 @@ def test_where_a_container_refuses_namespaces_the_mend_is_the_containers(tmp_pat
         ({"proc/self/status": "Name:\tpython\nSeccomp:\t2\n"}, "bwrap: Creating new namespace failed: Operation not permitted", True, "seccomp=unconfined"),
         ({"proc/sys/kernel/yama/ptrace_scope": "3"}, "reading a runner's memory: refused", False, "ptrace_scope"),
         ({"proc/self/status": "Seccomp:\t0\n"}, "bwrap: Creating new namespace failed: Operation not permitted", True, "SYS_ADMIN"),
+        ({"proc/self/status": "Seccomp:\t0\n"}, "bwrap: Can't mount proc on /newroot/proc: Operation not permitted", False, "procMount: Unmasked"),
         ({}, "bwrap: something new", False, "something new"),
     ],
 )
@@ -141,7 +142,14 @@ def test_each_case_has_its_own_mend(files: dict[str, str], said: str, root: bool
         path.write_text(text)
     sentence = explain(said, root=root, system=System(tmp_path))
     assert mend in sentence and said in sentence and "\n" not in sentence
-    others = {"user.max_user_namespaces=15000", "unprivileged_userns_clone=1", "infra/apparmor/bwrap", "ptrace_scope", "add the capabilities"}
+    others = {
+        "user.max_user_namespaces=15000",
+        "unprivileged_userns_clone=1",
+        "infra/apparmor/bwrap",
+        "ptrace_scope",
+        "add the capabilities",
+        "procMount: Unmasked",
+    }
     assert sum(other in sentence for other in others) <= 1, "one mend, that of this very case"
 
 

@@ -128,11 +128,15 @@ def gpu_devices() -> list[str]:
 
 
 @functools.cache
+def allowed(*options: str) -> bool:
+    """Whether bubblewrap can do what these options say, in the sandboxes of this user: a container's engine may hide or protect parts of /proc."""
+    base = [shutil.which("bwrap") or "bwrap", "--unshare-pid", *([] if takes_other_uids() else ["--unshare-user"]), "--ro-bind", "/", "/"]
+    return subprocess.run([*base, *options, "true"], capture_output=True, check=False).returncode == 0
+
+
 def has_own_proc() -> bool:
     """Whether a sandbox may have a /proc of its own: not an ordinary user's in a container whose engine masks parts of /proc."""
-    options = ["--unshare-pid", *([] if takes_other_uids() else ["--unshare-user"]), "--ro-bind", "/", "/", "--proc", "/proc"]
-    result = subprocess.run([shutil.which("bwrap") or "bwrap", *options, "true"], capture_output=True, text=True, check=False)
-    return "mount proc" not in result.stderr
+    return allowed("--proc", "/proc")
 
 
 GOES_FIRST = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
@@ -160,7 +164,7 @@ def bubblewrap(
     command += ["--new-session", "--die-with-parent", "--clearenv"]
     if not root:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-        if not keep_capabilities:
+        if not keep_capabilities and allowed("--disable-userns"):  # it writes to /proc/sys; the system-call filter refuses nested ones anyway
             command += ["--disable-userns"]
     if keep_capabilities:
         command += ["--cap-add", "ALL"]

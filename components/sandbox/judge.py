@@ -75,7 +75,7 @@ class Judge:
         self.params = params
         if params.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU.")
-        check_isolation(params.sandbox)
+        check_isolation(params.sandbox, params.device)
         folder.mkdir(parents=True, exist_ok=True)
         check_executable(folder, "give another folder with --home")
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -18,5 +18,5 @@ def open_pool(params: Params, verdicts: Path) -> LocalPool:
         from components.sandbox.ray_pool import RayPool
 
         return RayPool(params, verdicts)
-    check_isolation(params.sandbox)
+    check_isolation(params.sandbox, params.device)
     return LocalPool(params, verdicts)

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.config import PROJECT, Sandbox
+from components.config import PROJECT, Device, Sandbox
 from components.sandbox import isolation
 from components.sandbox.isolation import NOBODY, IsolationUnavailable
 from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
 
-LEAST_BUBBLEWRAP = (0, 8)
-"""The first version with --disable-userns and --size."""
+LEAST_BUBBLEWRAP = (0, 7)
+"""The first version with --size."""
 PROBE_SECONDS = 30.0
 PROBE_BYTES = 4096
 """As zygote.py has it."""
@@ -66,6 +66,11 @@ CASES: tuple[Case, ...] = (
         lambda system, said, root: "reading a runner's memory" in said and system.setting("kernel/yama/ptrace_scope") == "3",
         "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next boot);"
         " set it to 2 or less in /etc/sysctl.d and boot anew",
+    ),
+    (
+        lambda system, said, root: "mount proc" in said,
+        "the container's engine hides parts of /proc, and CUDA needs all of it; start it with --security-opt systempaths=unconfined (Docker), or with"
+        f" hostUsers: false and procMount: Unmasked as infra/prefect/kubernetes.json (Kubernetes), see {GUIDE}",
     ),
     (
         lambda system, said, root: system.filtered(),
@@ -113,7 +118,7 @@ def check_installed() -> None:
     if (version := _version()) < LEAST_BUBBLEWRAP:
         found = ".".join(map(str, version))
         raise IsolationUnavailable(
-            f"sandbox.isolation: bubblewrap {found} is too old, 0.8 is needed; install a newer one (Debian 12, Ubuntu 24.04 have it), {NONE}."
+            f"sandbox.isolation: bubblewrap {found} is too old, 0.7 is needed; install a newer one (Debian 12, Ubuntu 24.04 have it), {NONE}."
         )
     try:
         isolation.seccomp_program("candidate")
@@ -125,7 +130,7 @@ def check_installed() -> None:
         )
 
 
-def check_isolation(sandbox: Sandbox) -> None:
+def check_isolation(sandbox: Sandbox, device: Device) -> None:
     """Raise IsolationUnavailable, with the mend, unless a runner can be started, isolated, stopped and read, and a compiler confined.
 
     It is looked at once in a process, and not where a person has switched isolation off.
@@ -141,7 +146,7 @@ def check_isolation(sandbox: Sandbox) -> None:
     if result.returncode != 0:
         raise IsolationUnavailable(explain(result.stderr, root=root))
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
-        nursery = Nursery(sandbox, "cpu", Path(folder), Path(folder))
+        nursery = Nursery(sandbox, device, Path(folder), Path(folder))
         try:
             problem = _probe(nursery)
         except (InfrastructureError, RunnerError, OSError) as error:
