@@ -83,9 +83,9 @@ def test_a_night_on_a_small_system_behind_a_proxy(place: Path) -> None:
         | dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
     )
     done = run([*CLI, "run", "--profile", "ci", "--home", str(place / "home"), "--json"], around, PROJECT, seconds=900)
-    assert done.returncode in (0, 4), done.stderr  # a night of this size may be refused; it has to come to its end
+    assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
-    assert record["evaluation"]["tasks"] > 0 and record["evaluation"]["pass_rate"] > 0
+    assert record["gate"]["verdict"] == "promoted" and record["evaluation"]["pass_rate"] > 0
 
 
 def test_a_container_that_hides_parts_of_proc(place: Path) -> None:

@@ -233,6 +233,12 @@ def within(limit: int, value: int) -> int:
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
+def share_of_processes(value: int) -> int:
+    """`value`, or a quarter of what the account may have where that is less: an ordinary user's sandboxes count towards the user's own limit."""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return value if takes_other_uids() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
+
+
 def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
     """`command` without capabilities and with limits, as root's with a uid of its own, for use inside `bubblewrap(keep_capabilities=False)`.
 
@@ -244,7 +250,7 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
         "fsize": within(resource.RLIMIT_FSIZE, file_bytes),
         "core": 0,
         "nofile": within(resource.RLIMIT_NOFILE, 256),
-        "nproc": within(resource.RLIMIT_NPROC, 512),
+        "nproc": share_of_processes(within(resource.RLIMIT_NPROC, 512)),
         "cpu": within(resource.RLIMIT_CPU, int(seconds) + 1),
     }
     return [*(drop if takes_other_uids() else []), "prlimit", *(f"--{name}={value}" for name, value in limits.items()), "--", *GOES_FIRST, *command]

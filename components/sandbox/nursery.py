@@ -327,7 +327,7 @@ class Nursery:
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,
             "RLIMIT_NOFILE": 256,
-            "RLIMIT_NPROC": 2048 if candidate else 4096,
+            "RLIMIT_NPROC": isolation.share_of_processes(2048 if candidate else 4096),
             "RLIMIT_CPU": int(self.sandbox.run_seconds * 4) + 10,
             "RLIMIT_CORE": 0,
             "RLIMIT_MSGQUEUE": 0,

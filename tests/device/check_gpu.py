@@ -26,8 +26,6 @@ from components.config import resolve
 from components.sandbox.preflight import check_isolation
 check_isolation(resolve("smoke").params.sandbox, "cuda")
 """
-    "from components.config import resolve; from components.sandbox.preflight import check_isolation; check_isolation(resolve('smoke').params.sandbox, 'cuda')"
-)
 FEW = ("float4", "plain", "graph_copied_inputs", "cublas_product", "illegal_access", "device_memory_bomb", "host_memory_bomb", "late_thread", "pointer_cache")
 
 
