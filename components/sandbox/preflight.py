@@ -96,10 +96,10 @@ def explain(said: str, *, root: bool, system: System | None = None) -> str:
     return f"sandbox.isolation: no sandbox can be made here: {found or f'see {GUIDE}'}, {NONE} (the system says: {words})."
 
 
-def _version() -> tuple[int, ...]:
-    said = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"(\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else (0,)
+def _too_old() -> str:
+    """bubblewrap's version where that lacks options which are needed; empty where it has them, or does not tell."""
+    found = re.search(r"(\d+)\.(\d+)", subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout)
+    return found[0] if found is not None and tuple(map(int, found.groups())) < LEAST_BUBBLEWRAP else ""
 
 
 def _unreadable() -> Path | None:
@@ -115,11 +115,9 @@ def check_installed() -> None:
     """Raise IsolationUnavailable unless the programs and libraries of isolation are here."""
     if shutil.which("bwrap") is None:
         raise IsolationUnavailable(f"sandbox.isolation: bubblewrap is not installed; run sudo apt-get install -y bubblewrap, {NONE}.")
-    if (version := _version()) < LEAST_BUBBLEWRAP:
-        found = ".".join(map(str, version))
-        raise IsolationUnavailable(
-            f"sandbox.isolation: bubblewrap {found} is too old, 0.7 is needed; install a newer one (Debian 12, Ubuntu 24.04 have it), {NONE}."
-        )
+    if version := _too_old():
+        mend = "install a newer one (Debian 12 and Ubuntu 24.04 have it)"
+        raise IsolationUnavailable(f"sandbox.isolation: bubblewrap {version} is too old, 0.7 is needed; {mend}, {NONE}.")
     try:
         isolation.seccomp_program("candidate")
     except (ImportError, OSError, RuntimeError) as error:
