@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from agent_world import MEASURE, TASK, kernel, params, verdict_of
 
@@ -20,7 +23,8 @@ from components.agent.arguments import TOOLS, descriptions
 from components.agent.calls import Request
 from components.agent.tools import Tools, readable
 from components.agent.workspace import Workspace
-from components.config import BadInput
+from components.config import PROJECT, BadInput
+from components.sandbox.isolation import takes_other_uids
 from components.sandbox.verdict import Verdict
 
 Use = Callable[..., str]
@@ -296,3 +300,64 @@ def test_the_shell_sees_no_network_and_nothing_of_the_machine(use: Use) -> None:
     assert use("Bash", command=f'python3 -c "{probe}"').strip() in ("ConnectionRefusedError", "OSError")
     assert use("Bash", command="cat /etc/passwd /etc/shadow 2>&1 | grep -c root") == "0\n[exit 1]"
     assert use("Bash", command="echo x 2>&1 >> SKILL.md; echo y 2>&1 >> utils/compile.py; echo $?").splitlines()[-1] == "1"
+
+
+def test_the_shell_sees_no_variable_of_whoever_judges(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bubblewrap's own process would tell them to a shell of the same user."""
+    monkeypatch.setenv("PLANTED_TOKEN", "a secret")
+    assert use("Bash", command="cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -c PLANTED") == "0\n[exit 1]"
+    if not takes_other_uids():  # root's bubblewrap is another user's process
+        assert use("Bash", command="cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c -e --ro-bind -e ^bwrap").splitlines()[-1] == "[exit 1]"
+    assert use("Bash", command="for p in / /etc /dev /dev/shm /usr; do (echo x > $p/mark) 2>/dev/null && echo $p; done; true") == "[no output]"
+
+
+def test_folders_that_are_closed_to_their_owner_hold_nobody_up(use: Use, tools: Tools) -> None:
+    assert use("Bash", command="mkdir -p kernels; echo 1 > kernels/a.cpp; chmod 000 kernels 2>/dev/null; true") == "[no output]"
+    assert use("Write", file_path="kernels/b.cpp", content="int b;\n") == "Written kernels/b.cpp."
+    assert "b.cpp" in use("Bash", command="ls kernels; mkdir -p kernels/c/d; chmod 000 kernels/c; true")
+    assert use("Write", file_path="kernels/c", content="int c;\n") == "Written kernels/c."
+    assert "int c;" in use("Bash", command="cat kernels/c; chmod 555 . 2>/dev/null; true")
+    use("Read", file_path="model_new.py")
+    assert use("Write", file_path="model_new.py", content="x = 1\n") == "Written model_new.py."
+    assert use("Bash", command="cat model_new.py") == "x = 1\n"
+
+
+def test_a_folder_that_cannot_be_looked_into_hides_no_bytes(use: Use) -> None:
+    fill = "mkdir hidden; cd hidden; chmod 0300 .; for i in $(seq 20); do head -c 60000000 /dev/zero > big$i; done; sleep 60"
+    assert "more than 256 MB" in use("Bash", command=fill, timeout=50_000)
+
+
+DETACHING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from agent_world import TASK, params
+from components.agent.shell import Shell
+shell = Shell(params().sandbox, TASK.code)
+said = shell.start('exec python3 -c "import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); os.setsid(); time.sleep(31417)"')
+said = shell.run('(setsid sleep 31416 &) ; echo begun', 10)
+print(said.output, flush=True)
+shell.run('exec python3 -c "import ctypes, time; print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)); time.sleep(31415)"', 300)
+"""
+
+
+def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
+    """Even the first process of the sandbox, which a command can be, cannot take back that it ends with whoever started it."""
+
+    def detached() -> list[int]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if any(word.rstrip(") ")[-5:] in ("31415", "31416", "31417") for word in process.info["cmdline"] or ()) and process.pid != judge.pid:
+                found.append(process.pid)
+        return found
+
+    with subprocess.Popen([sys.executable, "-c", DETACHING, str(Path(__file__).parent)], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as judge:
+        assert judge.stdout is not None and judge.stdout.readline() == "begun\n"
+        deadline = time.monotonic() + 20
+        while len(detached()) < 3:
+            assert time.monotonic() < deadline, detached()
+            time.sleep(0.1)
+        judge.kill()
+    deadline = time.monotonic() + 10
+    while detached():
+        assert time.monotonic() < deadline, "a process outlives its judge"
+        time.sleep(0.1)

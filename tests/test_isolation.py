@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import judge_world as world
+import psutil
 import pytest
 
 from components.config import PROJECT
+from components.sandbox import isolation
 from components.sandbox import judge as judge_module
 from components.sandbox.judge import Judge
+from components.sandbox.nursery import InfrastructureError, RunnerError
 
 REPORT = """
-import fcntl, json, os, socket
+import ctypes, fcntl, json, os, socket
 
 def attempt(action):
     try:
@@ -121,6 +129,96 @@ def test_memory_that_no_limit_counts_is_refused(judge: Judge) -> None:
 def test_no_lock_on_a_common_file_carries_a_message(judge: Judge) -> None:
     lock = "[attempt(lambda: f(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_SH)) for f in (fcntl.flock, fcntl.lockf)]"
     assert ask(judge, lock) == ["PermissionError"] * 2
+
+
+ALLOWED_IN_BOTH = """
+import ctypes, fcntl, json, os, sys
+folder, code = sys.argv[1], bytes.fromhex(sys.stdin.read())
+libc = ctypes.CDLL(None, use_errno=True)
+program = ctypes.create_string_buffer(code, len(code))
+import struct
+libc.prctl(38, 1, 0, 0, 0)
+held = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
+file, (reading, writing) = folder + "/file", os.pipe()
+open(file, "w").close()
+assert libc.prctl(22, 2, ctypes.create_string_buffer(held, len(held)), 0, 0) == 0
+
+def refused(action):
+    try:
+        return action() == -1
+    except OSError:
+        return True
+
+print(json.dumps([name for name, action in {
+    "setuid": lambda: os.chmod(file, 0o4755),
+    "setgid": lambda: os.chmod(file, 0o2755),
+    "setuid by descriptor": lambda: os.fchmod(os.open(file, os.O_RDONLY), 0o6755),
+    "setuid as it is made": lambda: os.open(folder + "/new", os.O_CREAT | os.O_WRONLY, 0o4755),
+    "setuid as a node": lambda: os.mknod(folder + "/node", 0o104755),
+    "fchmodat2": lambda: libc.syscall(452, -100, file.encode(), 0o4755, 0),
+    "openat2": lambda: libc.syscall(437, -100, file.encode(), bytes(24), 24),
+    "lease": lambda: fcntl.fcntl(os.open(file, os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK),
+    "watch": lambda: libc.inotify_init1(0),
+    "pipe": lambda: fcntl.fcntl(writing, 1031, 1 << 20),
+    "death signal": lambda: libc.prctl(1, 0, 0, 0, 0),
+    "mode": lambda: os.chmod(file, 0o755),
+    "file": lambda: os.open(folder + "/other", os.O_CREAT | os.O_WRONLY, 0o600),
+}.items() if not refused(action)]))
+"""
+
+
+@pytest.mark.parametrize("role", ["candidate", "baseline"])
+def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(role: str, tmp_path: Path) -> None:
+    program = isolation.seccomp_program(role).hex()
+    done = subprocess.run([sys.executable, "-c", ALLOWED_IN_BOTH, str(tmp_path)], input=program, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["mode", "file"]
+
+
+def test_a_thread_has_the_descriptors_of_its_process(judge: Judge) -> None:
+    """Threads with tables of their own would hold the limit of open files once each; nor may one be made later."""
+    clone, close_range = "ctypes.CDLL(None).syscall(56, 0x50b00, 0, 0, 0, 0)", "ctypes.CDLL(None).syscall(436, 9000, 9001, 2)"
+    assert ask(judge, f"[{clone}, {close_range}, ctypes.CDLL(None).syscall(436, 9000, 9001, 0)]") == [-1, -1, 0]
+
+
+def runners() -> set[int]:
+    """Processes two PID namespaces below this one."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            line = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("NSpid:"))
+            if len(line.split()) >= 4:
+                found.add(process.pid)
+    return found
+
+
+def test_a_runner_that_the_judge_cannot_watch_never_begins(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = runners()
+    monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+    with pytest.raises(InfrastructureError):
+        judge.nursery.spawn({"role": "describe", "code": "while True: pass", "precision": "strict-fp32"}, seconds=30)
+    deadline = time.monotonic() + 5
+    while runners() - before:
+        assert time.monotonic() < deadline, "it runs, and nobody watches it"
+        time.sleep(0.05)
+
+
+def test_no_lock_that_a_zygote_needs_is_there_to_be_held(judge: Judge) -> None:
+    look = "import os\nraise RuntimeError(sorted(n for p, _, names in os.walk('/warm') for n in names if n.endswith('.lock')), os.listdir('/warm'))"
+    header = {"role": "describe", "code": look, "precision": "strict-fp32", "zygote": "compile", "cache": "a test's"}
+    runner = judge.nursery.spawn(header, seconds=60)
+    try:
+        with pytest.raises(RunnerError) as caught:
+            runner.receive()
+    finally:
+        runner.close()
+    assert "RuntimeError: ([], ['" in caught.value.text, "no lock is seen, and the precompiled headers are"
+
+
+def test_what_a_task_leaves_is_for_no_other_user(judge: Judge) -> None:
+    assert judge.nursery.folder.stat().st_mode & 0o077 == 0
 
 
 def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from components.files import remove_tree
 
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 200
@@ -73,6 +74,14 @@ def write_text(root: Path, path: str, text: str) -> None:
             data = data[os.write(descriptor, data) :]
 
 
+def open_up(root: Path, *names: str) -> None:
+    """Give everybody every right to the folder `root` and to those of the folders `names` directly below it that are plain folders: what
+    runs as the same user may have taken them from us."""
+    for path in (root, *(root / name for name in names)):
+        with contextlib.suppress(OSError), opened(path, os.O_PATH | _FOLDER) as descriptor:
+            os.chmod(f"/proc/self/fd/{descriptor}", 0o777)
+
+
 def remove(root: Path, path: str) -> None:
     folder, _, name = path.rpartition("/")
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -99,17 +108,20 @@ def _remove(above: int, name: str, path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError:
-        shutil.rmtree(path)  # a folder in the place of a file; rmtree follows no links
+        remove_tree(path)  # a folder in the place of a file; links in it are not followed
 
 
 def used_bytes(root: Path, *, limit: int, entries: int) -> int:
-    """Bytes on disk below `root`; `limit` + 1 as soon as the limit, or the number of `entries`, is passed."""
+    """Bytes on disk below `root`; `limit` + 1 as soon as the limit, or the number of `entries`, is passed, or a folder cannot be looked into."""
     total = count = 0
-    for folder, folders, files in os.walk(root):
+    closed: list[OSError] = []
+    for folder, folders, files in os.walk(root, onerror=closed.append):
+        if any(isinstance(error, PermissionError) for error in closed):
+            return limit + 1
         for name in (*folders, *files):
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512
             count += 1
         if total > limit or count > entries:
             return limit + 1
-    return total
+    return limit + 1 if any(isinstance(error, PermissionError) for error in closed) else total

@@ -88,6 +88,7 @@ class Shell:
 
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
         """Bring the folder from `before`, what it held when it was last read, to `files`."""
+        folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
             folder.remove(self.workspace, path)
         for path, text in files.items():
@@ -96,6 +97,7 @@ class Shell:
 
     def pull(self) -> dict[str, str]:
         """The candidate's files as they lie in the folder."""
+        folder.open_up(self.workspace, "kernels")
         found = {f"kernels/{name}": data for name, data in folder.contents(self.workspace, "kernels").items()}
         model = folder.read_bytes(self.workspace, "model_new.py")
         if model is not None:
@@ -180,7 +182,8 @@ class Shell:
                     said = (said + part)[-256:]
                 elif folder.used_bytes(self.base, limit=MAX_DISK_BYTES, entries=MAX_ENTRIES) > MAX_DISK_BYTES:
                     self._end()
-                    return f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files; remove some in the next command, which starts a new shell"
+                    most = f"more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder that is closed to its owner"
+                    return f"ended: {most}; remove some in the next command, which starts a new shell"
                 elif spent - (self.waited() - waited) > seconds:
                     self._end()
                     return f"took longer than {seconds:g} s and was ended, with everything it had started; a new shell starts with the next command"
@@ -200,11 +203,15 @@ class Shell:
             places = {"CONTROL": str(self.control), "OUTPUT": str(self.output), "JUDGE_SOCKET": str(self.control / "judge.sock")}
             command[-1] = DRIVER.replace("/workspace", str(self.workspace))
             return self._popen(command, (), os.environ | places | {"HOME": str(self.workspace)})
-        walls = isolation.bubblewrap(device="cpu", view=isolation.base_view(), temporary_bytes=1 << 28, keep_capabilities=False)
-        binds = ["--bind", str(self.workspace), "/workspace", "--ro-bind", str(self.control), "/control", "--bind", str(self.output), "/output"]
-        binds += ["--ro-bind", str(self.base / "model.py"), "/workspace/model.py", "--ro-bind", str(TEMPLATE / "utils"), "/workspace/utils"]
-        for name in TEMPLATE_FILES:
-            binds += ["--ro-bind", str(TEMPLATE / name), f"/workspace/{name}"]
+        seen = {self.control: "/control", self.base / "model.py": "/workspace/model.py", TEMPLATE / "utils": "/workspace/utils"}
+        walls = isolation.bubblewrap(
+            device="cpu",
+            view=isolation.base_view() | seen | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
+            writable={"/workspace": self.workspace, "/output": self.output},
+            temporary_bytes=1 << 28,
+            keep_capabilities=False,
+        )
+        binds = []
         path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", str(Path(sys.base_prefix).resolve() / "bin")])
         for key, value in (inside | {"PATH": path, "TMPDIR": "/tmp"}).items():
             binds += ["--setenv", key, value]
@@ -214,11 +221,11 @@ class Shell:
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
             place = walls.index("--chdir")
-            return self._popen([*walls[:place], *binds, "--seccomp", str(filter_fd), *walls[place:], *limits], (filter_fd,), None)
+            return self._popen([*walls[:place], *binds, "--seccomp", str(filter_fd), *walls[place:], *limits], (filter_fd,), isolation.OUTSIDE)
         finally:
             os.close(filter_fd)
 
-    def _popen(self, command: list[str], pass_fds: tuple[int, ...], environment: dict[str, str] | None) -> subprocess.Popen[bytes]:
+    def _popen(self, command: list[str], pass_fds: tuple[int, ...], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,7 +224,7 @@ class Builder:
     def _confined(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Run one compiler command with the sources read-only and only `out` writable."""
         pass_fds: tuple[int, ...] = ()
-        environment = None
+        environment: Mapping[str, str] = isolation.OUTSIDE
         if self.sandbox.isolation == "bubblewrap":
             walls = isolation.bubblewrap(
                 device="cpu",

@@ -35,12 +35,20 @@ CLONE_THREAD = 0x00010000
 AF_UNIX = 1
 WORD = 0xFFFFFFFF
 """The kernel looks at the lower half of what is an int; a filter that compares all of a register is passed with any upper half."""
-FCNTL_REFUSED = (5, 6, 7, 36, 37, 38, 1024, 1026, 8, 10, 15, 1031)
-"""F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, F_SETLEASE, F_NOTIFY, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETPIPE_SZ:
-locks, watches, signals, and memory that is counted for the whole account."""
+FCNTL_REFUSED = (5, 6, 7, 36, 37, 38, 8, 10, 15)
+"""F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions, F_SETOWN, F_SETSIG, F_SETOWN_EX: locks and signals."""
 IOCTL_REFUSED = (0x5452, 0x8901, 0x8902)
 """FIOASYNC, FIOSETOWN, SIOCSPGRP: signals when a descriptor is ready."""
-PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PENDING_SIGNALS = 1024
+FCNTL_OF_ACCOUNT = (1024, 1026, 1031)
+"""F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ: leases keep others of the account from a file, watches and pipes are counted for all of it."""
+SETUID_BITS = (0o4000, 0o2000)
+CLONE_FILES = 0x00000400
+SETTING_MODES = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("open", 2), ("openat", 3), ("creat", 1), ("mknod", 1), ("mknodat", 2))
+"""System calls that may set the mode of a file, and the place of that argument."""
+NEWER_CALLS = {"openat2": 437, "cachestat": 451, "fchmodat2": 452}
+"""Numbers of system calls, the same on every architecture: libseccomp does not know the names of those that are newer than itself."""
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 
 
@@ -139,6 +147,8 @@ def has_own_proc() -> bool:
     return allowed("--proc", "/proc")
 
 
+OUTSIDE: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
+"""The environment of bubblewrap itself, which may be seen from inside: none of the variables of whoever judges, such as keys."""
 GOES_FIRST = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
 """The start of a command that is to end first when memory runs out, and never the judge."""
 
@@ -164,6 +174,9 @@ def bubblewrap(
     command += ["--new-session", "--die-with-parent", "--clearenv"]
     if not root:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+        if not keep_capabilities:
+            # Or the first process inside would be bubblewrap's own, which has this user's uid: what runs beside it could read and rewrite it.
+            command += ["--as-pid-1"]
         if not keep_capabilities and allowed("--disable-userns"):  # it writes to /proc/sys; the system-call filter refuses nested ones anyway
             command += ["--disable-userns"]
     if keep_capabilities:
@@ -189,19 +202,19 @@ def bubblewrap(
         command += ["--ro-bind", "/sys", "/sys"]
         for path in gpu_devices():
             command += ["--dev-bind", path, path]
-    for folder, place in view.folders.items():
-        command += _bind("--ro-bind", folder, place)
     for place, folder in writable.items():
         command += _bind("--bind", folder, place)
+    for folder, place in view.folders.items():  # also in writable ones
+        command += _bind("--ro-bind", folder, place)
     for key, value in environment(device).items():
         command += ["--setenv", key, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a thing behind.
         for place, folder in caches.items():
             command += ["--bind", str(folder), place]
-        command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace"]
-        for path in ("/tmp", "/dev", "/"):
-            command += ["--remount-ro", path]
+        command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
+    for path in ("/dev", "/"):
+        command += ["--remount-ro", path]
     return [*command, "--chdir", "/", "--"]
 
 
@@ -246,6 +259,8 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
     """
     drop = ["setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
     limits = {
+        "msgqueue": 0,
+        "sigpending": within(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
         "as": within(resource.RLIMIT_AS, memory_bytes),
         "fsize": within(resource.RLIMIT_FSIZE, file_bytes),
         "core": 0,
@@ -270,17 +285,30 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         keyctl add_key request_key bpf perf_event_open userfaultfd open_by_handle_at name_to_handle_at init_module finit_module
         delete_module kexec_load kexec_file_load reboot swapon swapoff io_uring_setup io_uring_enter io_uring_register
         move_mount open_tree fsopen fsmount fsconfig fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex
-        clock_adjtime sethostname setdomainname iopl ioperm personality""".split()
+        clock_adjtime sethostname setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
     if role == "candidate":
         names += ["fork", "vfork", "execve", "execveat", "setrlimit"]
         # Locks, watches and times of a common file carry messages.
-        names += ["flock", "inotify_init", "inotify_init1", "fanotify_init", "utime", "utimes", "utimensat", "futimesat"]
+        names += ["flock", "utime", "utimes", "utimensat", "futimesat"]
         # A signal that comes by itself may be SIGCONT: it thaws a runner that the judge has stopped.
         names += ["timer_create", "setitimer", "alarm", "mq_open", "mq_notify"]
         names += ["semget", "msgget", "io_setup"]  # memory of the kernel's, or one count for the whole host
-        names += ["memfd_create", "memfd_secret", "shmget"] if device == "cpu" else []
+        # Which pages of a common file are in memory carries messages, too.
+        names += ["memfd_create", "memfd_secret", "shmget", "mincore", "fadvise64"] if device == "cpu" else []
     for name in names:
         program.add_rule(refuse, name)
+    # A program with the account's rights, left where others could start it, would outlive the sandbox.
+    for bit in SETUID_BITS:
+        for call, place in SETTING_MODES:
+            program.add_rule(refuse, call, pyseccomp.Arg(place, pyseccomp.MASKED_EQ, bit, bit))
+    for call in ("openat2", "fchmodat2", "cachestat"):
+        try:
+            program.add_rule(pyseccomp.ERRNO(38), call)  # as a kernel that has not got it: openat2 hides its arguments
+        except (OSError, ValueError, RuntimeError):
+            program.add_rule(pyseccomp.ERRNO(38), NEWER_CALLS[call])
+    for command in FCNTL_OF_ACCOUNT:
+        program.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, WORD, command))
+    program.add_rule(refuse, "prctl", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, WORD, PR_SET_PDEATHSIG))  # it ends with whoever started it
     # clone3 hides its flags from a filter: without it, glibc falls back to clone, whose flags are checked.
     program.add_rule(pyseccomp.ERRNO(38), "clone3")
     for flag in NAMESPACE_FLAGS:
@@ -289,6 +317,9 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         # The CUDA driver needs a local socket to start (error 304 without it, seen on an H200); no other family exists here.
         program.add_rule(refuse, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
         program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0))
+        # Threads with descriptors of their own would have the limit of open files once each.
+        program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_FILES, 0))
+        program.add_rule(refuse, "close_range", pyseccomp.Arg(2, pyseccomp.NE, 0))
         program.add_rule(refuse, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
         for call, place, refused in (("fcntl", 1, FCNTL_REFUSED), ("ioctl", 1, IOCTL_REFUSED), ("prctl", 0, (PR_SET_DUMPABLE,))):
             for command in refused:

@@ -290,10 +290,11 @@ class Nursery:
     def _start(self, kind: str) -> Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         walled = self.sandbox.isolation == "bubblewrap"
+        self.folder.chmod(0o700)  # what a task's runners write below it is for nobody else
         caches = {"/cache": torch_cache(self.folder / "inductor"), "/warm": warm_folder()} if kind == "compile" else {}
         if caches and (tasks := caches["/cache"] / "tasks").is_dir():
             forget(tasks, KEPT_SECONDS)
-        start, view, environment = [sys.executable, "-I"], isolation.NOWHERE, None
+        start, view, environment = [sys.executable, "-I"], isolation.NOWHERE, dict(isolation.OUTSIDE)
         if walled:
             view = isolation.python_view() | {HERE: "/sandbox", self.native: "/native"}
             start = isolation.bubblewrap(device=self.device, view=view, temporary_bytes=TEMPORARY_BYTES, keep_capabilities=True, caches=caches)
@@ -331,6 +332,7 @@ class Nursery:
             "RLIMIT_CPU": int(self.sandbox.run_seconds * 4) + 10,
             "RLIMIT_CORE": 0,
             "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_SIGPENDING": isolation.PENDING_SIGNALS,
         }
         if self.device == "cpu":
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes
@@ -372,11 +374,11 @@ class Nursery:
             ours.close()
             raise InfrastructureError(f"a runner ended at once: {error}") from error
         runner = Runner(ours, pid, process, time.monotonic() + seconds)
-        with self.lock:
-            self._left(0)
-            self.watched.append(os.dup(process))
         try:
-            ours.send(b"G")  # last: from here on it works, and nobody could stop it before it stands aside
+            with self.lock:
+                self._left(0)
+                self.watched.append(os.dup(process))
+            ours.send(b"G")  # last: from here on it works, and without this word it ends
         except OSError as error:
             runner.close()
             raise InfrastructureError(f"a runner ended at once: {error}") from error

@@ -89,10 +89,12 @@ def isolate(header: dict, keep: set[int]) -> None:
         os.makedirs(own, exist_ok=True)
         os.utime(own)  # in use: not to be swept
         os.makedirs(INDUCTOR)
-        os.chmod(own, 0o777)
+        os.chmod(own, 0o777 if os.getuid() == 0 else 0o700)
         check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")
         for place in (b"/cache", b"/warm"):
             check(libc.mount(b"none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), f"remount {place.decode()}")
+        for folder in header["locks"]:  # who holds a lock there holds up every zygote that starts
+            check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"), f"mount {folder}")
     if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
         # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
         check(libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"), "mount /proc")
@@ -145,12 +147,13 @@ def start_runner(header: dict, descriptors: list[int], isolated: bool, play: Pla
         os.makedirs(header["folder"], exist_ok=True)
         os.chdir(header["folder"])
     connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
-    connection.recv(1)  # nothing foreign runs, or ends, before the judge has a handle on this process
+    if connection.recv(1) != b"G":  # nothing foreign runs, or ends, before the judge has a handle on this process
+        os._exit(0)
     play(connection, header, rest, isolated)
 
 
-def serve(control: socket.socket, isolated: bool, play: Play) -> None:
-    """Fork a runner for each header that comes over `control`, until the judge closes it."""
+def serve(control: socket.socket, isolated: bool, play: Play, locks: list[str]) -> None:
+    """Fork a runner for each header that comes over `control`, until the judge closes it. `locks` are folders that no runner may see into."""
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
@@ -161,7 +164,7 @@ def serve(control: socket.socket, isolated: bool, play: Play) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 control.close()
-                start_runner(header, descriptors, isolated, play)
+                start_runner(header | {"locks": locks}, descriptors, isolated, play)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -207,7 +210,8 @@ def main() -> None:
 
         runner.warm_up(kind, device, *folders)
         play = runner.play
-    serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", play)
+    locks = [path for path, _, _ in os.walk(folders[1]) if os.path.basename(path) == "locks"] if folders else []
+    serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", play, locks)
 
 
 if __name__ == "__main__":
