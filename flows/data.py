@@ -117,8 +117,6 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         if wait is None:
             raise Busy(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
         time.sleep(wait)
-    log = workspace / ".dvc" / "failed.log"
-    atomic_write(log, text + "\n")
     told = next((line.removeprefix(SENTENCE) for line in reversed(lines) if line.startswith(SENTENCE)), "")
     code = next((int(found[1]) for found in map(EXITED.search, reversed(lines)) if found), 1)
     if code == NO_ISOLATION:
@@ -127,6 +125,8 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         raise BadInput(told)
     if "No space left on device" in text:
         raise BadInput(f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again.")
+    log = workspace / ".dvc" / "failed.log"
+    atomic_write(log, text + "\n")
     said = told or next((line for line in reversed(lines) if line), "it said nothing")
     raise StageFailed(
         f"dataset: dvc {arguments[0]} failed: {said.removeprefix('ERROR: ')[:500]}; all that it printed is in {log}, and the same command goes on."

@@ -23,10 +23,12 @@ from typer.testing import CliRunner
 from components.cli import app
 from components.config import PROJECT, BadInput, resolve
 from components.progress import Quiet
+from components.sandbox.isolation import IsolationUnavailable
 from components.sandbox.judge import Judge
 from components.synthesis.dataset import build, readmit
 from components.synthesis.importing import examine, neighbours, operators, read_public
 from components.task import KernelTask, dataset_version, read_tasks
+from components.training.stage import StageFailed
 from flows import data, runs, versions
 
 TASK = """import os_or_nothing
@@ -250,3 +252,39 @@ def test_what_lies_where_a_data_set_shall_be_written_stays(tmp_path: Path) -> No
     with pytest.raises(BadInput, match=f"set: holds data set {first.version[:12]}"):
         build(parameters("data.seed=7"), tmp_path / "set", InProcess(), Quiet())
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "notes.txt").read_text() == "mine"
+
+
+FAILING = """
+import sys
+from components.config import BadInput
+from components.sandbox.isolation import IsolationUnavailable
+from components.synthesis import stages
+
+def tasks(*given):
+    raise {error}
+
+stages.tasks = tasks
+sys.exit(stages.main(["tasks", "--params", "params.yaml", "--out", "data/tasks"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        ("RuntimeError('deep inside')", StageFailed, r"dataset: dvc repro failed: RuntimeError: deep inside; .*failed\.log"),
+        ("BadInput('params.yaml: a field; mend it.')", BadInput, r"^params\.yaml: a field; mend it\.$"),
+        ("IsolationUnavailable('no sandbox; mend it.')", IsolationUnavailable, r"^no sandbox; mend it\.$"),
+    ],
+    ids=["failure", "bad input", "no isolation"],
+)
+def test_what_fails_below_dvc_is_one_sentence_and_its_traceback_is_in_the_log(error: str, kind: type[Exception], said: str, tmp_path: Path) -> None:
+    night = runs.open_night(resolve("ci", (f"home={tmp_path}",)))
+    workspace = data.prepare_workspace(night)
+    (workspace / "failing.py").write_text(FAILING.format(error=error))
+    (workspace / "dvc.yaml").write_text("stages: {tasks: {cmd: python failing.py}}\n")
+    with pytest.raises(kind, match=said) as caught:
+        data.dvc(workspace, ["repro"], night, None)
+    assert "\n" not in str(caught.value)
+    if kind is StageFailed:
+        log = (workspace / ".dvc" / "failed.log").read_text()
+        assert "Traceback" in log and str(workspace / ".dvc" / "failed.log") in str(caught.value)

@@ -154,6 +154,7 @@ print(json.dumps([name for name, action in {
     "setgid": lambda: os.chmod(file, 0o2755),
     "setuid by descriptor": lambda: os.fchmod(os.open(file, os.O_RDONLY), 0o6755),
     "setuid as it is made": lambda: os.open(folder + "/new", os.O_CREAT | os.O_WRONLY, 0o4755),
+    "setuid without a name": lambda: os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o4755),
     "setuid as a node": lambda: os.mknod(folder + "/node", 0o104755),
     "fchmodat2": lambda: libc.syscall(452, -100, file.encode(), 0o4755, 0),
     "openat2": lambda: libc.syscall(437, -100, file.encode(), bytes(24), 24),

@@ -281,3 +281,24 @@ def test_a_warm_task_holds_no_more_descriptors_than_are_counted_for_it(judge: Ju
     before = descriptors()
     assert judge.verdict(other, kernel, always_compile=True).status == "correct"
     assert 0 < descriptors() - before <= TASK_DESCRIPTORS
+
+
+@pytest.mark.parametrize(
+    ("manager", "mend"), [("", "package manager of this system"), ("dnf", "sudo dnf install -y bubblewrap gcc-c++"), ("pacman", "sudo pacman -S")]
+)
+def test_without_apt_and_sudo_the_missing_packages_are_named(manager: str, mend: str, tmp_path: Path) -> None:
+    for name in ("bash", "sed", "grep", "id", "env"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    if manager:
+        (tmp_path / manager).symlink_to("/bin/true")
+    script = [str(PROJECT / ".ci" / "system-packages")]
+    done = subprocess.run(["/bin/bash", *script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and mend in done.stderr, done.stderr
+    assert "missing: bubblewrap g++" in done.stderr
+
+
+def test_nothing_waits_for_a_package_that_only_saves_time(tmp_path: Path) -> None:
+    for name in ("bash", "sed", "grep", "id", "env", "bwrap", "g++"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    done = subprocess.run(["/bin/bash", str(PROJECT / ".ci" / "system-packages")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

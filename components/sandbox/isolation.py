@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import resource
 import shutil
@@ -45,8 +46,12 @@ FCNTL_OF_ACCOUNT = (1024, 1026, 1031)
 """F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ: leases keep others of the account from a file, watches and pipes are counted for all of it."""
 SETUID_BITS = (0o4000, 0o2000)
 CLONE_FILES = 0x00000400
-SETTING_MODES = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("open", 2), ("openat", 3), ("creat", 1), ("mknod", 1), ("mknodat", 2))
-"""System calls that may set the mode of a file, and the place of that argument."""
+SETTING_MODES = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("creat", 1), ("mknod", 1), ("mknodat", 2))
+"""System calls that set the mode of a file, and the place of that argument."""
+OPENING = (("open", 1, 2), ("openat", 2, 3))
+"""System calls that do so where they make a file, and the places of their flags and of the mode."""
+MAKING_FLAGS = (0o100, 0o20000000)
+"""O_CREAT, and the flag of O_TMPFILE."""
 NEWER_CALLS = {"openat2": 437, "cachestat": 451, "fchmodat2": 452}
 """Numbers of system calls, the same on every architecture: libseccomp does not know the names of those that are newer than itself."""
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
@@ -301,11 +306,10 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
     for bit in SETUID_BITS:
         for call, place in SETTING_MODES:
             program.add_rule(refuse, call, pyseccomp.Arg(place, pyseccomp.MASKED_EQ, bit, bit))
-    for call in ("openat2", "fchmodat2", "cachestat"):
-        try:
-            program.add_rule(pyseccomp.ERRNO(38), call)  # as a kernel that has not got it: openat2 hides its arguments
-        except (OSError, ValueError, RuntimeError):
-            program.add_rule(pyseccomp.ERRNO(38), NEWER_CALLS[call])
+        for (call, flags, place), flag in itertools.product(OPENING, MAKING_FLAGS):
+            program.add_rule(refuse, call, pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, flag, flag), pyseccomp.Arg(place, pyseccomp.MASKED_EQ, bit, bit))
+    for number in NEWER_CALLS.values():
+        program.add_rule(pyseccomp.ERRNO(38), number)  # as a kernel that has not got them: openat2 hides its arguments
     for command in FCNTL_OF_ACCOUNT:
         program.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, WORD, command))
     program.add_rule(refuse, "prctl", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, WORD, PR_SET_PDEATHSIG))  # it ends with whoever started it
