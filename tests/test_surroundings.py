@@ -74,8 +74,10 @@ def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_o
 
 @pytest.mark.slow
 def test_a_night_on_a_small_system_behind_a_proxy(place: Path) -> None:
-    """/tmp without execution, 64 MB of shared memory, no HOME, 1,024 descriptors, the locale C and a proxy that does not answer."""
+    """A checkout that cannot be written, /tmp without execution, 64 MB of shared memory, no HOME, 1,024 descriptors, the locale C and a
+    proxy that does not answer."""
     around = Surroundings(
+        read_only=(str(PROJECT),),
         noexec=("/tmp",),
         sizes={"/dev/shm": 64 << 20},
         limits={"RLIMIT_NOFILE": 1024},

@@ -97,11 +97,12 @@ class Runner:
             try:
                 data = self.connection.recv(MESSAGE_BYTES)
             except TimeoutError:
-                elapsed = time.monotonic() - began
-                self.deadline += elapsed - charged(elapsed, asked)
                 continue
             except OSError as error:
                 raise RunnerError("crashed", str(error)) from error
+            finally:
+                elapsed = time.monotonic() - began
+                self.deadline += elapsed - charged(elapsed, asked)
         if not data:
             raise RunnerError("crashed", "the process ended without a word")
         letter = data[:1]
