@@ -30,6 +30,8 @@ from components.sandbox.nursery import InfrastructureError, Nursery
 from components.sandbox.preflight import System, explain
 
 CLI = [sys.executable, "-m", "components.cli"]
+KEPT = {str(PROJECT): str(PROJECT)}
+"""The checkout as a mount of its own, so that it may lie in /tmp, whose mount a test changes."""
 SOURCES = ("components", "flows", "agent_workdir", "params.yaml", "dvc.yaml", "pyproject.toml")
 
 
@@ -77,6 +79,7 @@ def test_a_night_on_a_small_system_behind_a_proxy(place: Path) -> None:
     """A checkout that cannot be written, /tmp without execution, 64 MB of shared memory, no HOME, 1,024 descriptors, the locale C and a
     proxy that does not answer."""
     around = Surroundings(
+        bound=KEPT,
         read_only=(str(PROJECT),),
         noexec=("/tmp",),
         sizes={"/dev/shm": 64 << 20},
@@ -188,7 +191,7 @@ def test_a_home_whose_programs_cannot_be_loaded_is_one_sentence(place: Path) -> 
 
 def test_scratch_folders_avoid_a_place_without_execution() -> None:
     print_it = "from components.files import scratch_folder; print(scratch_folder())"
-    done = run([sys.executable, "-c", print_it], Surroundings(noexec=("/tmp",)), PROJECT)
+    done = run([sys.executable, "-c", print_it], Surroundings(bound=KEPT, noexec=("/tmp",)), PROJECT)
     assert done.stdout.strip() == str(user_cache("tmp")), done.stderr
     assert scratch_folder() == Path(tempfile.gettempdir())
 
