@@ -153,7 +153,7 @@ def has_own_proc() -> bool:
 
 
 OUTSIDE: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
-"""The environment of bubblewrap itself, which may be seen from inside: none of the variables of whoever judges, such as keys."""
+"""The environment of bubblewrap itself, which may be seen from inside: without the judge's own variables, such as keys."""
 GOES_FIRST = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
 """The start of a command that is to end first when memory runs out, and never the judge."""
 
@@ -173,14 +173,14 @@ def bubblewrap(
     children from itself; it never runs untrusted code, and its children drop every one of them first.
     """
     root = takes_other_uids()
-    # Without a /proc inside nobody can say there that runners go first when memory runs out.
+    # Without a /proc inside oom_score_adj cannot be set there.
     command = [] if has_own_proc() else [*GOES_FIRST]
     command += [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--new-session", "--die-with-parent", "--clearenv"]
     if not root:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         if not keep_capabilities:
-            # Or the first process inside would be bubblewrap's own, which has this user's uid: what runs beside it could read and rewrite it.
+            # Otherwise PID 1 inside is bubblewrap's own process with this user's uid, and untrusted code could read and rewrite its memory.
             command += ["--as-pid-1"]
         if not keep_capabilities and allowed("--disable-userns"):  # it writes to /proc/sys; the system-call filter refuses nested ones anyway
             command += ["--disable-userns"]
@@ -246,7 +246,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def within(limit: int, value: int) -> int:
-    """`value`, or the hard limit of this process where that is less: nobody but root may raise it."""
+    """`value`, or the hard limit of this process where that is less: only root may raise a hard limit."""
     hard = resource.getrlimit(limit)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
@@ -312,7 +312,7 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         program.add_rule(pyseccomp.ERRNO(38), number)  # as a kernel that has not got them: openat2 hides its arguments
     for command in FCNTL_OF_ACCOUNT:
         program.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, WORD, command))
-    program.add_rule(refuse, "prctl", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, WORD, PR_SET_PDEATHSIG))  # it ends with whoever started it
+    program.add_rule(refuse, "prctl", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, WORD, PR_SET_PDEATHSIG))  # it must end when its parent ends
     # clone3 hides its flags from a filter: without it, glibc falls back to clone, whose flags are checked.
     program.add_rule(pyseccomp.ERRNO(38), "clone3")
     for flag in NAMESPACE_FLAGS:

@@ -291,7 +291,7 @@ class Nursery:
     def _start(self, kind: str) -> Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         walled = self.sandbox.isolation == "bubblewrap"
-        self.folder.chmod(0o700)  # what a task's runners write below it is for nobody else
+        self.folder.chmod(0o700)  # other users may not read or execute what a task's runners write below it
         caches = {"/cache": torch_cache(self.folder / "inductor"), "/warm": warm_folder()} if kind == "compile" else {}
         if caches and (tasks := caches["/cache"] / "tasks").is_dir():
             forget(tasks, KEPT_SECONDS)

@@ -12,7 +12,7 @@ from components.sandbox.preflight import check_isolation
 def open_pool(params: Params, verdicts: Path) -> LocalPool:
     """The judges of this machine, or those of a Ray cluster where `sandbox.pool` says so; `verdicts` is the journal's folder.
 
-    Raises IsolationUnavailable where this machine's could isolate nobody, before anything is loaded or sampled.
+    Raises IsolationUnavailable where no runner can be isolated on this machine, before anything is loaded or sampled.
     """
     if params.sandbox.pool == "ray":
         from components.sandbox.ray_pool import RayPool

@@ -128,7 +128,7 @@ def discard_output() -> None:
 def start_runner(header: dict, descriptors: list[int], isolated: bool, play: Play) -> None:
     """Become a runner, in a forked child of the zygote; never returns.
 
-    A PID namespace is for the children of whoever unshares it, and going back to the one before needs rights over that one, which
+    unshare(CLONE_NEWPID) moves only children that are forked later. Going back to the former namespace needs CAP_SYS_ADMIN over it, which
     a sandbox in an ordinary user's nested user namespace does not have. So the child unshares, forks once more and
     ends; the grandchild is the first process of the new namespace, and all that it starts ends with it. The first process of
     the sandbox inherits it: when bubblewrap is killed, the kernel ends every process of that namespace and of those inside it.
