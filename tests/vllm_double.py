@@ -27,6 +27,12 @@ from components.policy.model import load_model
 from components.policy.vllm_worker import Fingerprint
 
 
+class Server(ThreadingHTTPServer):
+    """Room for as many connections at once as a sampler opens; of those beyond the standard library's five some are reset on a busy machine."""
+
+    request_queue_size = 128
+
+
 class Worker(Fingerprint):
     """What `collective_rpc` reaches."""
 
@@ -149,7 +155,7 @@ def serving(worker: Worker, *, development: bool = True) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
