@@ -193,7 +193,10 @@ def server(answers: Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, 
         def do_POST(self) -> None:
             self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 128  # with the standard library's five, connections that come at once are reset on a busy machine
+
+    with Server(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
         thread.start()
         try:
