@@ -16,19 +16,18 @@ import arms
 import refusal
 import shared
 import torch
-from zygote import INDUCTOR, receive
 
 CACHE_FOLDER = ""
 """Where a zygote outside of a sandbox keeps what torch.compile made of each task."""
 
 
-def play(connection: socket.socket, header: dict, descriptors: list[int], isolated: bool) -> None:
-    """Play roles until the judge closes the connection; never returns."""
+def play(receive: arms.Receive, connection: socket.socket, header: dict, descriptors: list[int], isolated: bool) -> None:
+    """Play roles until the judge closes the connection, whose further headers `receive` reads; never returns."""
     code = 1
     try:
         torch.set_num_threads(1)
-        if header.get("cache"):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR if isolated else f"{CACHE_FOLDER}/tasks/{header['cache']}"
+        if header.get("cache") and not isolated:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE_FOLDER}/tasks/{header['cache']}"
         arms.serve(connection, header, descriptors, receive)
         code = 0
     except MemoryError:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import gc
 import hashlib
 import json
@@ -91,6 +92,7 @@ def isolate(header: dict, keep: set[int]) -> None:
         os.makedirs(INDUCTOR)
         os.chmod(own, 0o777 if os.getuid() == 0 else 0o700)
         check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR
         for place in (b"/cache", b"/warm"):
             check(libc.mount(b"none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), f"remount {place.decode()}")
         for folder in header["locks"]:  # who holds a lock there holds up every zygote that starts
@@ -209,7 +211,7 @@ def main() -> None:
         import runner
 
         runner.warm_up(kind, device, *folders)
-        play = runner.play
+        play = functools.partial(runner.play, receive)
     locks = [path for path, _, _ in os.walk(folders[1]) if os.path.basename(path) == "locks"] if folders else []
     serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", play, locks)
 
