@@ -169,7 +169,7 @@ def remove_tree(folder: Path) -> None:
 def forget(folder: Path, seconds: float) -> None:
     """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
     for path in sorted(folder.iterdir(), reverse=True):
-        with contextlib.suppress(OSError):  # somebody else may have been here
+        with contextlib.suppress(OSError):  # another process may have removed it
             if path.stat().st_mtime < time.time() - seconds:
                 remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

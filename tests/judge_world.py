@@ -7,9 +7,12 @@ gives exploits system calls without libc, `#include "answer.cuh"` the honest ans
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from components.task import KernelTask
 
@@ -80,3 +83,22 @@ def task(group: str, name: str) -> KernelTask:
 
 def expected(name: str, group: str = "exploits") -> dict[str, Any]:
     return json.loads((HERE / group / name / "expected.json").read_text())
+
+
+def depth(pid: int | str) -> int:
+    """In how many nested PID namespaces, counted from the machine's /proc, the process has a number."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid:"))
+    return len(line.split()) - 1
+
+
+def census() -> set[tuple[int, float]]:
+    """Every process that is a runner of ours or was made by one, by PID and start: two PID namespaces below this process.
+
+    None escapes its descent or its namespace, and an ordinary user's have no uid of their own to be known by.
+    """
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            if depth(process.pid) >= depth("self") + 2:
+                found.add((process.pid, process.create_time()))
+    return found

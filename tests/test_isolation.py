@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import judge_world as world
-import psutil
 import pytest
 
 from components.config import PROJECT
@@ -181,27 +179,16 @@ def test_a_thread_has_the_descriptors_of_its_process(judge: Judge) -> None:
     assert ask(judge, f"[{clone}, {close_range}, ctypes.CDLL(None).syscall(436, 9000, 9001, 0)]") == [-1, -1, 0]
 
 
-def runners() -> set[int]:
-    """Processes two PID namespaces below this one."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, OSError):
-            line = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("NSpid:"))
-            if len(line.split()) >= 4:
-                found.add(process.pid)
-    return found
-
-
 def test_a_runner_that_the_judge_cannot_watch_never_begins(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_descriptor(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    before = runners()
+    before = world.census()
     monkeypatch.setattr(os, "pidfd_open", no_descriptor)
     with pytest.raises(InfrastructureError):
         judge.nursery.spawn({"role": "describe", "code": "while True: pass", "precision": "strict-fp32"}, seconds=30)
     deadline = time.monotonic() + 5
-    while runners() - before:
+    while world.census() - before:
         assert time.monotonic() < deadline, "it runs without a descriptor that could end it"
         time.sleep(0.05)
 

@@ -204,7 +204,7 @@ class Shell:
             command[-1] = DRIVER.replace("/workspace", str(self.workspace))
             return self._popen(command, (), os.environ | places | {"HOME": str(self.workspace)})
         seen = {self.control: "/control", self.base / "model.py": "/workspace/model.py", TEMPLATE / "utils": "/workspace/utils"}
-        walls = isolation.bubblewrap(
+        isolated = isolation.bubblewrap(
             device="cpu",
             view=isolation.base_view() | seen | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
             writable={"/workspace": self.workspace, "/output": self.output},
@@ -220,8 +220,8 @@ class Shell:
         try:
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
-            place = walls.index("--chdir")
-            return self._popen([*walls[:place], *binds, "--seccomp", str(filter_fd), *walls[place:], *limits], (filter_fd,), isolation.OUTSIDE)
+            place = isolated.index("--chdir")
+            return self._popen([*isolated[:place], *binds, "--seccomp", str(filter_fd), *isolated[place:], *limits], (filter_fd,), isolation.OUTSIDE)
         finally:
             os.close(filter_fd)
 

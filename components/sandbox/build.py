@@ -226,7 +226,7 @@ class Builder:
         pass_fds: tuple[int, ...] = ()
         environment: Mapping[str, str] = isolation.OUTSIDE
         if self.sandbox.isolation == "bubblewrap":
-            walls = isolation.bubblewrap(
+            isolated = isolation.bubblewrap(
                 device="cpu",
                 view=self.view | {folder / "in": "/in"},
                 writable={"/out": folder / "out"},
@@ -238,7 +238,7 @@ class Builder:
             os.lseek(filter_fd, 0, os.SEEK_SET)
             pass_fds = (filter_fd,)
             limits = isolation.confined(command, memory_bytes=MAX_MEMORY_BYTES, file_bytes=MAX_LIBRARY_BYTES, seconds=self.sandbox.build_seconds)
-            command = [*walls[:-1], "--setenv", "TMPDIR", "/tmp", "--seccomp", str(filter_fd), "--", *limits]
+            command = [*isolated[:-1], "--setenv", "TMPDIR", "/tmp", "--seccomp", str(filter_fd), "--", *limits]
         else:
             environment = os.environ | {"TMPDIR": f"{folder}/out"}
         # Into files, which the limits of the command hold for: a compiler can be made to talk without end.
