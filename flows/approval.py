@@ -17,7 +17,7 @@ from prefect.exceptions import FlowPauseTimeout, ObjectNotFound
 from prefect.input import RunInput
 from pydantic import Field
 
-from components.config import resolve
+from components.core.config import resolve
 from components.registry import models
 from components.registry.promotion import Promotion
 from components.registry.tracking import connect
@@ -35,10 +35,16 @@ class Answer(RunInput):
 
 
 @flow(name="approval", flow_run_name="approval-{version}", persist_result=False)
-def approval(version: str, profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", poll_seconds: int = POLL_SECONDS) -> dict[str, Any]:
+def approval(
+    version: str,
+    profile: str = "h20-pool",
+    sets: list[str] | None = None,
+    home: str = "",
+    poll_seconds: int = POLL_SECONDS,
+) -> dict[str, Any]:
     """Ask a person about a version that waits; the entry of the audit chain that came of it.
 
-    BadInput when the version does not wait (any more). Past its deadline the version expires.
+    UserError when the version does not wait (any more). Past its deadline the version expires.
     """
     params = resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ()))).params
     place = Path(params.home).expanduser().resolve()
@@ -51,7 +57,9 @@ def approval(version: str, profile: str = "h20-pool", sets: list[str] | None = N
     try:
         form = Answer.with_initial_data(description=question)
         # A second more than is left: when Prefect gives up, the deadline has passed for certain.
-        answer = pause_flow_run(wait_for_input=form, timeout=max(0, math.ceil(left)) + 1, poll_interval=poll_seconds)
+        answer = pause_flow_run(
+            wait_for_input=form, timeout=max(0, math.ceil(left)) + 1, poll_interval=poll_seconds
+        )
     except FlowPauseTimeout:
         expired = [entry for entry in office.expire() if entry.version == number]
         return (expired[0] if expired else office.waiting(version)[1]).model_dump(mode="json")
@@ -62,7 +70,12 @@ def approval(version: str, profile: str = "h20-pool", sets: list[str] | None = N
 def ask(version: str, profile: str, sets: list[str]) -> bool:
     """Start the deployed flow for a version that waits; False where nobody deployed it, so that the commands remain."""
     try:
-        run_deployment(DEPLOYMENT, parameters={"version": version, "profile": profile, "sets": sets}, timeout=0, as_subflow=False)
+        run_deployment(
+            DEPLOYMENT,
+            parameters={"version": version, "profile": profile, "sets": sets},
+            timeout=0,
+            as_subflow=False,
+        )
     except ObjectNotFound:
         return False
     return True

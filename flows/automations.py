@@ -16,7 +16,7 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from flows.signals import COLLAPSING, PROGRESS
+from flows.training_events import COLLAPSING, PROGRESS
 
 HEARTBEATS_SECONDS = 90
 """Three heartbeats of 30 s (infra/prefect/pools.yaml) missed in a row.
@@ -27,7 +27,13 @@ bucket 60 s after its end. A heartbeat that reaches the server more than a minut
 START_SECONDS = 15 * 60
 STALL_SECONDS = 60 * 60
 NIGHT_SECONDS = 26 * 3600
-ENDS = {"prefect.flow-run.Completed", "prefect.flow-run.Failed", "prefect.flow-run.Cancelled", "prefect.flow-run.Crashed", "prefect.flow-run.Paused"}
+ENDS = {
+    "prefect.flow-run.Completed",
+    "prefect.flow-run.Failed",
+    "prefect.flow-run.Cancelled",
+    "prefect.flow-run.Crashed",
+    "prefect.flow-run.Paused",
+}
 FLOW_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 EACH_RUN = {"prefect.resource.id"}
 
@@ -45,7 +51,11 @@ def of_deployment(name: str) -> ResourceSpecification:
 
 def automations(block: UUID | None) -> list[AutomationCore]:
     """Every automation of the project; alarms notify through `block`."""
-    alarm = SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) if block is not None else DoNothing()
+    alarm = (
+        SendNotification(block_document_id=block, subject=SUBJECT, body=BODY)
+        if block is not None
+        else DoNothing()
+    )
     return [
         AutomationCore(
             name="cuda-agent-zombie",
@@ -55,13 +65,27 @@ def automations(block: UUID | None) -> list[AutomationCore]:
                 expect={"prefect.flow-run.heartbeat", *ENDS, "prefect.flow-run.AwaitingRetry"},
                 within=timedelta(seconds=HEARTBEATS_SECONDS),
             ),
-            actions=[ChangeFlowRunState(name="Crashed", state=StateType.CRASHED, force=False, message="no heartbeat: the run's process is gone")],
+            actions=[
+                ChangeFlowRunState(
+                    name="Crashed",
+                    state=StateType.CRASHED,
+                    force=False,
+                    message="no heartbeat: the run's process is gone",
+                )
+            ],
         ),
         AutomationCore(
             name="cuda-agent-resume",
             description="A crashed night goes back to a worker, which continues it where it was. A run that crashes again and again ends itself.",
             trigger=when(match_related=of_deployment("nightly"), expect={"prefect.flow-run.Crashed"}),
-            actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="crashed; continued by a worker", force=True)],
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.SCHEDULED,
+                    name="AwaitingRetry",
+                    message="crashed; continued by a worker",
+                    force=True,
+                )
+            ],
         ),
         AutomationCore(
             name="cuda-agent-failed",
@@ -93,7 +117,9 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         AutomationCore(
             name="cuda-agent-stalled",
             description="A run reported progress and then nothing for an hour.",
-            trigger=unless(after={PROGRESS}, expect={PROGRESS, *ENDS}, within=timedelta(seconds=STALL_SECONDS)),
+            trigger=unless(
+                after={PROGRESS}, expect={PROGRESS, *ENDS}, within=timedelta(seconds=STALL_SECONDS)
+            ),
             actions=[alarm],
         ),
         AutomationCore(

@@ -21,17 +21,16 @@ import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from components.config import PROJECT, BadInput, Params
-from components.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
-from components.progress import Progress
-from components.sandbox.isolation import IsolationUnavailable
-from components.synthesis.mining import versions
-from components.synthesis.stages import SENTENCE
-from components.task import dataset_version
-from components.training.stage import StageFailed
-from flows.runs import Busy, Night, digest_sources
+from components.core.config import PROJECT, Params
+from components.core.errors import IsolationUnavailable, StageFailed, UserError
+from components.core.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
+from components.core.progress import Progress
+from components.core.task import dataset_version
+from components.synthesis.dvc_stages import SENTENCE
+from components.synthesis.operator_table import versions
+from flows.dataset_remote import holds, initialised, keep_pointer
+from flows.run_context import Busy, PipelineRun, digest_sources
 from flows.steps import Record
-from flows.versions import holds, initialised, keep_pointer
 
 OUTPUT = Path("data") / "tasks"
 BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
@@ -40,16 +39,16 @@ TORN = "Unable to read RWLock-file"
 killed DVC left."""
 RETRY_SECONDS = (2.0, 5.0, 15.0)
 STEP = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
-"""A progress line of components.synthesis.stages: step, total, figures."""
+"""A progress line of components.synthesis.dvc_stages: step, total, figures."""
 EXITED = re.compile(r"exited with (\d+)")
 BAD_INPUT, NO_ISOLATION = 2, 3
-"""Exit codes of components.synthesis.stages."""
-MAKERS = ("components/synthesis", "components/task.py")
+"""Exit codes of components.synthesis.dvc_stages."""
+MAKERS = ("components/synthesis", "components/core/task.py")
 """Sources that a data set is made from; the judge's part in it is in the parameters and the verdicts."""
 
 
 @task(name="dataset", persist_result=False, cache_policy=NO_CACHE)
-def dataset(night: Night, progress: Progress) -> Record:
+def dataset(night: PipelineRun, progress: Progress) -> Record:
     """Reproduce the data set, keep its version beside its lock file, and push it to the remote."""
     started = time.monotonic()
     workspace = prepare_workspace(night)
@@ -67,13 +66,24 @@ def dataset(night: Night, progress: Progress) -> Record:
     return kept | {"cached": after == before and not force, "seconds": round(time.monotonic() - started, 3)}
 
 
-def made_by(night: Night) -> str:
+def made_by(night: PipelineRun) -> str:
     """What makes a data set beside its parameters: the program, and the wish to make it once more."""
-    files = {place: digest_json(digest_sources(PROJECT / place)) if (PROJECT / place).is_dir() else digest_file(PROJECT / place) for place in MAKERS}
-    return digest_json([files, versions(), night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0])
+    files = {
+        place: digest_json(digest_sources(PROJECT / place))
+        if (PROJECT / place).is_dir()
+        else digest_file(PROJECT / place)
+        for place in MAKERS
+    }
+    return digest_json(
+        [
+            files,
+            versions(),
+            night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0,
+        ]
+    )
 
 
-def prepare_workspace(night: Night) -> Path:
+def prepare_workspace(night: PipelineRun) -> Path:
     """The DVC project of this home: dvc.yaml as it is in the source, params.yaml as it was resolved, the remote."""
     workspace = initialised(night.home / "dvc", night.params, night.home)
     _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
@@ -90,7 +100,7 @@ def _absolute(params: Params) -> dict[str, Any]:
     return values
 
 
-def keep_version(night: Night, workspace: Path) -> Record:
+def keep_version(night: PipelineRun, workspace: Path) -> Record:
     """Copy the data set to `datasets/<version>`; equal versions are kept once."""
     version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = night.home / "datasets" / version
@@ -102,8 +112,8 @@ def keep_version(night: Night, workspace: Path) -> Record:
     return {"version": version, "folder": folder.relative_to(night.home).as_posix(), "figures": figures}
 
 
-def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progress | None) -> None:
-    """Run one DVC command in the workspace. BadInput when its lock stays busy, or with the sentence of what it ran; StageFailed names the log of
+def dvc(workspace: Path, arguments: Sequence[str], night: PipelineRun, progress: Progress | None) -> None:
+    """Run one DVC command in the workspace. UserError when its lock stays busy, or with the sentence of what it ran; StageFailed names the log of
     any other failure."""
     for wait in (*RETRY_SECONDS, None):
         lines, code = _run(workspace, arguments, night, progress)
@@ -115,16 +125,20 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
         elif not any(sign in text for sign in BUSY):
             break
         if wait is None:
-            raise Busy(f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again.")
+            raise Busy(
+                f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again."
+            )
         time.sleep(wait)
     told = next((line.removeprefix(SENTENCE) for line in reversed(lines) if line.startswith(SENTENCE)), "")
     code = next((int(found[1]) for found in map(EXITED.search, reversed(lines)) if found), 1)
     if code == NO_ISOLATION:
         raise IsolationUnavailable(told)
     if code == BAD_INPUT and told:
-        raise BadInput(told)
+        raise UserError(told)
     if "No space left on device" in text:
-        raise BadInput(f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again.")
+        raise UserError(
+            f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again."
+        )
     log = workspace / ".dvc" / "failed.log"
     atomic_write(log, text + "\n")
     said = told or next((line for line in reversed(lines) if line), "it said nothing")
@@ -133,7 +147,9 @@ def dvc(workspace: Path, arguments: Sequence[str], night: Night, progress: Progr
     )
 
 
-def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Progress | None) -> tuple[list[str], int]:
+def _run(
+    workspace: Path, arguments: Sequence[str], night: PipelineRun, progress: Progress | None
+) -> tuple[list[str], int]:
     """One attempt: its output lines, read for progress on the way, and its exit status."""
     environment = os.environ | {
         "DVC_NO_ANALYTICS": "1",
@@ -164,7 +180,12 @@ def _run(workspace: Path, arguments: Sequence[str], night: Night, progress: Prog
             found = STEP.match(line)
             if found and progress is not None:
                 figures = dict(pair.split("=") for pair in found[3].split())
-                progress.update("dataset", int(found[1]), int(found[2]), **{name: float(value) for name, value in figures.items()})
+                progress.update(
+                    "dataset",
+                    int(found[1]),
+                    int(found[2]),
+                    **{name: float(value) for name, value in figures.items()},
+                )
         process.wait()
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)

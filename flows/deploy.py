@@ -23,9 +23,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
-from components.config import PROJECT, BadInput, resolve
+from components.core.config import PROJECT, resolve
+from components.core.errors import UserError
 from flows.automations import automations
-from flows.runs import HOME_SLOT
+from flows.run_context import HOME_SLOT
 
 PREFECT = PROJECT / "infra" / "prefect"
 Workers = Literal["process", "kubernetes"]
@@ -53,19 +54,26 @@ def deploy(choices: Choices) -> Record:
     """Make or update everything on the server that PREFECT_API_URL names; returns what is there afterwards."""
     url = PREFECT_API_URL.value()
     if not url:
-        raise BadInput("PREFECT_API_URL is not set: deployments need a server that stays; start one (prefect server start) and name its address.")
+        raise UserError(
+            "PREFECT_API_URL is not set: deployments need a server that stays; start one (prefect server start) and name its address."
+        )
     file = deployments_file(choices)
     with get_client(sync_client=True) as client:
         try:
             client.hello()
         except httpx.HTTPError as error:
-            raise BadInput(f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it or mend the address.") from error
+            raise UserError(
+                f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it or mend the address."
+            ) from error
         block = notification_block(choices.alert)
         pools = make_pools(client, choices.workers)
         client.upsert_global_concurrency_limit_by_name(HOME_SLOT, 1)
         make_deployments(file)
         names = make_automations(client, block)
-        found = [client.read_deployment_by_name(f"{entry['name']}/{entry['name']}") for entry in file["deployments"]]
+        found = [
+            client.read_deployment_by_name(f"{entry['name']}/{entry['name']}")
+            for entry in file["deployments"]
+        ]
     return {
         "server": url,
         "pools": pools,
@@ -74,7 +82,11 @@ def deploy(choices: Choices) -> Record:
                 "name": entry.name,
                 "pool": entry.work_pool_name,
                 "parameters": entry.parameters,
-                "schedules": [f"{getattr(item.schedule, 'cron', '')} {getattr(item.schedule, 'timezone', '')}" for item in entry.schedules if item.active],
+                "schedules": [
+                    f"{getattr(item.schedule, 'cron', '')} {getattr(item.schedule, 'timezone', '')}"
+                    for item in entry.schedules
+                    if item.active
+                ],
             }
             for entry in found
         ],
@@ -83,7 +95,7 @@ def deploy(choices: Choices) -> Record:
 
 
 def deployments_file(choices: Choices) -> Record:
-    """prefect.yaml with the choices laid over it; BadInput when a parameter or the cron line is not accepted."""
+    """prefect.yaml with the choices laid over it; UserError when a parameter or the cron line is not accepted."""
     values: Record = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
     values.pop("definitions", None)
     for entry in values["deployments"]:
@@ -93,7 +105,11 @@ def deployments_file(choices: Choices) -> Record:
         resolved = resolve(parameters["profile"], tuple(parameters["sets"]))
         home = Path(choices.home or resolved.params.home).expanduser()
         # A worker and a pod start elsewhere: the home has to mean the same place there.
-        home = home if home.is_absolute() else (Path("/srv/cuda-agent") if choices.workers == "kubernetes" else PROJECT / home)
+        home = (
+            home
+            if home.is_absolute()
+            else (Path("/srv/cuda-agent") if choices.workers == "kubernetes" else PROJECT / home)
+        )
         parameters["home"] = str(home)
         # Cached results lie in the home too, so that another worker finds them.
         results = {"PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "prefect" / "results")}
@@ -108,19 +124,25 @@ def deployments_file(choices: Choices) -> Record:
             try:
                 CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
             except ValidationError as error:
-                raise BadInput(f"schedule of {entry['name']}: {error.errors()[0]['msg']}; give another with --cron or --timezone.") from error
+                raise UserError(
+                    f"schedule of {entry['name']}: {error.errors()[0]['msg']}; give another with --cron or --timezone."
+                ) from error
     known = read_pools()
     for entry in values["deployments"]:
         if entry["work_pool"]["name"] not in known:
-            raise BadInput(f"prefect.yaml: {entry['name']} names the work pool {entry['work_pool']['name']}; give one of {', '.join(known)}.")
+            raise UserError(
+                f"prefect.yaml: {entry['name']} names the work pool {entry['work_pool']['name']}; give one of {', '.join(known)}."
+            )
     return values
 
 
 def pairs(variables: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE as a mapping; BadInput for anything else."""
+    """NAME=VALUE as a mapping; UserError for anything else."""
     for variable in variables:
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", variable):
-            raise BadInput(f"--env {variable}: NAME=VALUE is expected, for instance RAY_ADDRESS=ray://judges-head-svc:10001.")
+            raise UserError(
+                f"--env {variable}: NAME=VALUE is expected, for instance RAY_ADDRESS=ray://judges-head-svc:10001."
+            )
     return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
 
 
@@ -139,10 +161,14 @@ def base_job_template(pool: str, workers: Workers) -> Record:
     """The pool's template: infra/prefect/<workers>.json with this pool's values as the defaults of its variables."""
     template: Record = json.loads((PREFECT / f"{workers}.json").read_text())
     variables = template["variables"]["properties"]
-    values = {"env": environment()} | (read_pools()[pool].get("kubernetes", {}) if workers == "kubernetes" else {})
+    values = {"env": environment()} | (
+        read_pools()[pool].get("kubernetes", {}) if workers == "kubernetes" else {}
+    )
     for name, value in values.items():
         if name not in variables:
-            raise BadInput(f"{PREFECT / 'pools.yaml'}: pool {pool} sets {name}, which {workers}.json does not know; give one of {', '.join(variables)}.")
+            raise UserError(
+                f"{PREFECT / 'pools.yaml'}: pool {pool} sets {name}, which {workers}.json does not know; give one of {', '.join(variables)}."
+            )
         variables[name]["default"] = value
     return template
 
@@ -155,9 +181,17 @@ def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
         except ObjectNotFound:
             present = workers
         if present != workers:
-            raise BadInput(f"work pool {name}: on the server it is of type {present}, which cannot change its type; run prefect work-pool delete {name} first.")
+            raise UserError(
+                f"work pool {name}: on the server it is of type {present}, which cannot change its type; run prefect work-pool delete {name} first."
+            )
         client.create_work_pool(
-            WorkPoolCreate(name=name, type=workers, description=pool["description"], base_job_template=base_job_template(name, workers)), overwrite=True
+            WorkPoolCreate(
+                name=name,
+                type=workers,
+                description=pool["description"],
+                base_job_template=base_job_template(name, workers),
+            ),
+            overwrite=True,
         )
         made.append({"name": name, "type": workers})
     return made
@@ -168,13 +202,30 @@ def make_deployments(values: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefect.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
-        command: Sequence[str] = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path))
+        command: Sequence[str] = (
+            sys.executable,
+            "-m",
+            "prefect",
+            "--no-prompt",
+            "deploy",
+            "--all",
+            "--prefect-file",
+            str(path),
+        )
         environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
-        done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
+        )
     # Prefect skips a deployment with invalid fields and still exits with 0.
-    missing = [entry["name"] for entry in values["deployments"] if f"'{entry['name']}/{entry['name']}' successfully" not in " ".join(done.stdout.split())]
+    missing = [
+        entry["name"]
+        for entry in values["deployments"]
+        if f"'{entry['name']}/{entry['name']}' successfully" not in " ".join(done.stdout.split())
+    ]
     if done.returncode or missing:
-        raise BadInput(f"prefect.yaml: {', '.join(missing) or 'a deployment'} was not accepted: {' '.join((done.stdout + done.stderr).split())[-600:]}")
+        raise UserError(
+            f"prefect.yaml: {', '.join(missing) or 'a deployment'} was not accepted: {' '.join((done.stdout + done.stderr).split())[-600:]}"
+        )
 
 
 def make_automations(client: SyncPrefectClient, block: Any) -> list[str]:
@@ -196,4 +247,6 @@ def notification_block(name: str) -> Any:
         block: Any = Block.load(name)
         return block._block_document_id
     except ValueError as error:
-        raise BadInput(f"--alert {name}: the server has no such block; make one (prefect block create slack-webhook) and give it as type/name.") from error
+        raise UserError(
+            f"--alert {name}: the server has no such block; make one (prefect block create slack-webhook) and give it as type/name."
+        ) from error

@@ -8,13 +8,13 @@ from typing import Any
 
 from prefect import task
 
+from components.core.files import digest_file, digest_json
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import Summary, TaskResult
 from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
-from components.files import digest_file, digest_json
-from components.sandbox.pool import LocalPool
+from components.judge.pool import LocalPool
 from flows.steps import SAMPLING, Context, Record
 
 
@@ -43,10 +43,16 @@ def evaluate_checkpoint(context: Context, name: str, policy: Record) -> Record:
             admit=context.pool.admit if isinstance(context.pool, LocalPool) else None,
         )
         results = folder / RESULTS
-        return {"results": results.relative_to(night.home).as_posix(), "digest": digest_file(results), "figures": figures(evaluation.overall)}
+        return {
+            "results": results.relative_to(night.home).as_posix(),
+            "digest": digest_file(results),
+            "figures": figures(evaluation.overall),
+        }
 
     # Under one name in the key: the same policy measured for another purpose is the same evaluation.
-    return context.step(evaluate_policy, "evaluation", (*SAMPLING, "evaluation"), digests, call, name="evaluation", title=name)
+    return context.step(
+        evaluate_policy, "evaluation", (*SAMPLING, "evaluation"), digests, call, name="evaluation", title=name
+    )
 
 
 class Named:

@@ -12,30 +12,30 @@ from pathlib import Path
 
 from prefect import flow, tags
 
-from components.config import PROJECT
+from components.core.config import PROJECT
+from components.core.files import MANIFEST, digest_file, digest_json, write_json
+from components.core.progress import Progress
+from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
 from components.evaluation.evaluate import for_admission
-from components.files import MANIFEST, digest_file, digest_json, write_json
-from components.progress import Progress
-from components.registry.tracking import NightRun, connect
-from components.sandbox.pools import open_pool
+from components.judge.pool import open_pool
+from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
-from components.task import read_tasks
-from flows import runs
+from flows import run_context
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
-from flows.measured import Measured
+from flows.metrics_progress import Measured
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.runs import Night
-from flows.steps import Context, Record, bury_the_dead
+from flows.run_context import PipelineRun
+from flows.steps import Context, Record, mark_crashed_runs
 from flows.training import cold_start, stage_four, stage_one, stage_three, stage_two
 
 
-def story(night: Night, progress: Progress) -> Record:
+def story(night: PipelineRun, progress: Progress) -> Record:
     """The whole night inside a running flow; returns the record that run.json holds."""
     started = time.monotonic()
-    progress = Measured(runs.Watched(progress, night.home), night.home)
-    bury_the_dead(night.run_id)
+    progress = Measured(run_context.Watched(progress, night.home), night.home)
+    mark_crashed_runs(night.run_id)
     data = dataset(night, progress)
     context = open_context(night, progress, data)
     try:
@@ -48,9 +48,23 @@ def story(night: Night, progress: Progress) -> Record:
         after = evaluate_checkpoint(context, "evaluation", policy)
 
         version = register(context, policy, after)
-        stages = {"coldstart": start, "warmup": first, "rejection": second, "critic": values, "agentic": policy}
+        stages = {
+            "coldstart": start,
+            "warmup": first,
+            "rejection": second,
+            "critic": values,
+            "agentic": policy,
+        }
         champion = evaluate_champion(context, version)
-        decision = decide(context, version, policy, after, champion, {name: night.home / stage["folder"] for name, stage in stages.items()}, before)
+        decision = decide(
+            context,
+            version,
+            policy,
+            after,
+            champion,
+            {name: night.home / stage["folder"] for name, stage in stages.items()},
+            before,
+        )
         promote(context, version, decision, champion)
     except BaseException:
         context.tracking.fail()
@@ -62,38 +76,76 @@ def story(night: Night, progress: Progress) -> Record:
         "run_id": night.run_id,
         "profile": night.profile,
         "device": night.params.device,
-        "dataset": {"version": data["version"], **task_counts(context.dataset_folder), "cached": data["cached"], "seconds": data["seconds"]},
+        "dataset": {
+            "version": data["version"],
+            **task_counts(context.dataset_folder),
+            "cached": data["cached"],
+            "seconds": data["seconds"],
+        },
         "stages": [
-            {"name": name, "checkpoint": str(night.home / stage["checkpoint"])} | {key: stage[key] for key in STAGE_KEYS} for name, stage in stages.items()
+            {"name": name, "checkpoint": str(night.home / stage["checkpoint"])}
+            | {key: stage[key] for key in STAGE_KEYS}
+            for name, stage in stages.items()
         ],
         "cold_start": before["figures"],
         "evaluation": after["figures"] | {"results": after["results"]},
         "model": {"name": night.params.registry.model, "version": version},
-        "gate": {"verdict": decision.verdict, "reasons": list(decision.reasons), "gates": [gate.model_dump() for gate in decision.gates]},
+        "gate": {
+            "verdict": decision.verdict,
+            "reasons": list(decision.reasons),
+            "gates": [gate.model_dump() for gate in decision.gates],
+        },
         "report": str(night.folder / "report.html"),
         "seconds": round(time.monotonic() - started, 3),
     }
-    publish(context, record, {name: stage["digest"] for name, stage in stages.items()}, {"cold_start": before, "evaluation": after})
+    publish(
+        context,
+        record,
+        {name: stage["digest"] for name, stage in stages.items()},
+        {"cold_start": before, "evaluation": after},
+    )
     return record
 
 
 STAGE_KEYS = ("digest", "reward_before", "reward_after", "seconds", "cached", "stopped")
 
 
-def open_context(night: Night, progress: Progress, data: Record) -> Context:
+def open_context(night: PipelineRun, progress: Progress, data: Record) -> Context:
     """The judges and the tracked run that all stages share."""
     if not (night.folder / "started.json").is_file():
-        write_json(night.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")})
+        write_json(
+            night.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")}
+        )
     # What `cuda-agent runs compare` reads: the full parameters, and every source by its digest.
-    sources = {f"{room}/{name}": digest for room in runs.SOURCES for name, digest in runs.digest_sources(PROJECT / room).items()}
-    write_json(night.folder / SETTINGS, {"params": night.params.model_dump(mode="json", exclude={"home"}), "sources": sources})
+    sources = {
+        f"{room}/{name}": digest
+        for room in run_context.SOURCES
+        for name, digest in run_context.digest_sources(PROJECT / room).items()
+    }
+    write_json(
+        night.folder / SETTINGS,
+        {"params": night.params.model_dump(mode="json", exclude={"home"}), "sources": sources},
+    )
     registry = night.params.registry
-    tracking = NightRun(connect(registry, night.home), registry, night.home, night.key, f"{night.profile or 'base'}-{night.run_id}")
-    identity = {"run_id": night.run_id, "profile": night.profile, "code.revision": night.code, "home": str(night.home)}
+    tracking = MlflowRun(
+        connect(registry, night.home),
+        registry,
+        night.home,
+        night.key,
+        f"{night.profile or 'base'}-{night.run_id}",
+    )
+    identity = {
+        "run_id": night.run_id,
+        "profile": night.profile,
+        "code.revision": night.code,
+        "home": str(night.home),
+    }
     tracking.describe(night.params.model_dump(mode="json"), identity)
     tracking.dataset(data["version"], night.home / data["folder"], data["figures"])
     tracking.watch()
-    return Context(night, progress, open_pool(for_admission(night.params), night.home / "verdicts"), tracking, data)
+    return Context(
+        night, progress, open_pool(for_admission(night.params), night.home / "verdicts"), tracking, data
+    )
 
 
 def task_counts(folder: Path) -> dict[str, int]:
@@ -101,7 +153,9 @@ def task_counts(folder: Path) -> dict[str, int]:
     return {"tasks": splits.count("train"), "held_out": splits.count("held_out")}
 
 
-def publish(context: Context, record: Record, checkpoints: dict[str, str], evaluations: dict[str, Record]) -> None:
+def publish(
+    context: Context, record: Record, checkpoints: dict[str, str], evaluations: dict[str, Record]
+) -> None:
     """Log the record, store what has to outlive this machine, and close the night: run.json comes last."""
     night, tracking = context.night, context.tracking
     tracking.figures({key: value for key, value in record.items() if key != "gate"})
@@ -110,18 +164,29 @@ def publish(context: Context, record: Record, checkpoints: dict[str, str], evalu
     for name in ("report.html", "report.json"):
         tracking.artifact(night.folder / name)
 
-    manifest = {"dataset": record["dataset"]["version"]} | {f"checkpoint.{name}": digest for name, digest in checkpoints.items()}
-    manifest |= {name: digest_json(load(context, evaluation).model_dump(mode="json", exclude={"policy"})) for name, evaluation in evaluations.items()}
+    manifest = {"dataset": record["dataset"]["version"]} | {
+        f"checkpoint.{name}": digest for name, digest in checkpoints.items()
+    }
+    manifest |= {
+        name: digest_json(load(context, evaluation).model_dump(mode="json", exclude={"policy"}))
+        for name, evaluation in evaluations.items()
+    }
     manifest["decision"] = digest_json(record["gate"])
     write_json(night.folder / MANIFEST, manifest)
 
     record["artifacts"] = store_artifacts(night, record["stages"][-1], context.dataset_folder)
-    tracking.tags({"gate.verdict": record["gate"]["verdict"], "model.version": record["model"]["version"], "artifacts": record["artifacts"]})
+    tracking.tags(
+        {
+            "gate.verdict": record["gate"]["verdict"],
+            "model.version": record["model"]["version"],
+            "artifacts": record["artifacts"],
+        }
+    )
     tracking.finish()
-    write_json(night.folder / runs.RUN_FILE, record)
+    write_json(night.folder / run_context.RUN_FILE, record)
 
 
-def store_artifacts(night: Night, policy: Record, dataset_folder: Path) -> str:
+def store_artifacts(night: PipelineRun, policy: Record, dataset_folder: Path) -> str:
     """Put what has to outlive this machine into the store; the address of the run's own folder there.
 
     Objects are immutable: a checkpoint goes by its digest, and a run that was mended leaves a second folder beside its first.
@@ -140,9 +205,11 @@ def store_artifacts(night: Night, policy: Record, dataset_folder: Path) -> str:
     return addresses[0].rpartition("/")[0]
 
 
-def run_night(night: Night, progress: Progress) -> Record:
+def run_pipeline(night: PipelineRun, progress: Progress) -> Record:
     """Run the story as a Prefect flow in this process. The home is locked and the environment prepared by the caller."""
-    named = flow(name="nightly", flow_run_name=f"{night.profile or 'base'}-{night.run_id}", persist_result=False)(lambda: story(night, progress))
+    named = flow(
+        name="nightly", flow_run_name=f"{night.profile or 'base'}-{night.run_id}", persist_result=False
+    )(lambda: story(night, progress))
     with tags(night.run_id):
         record: Record = named()
     return record

@@ -14,11 +14,19 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from components.config import BadInput
+from components.core.errors import UserError
+from components.core.files import (
+    MANIFEST,
+    atomic_folder,
+    digest_file,
+    digest_json,
+    read_json,
+    verify_files,
+    write_json,
+)
 from components.evaluation.exploits import try_exploits
 from components.evaluation.report import collect, write_report
-from components.files import MANIFEST, atomic_folder, digest_file, digest_json, read_json, verify_files, write_json
-from components.registry import gates, gating, models
+from components.registry import gate_runner, gates, models
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
@@ -55,7 +63,7 @@ def register(context: Context, policy: Record, evaluation: Record) -> str:
 
 
 @dataclass(frozen=True)
-class Reigning:
+class Champion:
     """The champion that a night's version is compared with: its version and its evaluation on the night's tasks."""
 
     version: str
@@ -63,22 +71,36 @@ class Reigning:
 
 
 @task(name="gate", persist_result=False, cache_policy=NO_CACHE)
-def decide(context: Context, version: str, policy: Record, evaluation: Record, champion: Reigning | None, stages: dict[str, Path], before: Record) -> Decision:
+def decide(
+    context: Context,
+    version: str,
+    policy: Record,
+    evaluation: Record,
+    champion: Champion | None,
+    stages: dict[str, Path],
+    before: Record,
+) -> Decision:
     """Hold the evaluation against the thresholds and the champion, and the judge against a sample of exploits."""
     night, client, model = context.night, context.tracking.client, context.night.params.registry.model
     after = load(context, evaluation)
     write_night_report(context, stages, before, evaluation, None, version)
     sample = try_exploits(night.params.device, context.pool, epoch=night.run_id, progress=context.progress)
     if champion is not None:
-        for name, value in {"version": champion.version, "evaluation": champion.record["results"], "digest": champion.record["digest"]}.items():
-            client.set_model_version_tag(model, version, f"{gating.COMPARED}.{name}", value)
-    found = gating.collect(
+        for name, value in {
+            "version": champion.version,
+            "evaluation": champion.record["results"],
+            "digest": champion.record["digest"],
+        }.items():
+            client.set_model_version_tag(model, version, f"{gate_runner.COMPARED}.{name}", value)
+    found = gate_runner.collect(
         night.params.gate,
         after,
         load(context, champion.record) if champion is not None else None,
         sample,
-        digests_match=verify_files(night.home / policy["checkpoint"]) == policy["digest"] == after.policy_digest,
-        report_complete=gating.complete(night.folder / "report.html"),
+        digests_match=verify_files(night.home / policy["checkpoint"])
+        == policy["digest"]
+        == after.policy_digest,
+        report_complete=gate_runner.complete(night.folder / "report.html"),
     )
     decision = gates.decide(found, night.params.gate.approval)
     write_night_report(context, stages, before, evaluation, decision, version)
@@ -86,7 +108,7 @@ def decide(context: Context, version: str, policy: Record, evaluation: Record, c
 
 
 @task(name="promote", persist_result=False, cache_policy=NO_CACHE)
-def promote(context: Context, version: str, decision: Decision, champion: Reigning | None) -> None:
+def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
     """Settle the version as the decision says, with its entry in the audit chain; one that waits stays `candidate`."""
     night = context.night
     office = Promotion(context.tracking.client, night.params.registry, night.home)
@@ -102,7 +124,7 @@ def promote(context: Context, version: str, decision: Decision, champion: Reigni
         write_json(night.folder / "refusal.json", decision.model_dump(mode="json"))
 
 
-def evaluate_champion(context: Context, version: str) -> Reigning | None:
+def evaluate_champion(context: Context, version: str) -> Champion | None:
     """The reigning champion, measured on this night's tasks with this night's parameters; None when there is none.
 
     A figure from another night was taken on another data set or machine; only the same tasks make it comparable. The
@@ -120,15 +142,28 @@ def evaluate_champion(context: Context, version: str) -> Reigning | None:
     folder = context.night.home / "champions" / digest[:12]
     if not (folder / "checkpoint" / MANIFEST).is_file():
         with atomic_folder(folder) as temporary:
-            shutil.copytree(models.checkpoint(client, model, reigning, temporary / "download"), temporary / "checkpoint")
+            shutil.copytree(
+                models.checkpoint(client, model, reigning, temporary / "download"), temporary / "checkpoint"
+            )
             shutil.rmtree(temporary / "download", ignore_errors=True)
     if verify_files(folder / "checkpoint") != digest:
-        raise BadInput(f"{folder}: holds another checkpoint than version {reigning} registered; delete the folder and restore the artifact store.")
+        raise UserError(
+            f"{folder}: holds another checkpoint than version {reigning} registered; delete the folder and restore the artifact store."
+        )
     checkpoint = (folder / "checkpoint").relative_to(context.night.home).as_posix()
-    return Reigning(reigning, evaluate_checkpoint(context, "champion", {"checkpoint": checkpoint, "digest": digest}))
+    return Champion(
+        reigning, evaluate_checkpoint(context, "champion", {"checkpoint": checkpoint, "digest": digest})
+    )
 
 
-def write_night_report(context: Context, stages: dict[str, Path], before: Record, after: Record, decision: Decision | None, version: str) -> None:
+def write_night_report(
+    context: Context,
+    stages: dict[str, Path],
+    before: Record,
+    after: Record,
+    decision: Decision | None,
+    version: str,
+) -> None:
     """The HTML report; without a decision first, since the gates ask whether it is complete."""
     night = context.night
     meta: dict[str, Any] = {
@@ -137,11 +172,22 @@ def write_night_report(context: Context, stages: dict[str, Path], before: Record
         "device": night.params.device,
         "created": read_json(night.folder / "started.json")["created"],
         "model": {"name": night.params.registry.model, "version": version},
-        "environment": {"code": night.code[:12], "dataset": context.dataset["version"][:12], "policy": digest_json(night.params.policy.model_dump())[:12]},
+        "environment": {
+            "code": night.code[:12],
+            "dataset": context.dataset["version"][:12],
+            "policy": digest_json(night.params.policy.model_dump())[:12],
+        },
     }
     rows: list[dict[str, Any]] = []
     if decision is not None:
         meta |= {"verdict": decision.verdict, "reasons": list(decision.reasons)}
         rows = [gate.model_dump() for gate in decision.gates]
-    data = collect(context.dataset_folder, stages, night.home / before["results"], night.home / after["results"], rows, meta)
+    data = collect(
+        context.dataset_folder,
+        stages,
+        night.home / before["results"],
+        night.home / after["results"],
+        rows,
+        meta,
+    )
     write_report(night.folder / "report.html", data)

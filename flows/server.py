@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from components.config import BadInput
-from components.files import atomic_write, user_cache
+from components.core.errors import UserError
+from components.core.files import atomic_write, user_cache
 
 START_SECONDS = 180.0
 """The first start on a home makes the database; on a busy machine that took a minute."""
@@ -45,10 +45,24 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-services", "--no-ui"]
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--no-services",
+            "--no-ui",
+        ]
         with self.log.open("wb") as log:
             # A session of its own: a signal to the run's whole group would end it first, and the run's last words to it take a minute of retries.
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         self.url = f"http://127.0.0.1:{port}/api"
 
     def wait(self) -> None:
@@ -61,7 +75,9 @@ class Server:
                         return
             except (urllib.error.URLError, OSError):
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise BadInput(f"{self.log}: Prefect's server did not start, its last words are there; run the same command again.") from None
+                    raise UserError(
+                        f"{self.log}: Prefect's server did not start, its last words are there; run the same command again."
+                    ) from None
             time.sleep(0.05)
 
     def _keep_empty(self) -> None:
@@ -70,7 +86,10 @@ class Server:
             self.empty.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.empty.parent) as folder:
                 copy = Path(folder, "copy.db")
-                with contextlib.closing(sqlite3.connect(self.database)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+                with (
+                    contextlib.closing(sqlite3.connect(self.database)) as source,
+                    contextlib.closing(sqlite3.connect(copy)) as target,
+                ):
                     source.backup(target)
                 copy.replace(self.empty)
 
@@ -82,7 +101,9 @@ class Server:
             error = error.__cause__ or error.__context__
         if error is None:
             return False
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that was asked to end stops listening first
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # one that was asked to end stops listening first
             self.process.wait(timeout=5)
         return self.process.poll() is not None
 
@@ -107,7 +128,7 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
         yield server
     except Exception as error:
         if server.gone(error):
-            raise BadInput(
+            raise UserError(
                 f"{server.log}: Prefect's server ended under the run, as with a signal to them all; nothing is lost: run the same command again."
             ) from error
         raise

@@ -13,16 +13,21 @@ from typing import Any
 
 from prefect import Task
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
 from prefect.context import FlowRunContext
 from prefect.states import Crashed, StateType
 
-from components.config import BadInput
-from components.files import digest_file, read_json, write_json
-from components.progress import Progress
-from components.registry.tracking import NightRun
-from components.sandbox.pool import JudgePool
-from flows.runs import Night, verify_files
+from components.core.errors import UserError
+from components.core.files import digest_file, read_json, write_json
+from components.core.progress import Progress
+from components.judge.pool import JudgePool
+from components.registry.tracking import MlflowRun
+from flows.run_context import PipelineRun, verify_files
 
 Record = dict[str, Any]
 RECORD = "record.json"
@@ -35,7 +40,9 @@ SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
 class Context:
     """What the tasks of one night share. A plain class: Prefect looks into dataclasses among a task's arguments."""
 
-    def __init__(self, night: Night, progress: Progress, pool: JudgePool, tracking: NightRun, dataset: Record):
+    def __init__(
+        self, night: PipelineRun, progress: Progress, pool: JudgePool, tracking: MlflowRun, dataset: Record
+    ):
         self.night = night
         self.progress = progress
         self.pool = pool
@@ -66,7 +73,9 @@ class Context:
         title = title or name
         key = self.night.stage_key(stage, name, sections, upstream | {"dataset": self.dataset["version"]})
         folder = self.night.stage_folder(name, key)
-        task = work.with_options(name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not self._kept(folder))
+        task = work.with_options(
+            name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not self._kept(folder)
+        )
         state: Any = task(folder, call, return_state=True)
         record: Record = state.result()
         cached = state.name == "Cached"
@@ -75,7 +84,12 @@ class Context:
             self.progress.update(title, 1, 1)
         else:
             write_json(folder / RECORD, record)
-        self.tracking.stage(title, key, folder, {figure: value for figure, value in record.items() if figure != "figures"} | record["figures"])
+        self.tracking.stage(
+            title,
+            key,
+            folder,
+            {figure: value for figure, value in record.items() if figure != "figures"} | record["figures"],
+        )
         return record | {"cached": cached, "key": key, "folder": f"stages/{folder.name}"}
 
     def _kept(self, folder: Path) -> bool:
@@ -92,20 +106,28 @@ def check(home: Path, record: Record) -> None:
     if "checkpoint" in record:
         found = verify_files(home / record["checkpoint"])
         if found != record["digest"]:
-            raise BadInput(f"{home / record['checkpoint']}: holds another checkpoint than the one this run made; delete the folder and run again.")
+            raise UserError(
+                f"{home / record['checkpoint']}: holds another checkpoint than the one this run made; delete the folder and run again."
+            )
     elif digest_file(home / record["results"]) != record["digest"]:
-        raise BadInput(f"{home / record['results']}: is not what this run measured; delete its folder and run again.")
+        raise UserError(
+            f"{home / record['results']}: is not what this run measured; delete its folder and run again."
+        )
 
 
-def bury_the_dead(tag: str) -> None:
+def mark_crashed_runs(tag: str) -> None:
     """Mark earlier attempts of this run that were killed: nobody else will, they stay RUNNING for ever."""
     current = FlowRunContext.get()
     own = current.flow_run.id if current is not None and current.flow_run is not None else None
     with get_client(sync_client=True) as client:
         running = FlowRunFilter(
             tags=FlowRunFilterTags(all_=[tag]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])),
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
+            ),
         )
         for flow_run in client.read_flow_runs(flow_run_filter=running):
             if flow_run.id != own:
-                client.set_flow_run_state(flow_run.id, Crashed(message="killed; continued by a later attempt"), force=True)
+                client.set_flow_run_state(
+                    flow_run.id, Crashed(message="killed; continued by a later attempt"), force=True
+                )

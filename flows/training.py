@@ -9,9 +9,9 @@ from pathlib import Path
 
 from prefect import task
 
-from components.files import atomic_folder, digest_json, digest_tree, write_json
-from components.policy.model import MANIFEST, Manifest, verify_checkpoint
-from components.training.entry import run_stage, training_sources
+from components.core.files import atomic_folder, digest_json, digest_tree, write_json
+from components.policy.checkpoint import MANIFEST, Manifest, verify_checkpoint
+from components.training.run_stage import run_stage, training_sources
 from components.training.stage import Stage, StageResult
 from flows.steps import SAMPLING, Context, Record
 
@@ -31,7 +31,7 @@ def cold_start(context: Context) -> Record:
         return adopt(context, Path(params.policy.source))
 
     def call(folder: Path) -> Record:
-        from components.policy.coldstart import coldstart  # torch comes with it
+        from components.bootstrap.cold_start import coldstart  # torch comes with it
 
         started = time.monotonic()
         context.pool.prepare()  # training leaves it a core
@@ -40,7 +40,14 @@ def cold_start(context: Context) -> Record:
             digest = verify_checkpoint(out).digest
         else:
             sources = training_sources(params, params.coldstart.seed)
-            digest = coldstart(params, sources, out, dataset=context.dataset["version"], code=context.night.code, progress=context.progress).digest
+            digest = coldstart(
+                params,
+                sources,
+                out,
+                dataset=context.dataset["version"],
+                code=context.night.code,
+                progress=context.progress,
+            ).digest
         return record(context, folder, digest, seconds=time.monotonic() - started)
 
     return context.step(make_checkpoint, "coldstart", ("device", "policy", "coldstart", "data"), {}, call)
@@ -56,11 +63,21 @@ def adopt(context: Context, source: Path) -> Record:
             for name in files:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / name, copy / name)
-            manifest = Manifest(stage="adopted", files=files, digest=digest_json(files), dataset=context.dataset["version"], code=context.night.code)
+            manifest = Manifest(
+                stage="adopted",
+                files=files,
+                digest=digest_json(files),
+                dataset=context.dataset["version"],
+                code=context.night.code,
+            )
             write_json(copy / MANIFEST, manifest.model_dump())
-        return record(context, folder, verify_checkpoint(folder / CHECKPOINT).digest, seconds=time.monotonic() - started)
+        return record(
+            context, folder, verify_checkpoint(folder / CHECKPOINT).digest, seconds=time.monotonic() - started
+        )
 
-    return context.step(make_checkpoint, "coldstart", (), {"source": digest_json(files)}, call, name="adopted")
+    return context.step(
+        make_checkpoint, "coldstart", (), {"source": digest_json(files)}, call, name="adopted"
+    )
 
 
 def stage_one(context: Context, policy: Record) -> Record:
@@ -111,7 +128,7 @@ def train(
             trajectories=tuple(home / earlier["folder"] / "trajectories" for earlier in inputs),
         )
         if stage.params.engine.ranks:
-            from components.training.on_ray import run_on_ray
+            from components.training.ray_launcher import run_on_ray
 
             result = run_on_ray(stage, home / "verdicts")
         else:
@@ -121,7 +138,9 @@ def train(
     return context.step(make_checkpoint, name, (*SAMPLING, *sections), upstream, call)
 
 
-def record(context: Context, folder: Path, digest: str, *, seconds: float, result: StageResult | None = None) -> Record:
+def record(
+    context: Context, folder: Path, digest: str, *, seconds: float, result: StageResult | None = None
+) -> Record:
     """What a task hands on: where the checkpoint lies, what it is, and what the stage earned."""
     return {
         "checkpoint": (folder / CHECKPOINT).relative_to(context.night.home).as_posix(),

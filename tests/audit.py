@@ -27,7 +27,11 @@ PLAIN = {
 def words(code: str) -> list[str]:
     """Tokens without comments, layout and docstrings."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    return [token.string for token in tokenize.generate_tokens(io.StringIO(code).readline) if token.type not in skipped and not token.string.startswith('"""')]
+    return [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(code).readline)
+        if token.type not in skipped and not token.string.startswith('"""')
+    ]
 
 
 def shingles(code: str, numbers: bool) -> set[tuple[str, ...]]:
@@ -42,7 +46,12 @@ def mislabelled(ops: list[str], source: str, code: str) -> bool:
     if source.startswith("torch#") and int(source.removeprefix("torch#")) != len(ops):
         return True
     flat = re.sub(r"[^a-z0-9]", " ", code.lower().replace("_", "")).split()
-    return not all(re.search(PLAIN[name], code) if name in PLAIN else name.rpartition(".")[2].replace("_", "").lower() in flat for name in ops)
+    return not all(
+        re.search(PLAIN[name], code)
+        if name in PLAIN
+        else name.rpartition(".")[2].replace("_", "").lower() in flat
+        for name in ops
+    )
 
 
 def inert(code: str, device: str = "cpu") -> str:
@@ -58,7 +67,11 @@ def inert(code: str, device: str = "cpu") -> str:
         if out.std() <= 1e-3 * out.abs().mean():
             return "constant"
         for place, other in enumerate(others):
-            if isinstance(other, torch.Tensor) and other.is_floating_point() and torch.equal(model(*inputs[:place], other, *inputs[place + 1 :]), out):
+            if (
+                isinstance(other, torch.Tensor)
+                and other.is_floating_point()
+                and torch.equal(model(*inputs[:place], other, *inputs[place + 1 :]), out)
+            ):
                 return "independent"
         for parameter in model.parameters():
             kept = parameter.clone()
@@ -71,28 +84,41 @@ def inert(code: str, device: str = "cpu") -> str:
 
 def audit(path: Path, against: list[Path], mix: dict[str, float], device: str = "cpu") -> dict[str, object]:
     frame = pandas.read_parquet(path)
-    programs = [shingles(file.read_text(), numbers=False) for folder in against for file in folder.rglob("*.py")]
+    programs = [
+        shingles(file.read_text(), numbers=False) for folder in against for file in folder.rglob("*.py")
+    ]
     near = 0
     for code in frame["code"]:
         own = shingles(code, numbers=False)
         near += any(2 * len(own & other) / max(len(own) + len(other), 1) > 0.9 for other in programs)
     shares = frame["data_source"].value_counts(normalize=True).to_dict()
     faults = [inert(code, device) for code in frame["code"]]
-    trained = {tuple(ops) for ops, split in zip(frame["ops"], frame["split"], strict=True) if split == "train"}
+    trained = {
+        tuple(ops) for ops, split in zip(frame["ops"], frame["split"], strict=True) if split == "train"
+    }
     return {
         "rows": len(frame),
         "duplicates": len(frame) - len({tuple(words(code)) for code in frame["code"]}),
-        "mislabelled": sum(mislabelled(list(ops), source, code) for ops, source, code in zip(frame["ops"], frame["data_source"], frame["code"], strict=True)),
+        "mislabelled": sum(
+            mislabelled(list(ops), source, code)
+            for ops, source, code in zip(frame["ops"], frame["data_source"], frame["code"], strict=True)
+        ),
         "similar": near,
         "constant": faults.count("constant"),
         "independent": faults.count("independent"),
-        "held_out_trained_on": sum(tuple(ops) in trained for ops, split in zip(frame["ops"], frame["split"], strict=True) if split == "held_out"),
+        "held_out_trained_on": sum(
+            tuple(ops) in trained
+            for ops, split in zip(frame["ops"], frame["split"], strict=True)
+            if split == "held_out"
+        ),
         "mix_error": max((abs(shares.get(kind, 0) - share) for kind, share in mix.items()), default=0.0),
     }
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tasks", type=Path)
     parser.add_argument("--against", type=Path, action="append", default=[])
     parser.add_argument("--mix", type=json.loads, default={})

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import torch
-from synthesis_world import Unwalled, parameters
+from synthesis_fixtures import Unwalled, parameters
 
-from components.files import write_json
-from components.progress import Quiet
+from components.core.files import write_json
+from components.core.progress import Quiet
 from components.synthesis.dataset import build
 
 
@@ -43,7 +43,10 @@ def main(folder: Path, kills: int) -> None:
     longest = time.monotonic() - started
     moments = [random.uniform(0, 0.7 * longest) for _ in range(kills)]
     codes = [in_child(folder / "killed", moment) for moment in moments]
-    write_json(folder / "kills.json", {"moments": moments, "codes": codes, "whole": [whole, in_child(folder / "killed", None)]})
+    write_json(
+        folder / "kills.json",
+        {"moments": moments, "codes": codes, "whole": [whole, in_child(folder / "killed", None)]},
+    )
 
 
 if __name__ == "__main__":

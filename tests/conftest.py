@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from night import survivor as survivor
 
-from components.config import Params, resolve
-from components.sandbox.judge import Judge
+from components.core.config import Params, resolve
+from components.judge.judge import Judge
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +35,9 @@ def with_limits(judge: Judge) -> Callable[[float, float], Judge]:
     """The same judge with other limits: (run_seconds, build_seconds). It shares runners, builds and benches with the first."""
 
     def make(run_seconds: float, build_seconds: float) -> Judge:
-        sandbox = judge.params.sandbox.model_copy(update={"run_seconds": run_seconds, "build_seconds": build_seconds})
+        sandbox = judge.params.sandbox.model_copy(
+            update={"run_seconds": run_seconds, "build_seconds": build_seconds}
+        )
         limited = copy.copy(judge)
         limited.params = judge.params.model_copy(update={"sandbox": sandbox})
         limited.builder = copy.copy(judge.builder)

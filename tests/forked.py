@@ -17,7 +17,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["deepspeed", "mlflow", "components.sandbox.judge", "components.training.entry"])
+FORKS.set_forkserver_preload(
+    ["deepspeed", "mlflow", "components.judge.judge", "components.training.run_stage"]
+)
 
 
 @dataclass
@@ -60,7 +62,7 @@ def _main(arguments: list[str], environment: dict[str, str], output: Path, error
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["cuda-agent", *arguments]
-    from components.cli import main
+    from components.cli.main import main
 
     code: object = 1
     try:

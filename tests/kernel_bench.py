@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 WORKDIR = Path(__file__).resolve().parent.parent / "agent_workdir"
-FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno", "-std=c++17", "-fPIC", "-shared"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp-simd",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+]
 # Without this a second library in the same process shares the first one's table of kernels.
 FLAGS += ["-fno-gnu-unique"]
 CALL = """
@@ -36,7 +45,12 @@ def build(kernels: list[str], folder: Path) -> ctypes.CDLL:
         text += f"namespace kernel{index} {{\n{body}\n}}\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "all.cpp").write_text(text + CALL)
-    subprocess.run(["g++", *FLAGS, "-I", str(WORKDIR), str(folder / "all.cpp"), "-o", str(folder / "all.so")], check=True, capture_output=True, text=True)
+    subprocess.run(
+        ["g++", *FLAGS, "-I", str(WORKDIR), str(folder / "all.cpp"), "-o", str(folder / "all.so")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return ctypes.CDLL(str(folder / "all.so"))
 
 
@@ -46,7 +60,13 @@ def call(library: ctypes.CDLL, index: int, tensors: list[Tensor]) -> None:
     numbers = ctypes.c_int64 * count
     data = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in tensors))
     rows = numbers(*(tensor.shape[0] if tensor.dim() == 2 else 0 for tensor in tensors))
-    library.call(ctypes.c_int64(index), data, rows, numbers(*(tensor.shape[-1] for tensor in tensors)), ctypes.c_int64(count))
+    library.call(
+        ctypes.c_int64(index),
+        data,
+        rows,
+        numbers(*(tensor.shape[-1] for tensor in tensors)),
+        ctypes.c_int64(count),
+    )
 
 
 @torch.no_grad()

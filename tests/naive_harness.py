@@ -39,8 +39,14 @@ def evaluate(folder):
         eager = seconds(reference, inputs)
         candidate = importlib.import_module("model_new").ModelNew(*task.get_init_inputs())
         accepted = torch.allclose(candidate(*inputs), expected, atol=1e-2, rtol=1e-2)
-        said = {"name": os.path.basename(folder), "accepted": bool(accepted), "speedup": eager / seconds(candidate, inputs)}
-        os.write(1, (json.dumps(said) + "\n").encode())  # before anything is freed that a late thread may still write to
+        said = {
+            "name": os.path.basename(folder),
+            "accepted": bool(accepted),
+            "speedup": eager / seconds(candidate, inputs),
+        }
+        os.write(
+            1, (json.dumps(said) + "\n").encode()
+        )  # before anything is freed that a late thread may still write to
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Done:
 
     code: int
     record: dict[str, Any]
-    people: str
+    stderr_console: str
 
 
 def words(home: Path, sets: dict[str, Any], *more: str) -> list[str]:
@@ -70,7 +70,9 @@ def run_and_kill(home: Path, sets: dict[str, Any], seconds: float) -> bool:
         return not started.ended(seconds)
 
 
-def run_killed(home: Path, sets: dict[str, Any], *, kills: int, longest: float, seed: int) -> tuple[Done, int]:
+def run_killed(
+    home: Path, sets: dict[str, Any], *, kills: int, longest: float, seed: int
+) -> tuple[Done, int]:
     """Start the run `kills` times and kill it at a random moment up to `longest` seconds later, then let it end; also how often it was killed."""
     chance = random.Random(seed)
     killed = sum(run_and_kill(home, sets, chance.uniform(0, longest)) for _ in range(kills))
@@ -84,7 +86,9 @@ def manifest(home: Path, record: dict[str, Any]) -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     """What a person has in a new shell: nothing that other tests' libraries have set in this process."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
     return clean | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

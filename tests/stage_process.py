@@ -17,18 +17,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed  # noqa: F401  before the forks
-from training_world import episodes, stage
+from training_fixtures import episodes, stage
 
-from components.files import read_json, write_json
+from components.core.files import read_json, write_json
 from components.training import ppo
-from components.training.entry import STAGES, run_stage
 from components.training.rollouts import choose_tasks
+from components.training.run_stage import STAGES, run_stage
 from components.training.stage import Stage
 
 SHORT = (
     *("warmup.steps=3", "agentic.steps=3", "critic.epochs=3", "rejection.epochs=3", "rejection.batch=4"),
-    *("warmup.learning_rate=0.003", "agentic.learning_rate=0.003", "rejection.learning_rate=0.003", "critic.learning_rate=0.003"),
-    *("warmup.critic_warmup_steps=0", "critic.min_explained_variance=-100", "warmup.rollouts.tasks=4", "agentic.rollouts.tasks=4"),
+    *(
+        "warmup.learning_rate=0.003",
+        "agentic.learning_rate=0.003",
+        "rejection.learning_rate=0.003",
+        "critic.learning_rate=0.003",
+    ),
+    *(
+        "warmup.critic_warmup_steps=0",
+        "critic.min_explained_variance=-100",
+        "warmup.rollouts.tasks=4",
+        "agentic.rollouts.tasks=4",
+    ),
 )
 
 
@@ -65,7 +75,9 @@ def made(folder: Path, name: str, inputs: Path) -> Stage:
     """The stage `name` below `folder`; stages 3 and 4 take from `inputs` what the stages before left there."""
     built = stage(folder, name, *SHORT)
     if name == "critic":
-        return dataclasses.replace(built, trajectories=(inputs / "warmup" / "trajectories", inputs / "rejection" / "trajectories"))
+        return dataclasses.replace(
+            built, trajectories=(inputs / "warmup" / "trajectories", inputs / "rejection" / "trajectories")
+        )
     return dataclasses.replace(built, critic=inputs / "critic" / "checkpoint") if name == "agentic" else built
 
 
@@ -77,7 +89,10 @@ def kills(folder: Path) -> None:
 
         def undisturbed(name: str = name, counted: Path = counted) -> None:
             progress = Dying(None, False)
-            run_stage(dataclasses.replace(made(folder / "whole", name, folder / "whole"), progress=progress), episodes)
+            run_stage(
+                dataclasses.replace(made(folder / "whole", name, folder / "whole"), progress=progress),
+                episodes,
+            )
             write_json(counted, [progress.events, progress.updates])
 
         assert in_child(undisturbed) == 0, name
@@ -88,7 +103,10 @@ def kills(folder: Path) -> None:
 
             def attempt(name: str = name, moment: tuple[int, bool] | None = moment) -> None:
                 progress = Dying(*moment) if moment else Dying(None, False)
-                run_stage(dataclasses.replace(made(folder / "killed", name, folder / "whole"), progress=progress), episodes)
+                run_stage(
+                    dataclasses.replace(made(folder / "killed", name, folder / "whole"), progress=progress),
+                    episodes,
+                )
 
             codes.append(in_child(attempt))
         report[name] = {"moments": moments, "codes": codes}

@@ -44,10 +44,14 @@ class Surroundings:
     """System calls that a filter answers with EPERM."""
 
 
-def run(command: list[str], surroundings: Surroundings, cwd: Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], surroundings: Surroundings, cwd: Path, seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run `command` there to its end."""
     order = json.dumps(asdict(surroundings) | {"command": command, "cwd": str(cwd)})
-    return subprocess.run([sys.executable, __file__, order], capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        [sys.executable, __file__, order], capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def _mount(source: str, target: str, kind: str = "none", flags: int = 0, data: str = "") -> None:
@@ -63,7 +67,9 @@ def _refuse(names: tuple[str, ...]) -> None:
     for name in names:
         program.add_rule(pyseccomp.ERRNO(1), name)
     program.add_rule(pyseccomp.ERRNO(38), "clone3")
-    program.add_rule(pyseccomp.ERRNO(1), "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER))
+    program.add_rule(
+        pyseccomp.ERRNO(1), "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER)
+    )
     program.load()
 
 

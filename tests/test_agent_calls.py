@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from components.agent.calls import MAX_ARGUMENT_CHARACTERS, MAX_CALLS, native_calls, parse_calls
+from components.agent.tool_parser import MAX_ARGUMENT_CHARACTERS, MAX_CALLS, native_calls, parse_calls
 from components.policy.chat_client import NativeCall
 
 ARGUMENTS = {"file_path": "kernels/forward.cu", "content": 'printf("</b>");\n'}
@@ -40,7 +40,17 @@ def native(arguments: object, name: str = "Write") -> tuple[NativeCall, ...]:
         json.dumps({"name": "Write", "parameters": ARGUMENTS}),
         f"<think>I could <tool_call>nonsense</tool_call></think><tool_call>\n{BODY}\n</tool_call>",
     ],
-    ids=["hermes", "hermes_unclosed", "fenced", "fenced_tool_call", "fenced_bare", "bare", "list", "parameters", "after_a_thought"],
+    ids=[
+        "hermes",
+        "hermes_unclosed",
+        "fenced",
+        "fenced_tool_call",
+        "fenced_bare",
+        "bare",
+        "list",
+        "parameters",
+        "after_a_thought",
+    ],
 )
 def test_every_form_of_a_call_is_read(text: str) -> None:
     (request,) = parse_calls(text)
@@ -52,7 +62,10 @@ def test_the_qwen_form_keeps_text_as_it_is() -> None:
     assert request.arguments == {"file_path": "kernels/forward.cu", "content": "int a;"}
 
 
-@pytest.mark.parametrize("text", ["Done.", "", "```cpp\nint a;\n```", '```json\n{"a": 1}\n```', '{"answer": 42}', "```json\n[1, 2]\n```"])
+@pytest.mark.parametrize(
+    "text",
+    ["Done.", "", "```cpp\nint a;\n```", '```json\n{"a": 1}\n```', '{"answer": 42}', "```json\n[1, 2]\n```"],
+)
 def test_text_that_was_not_meant_as_a_call_is_none(text: str) -> None:
     assert parse_calls(text) == []
 
@@ -90,7 +103,16 @@ def test_a_policy_that_never_stops_calling_is_held_at_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "fine"), [(json.dumps(ARGUMENTS), True), (ARGUMENTS, True), (None, True), ("", True), ("{", False), ("[1]", False), ("[" * 100_000, False)]
+    ("given", "fine"),
+    [
+        (json.dumps(ARGUMENTS), True),
+        (ARGUMENTS, True),
+        (None, True),
+        ("", True),
+        ("{", False),
+        ("[1]", False),
+        ("[" * 100_000, False),
+    ],
 )
 def test_native_arguments_are_text_or_an_object(given: object, fine: bool) -> None:
     (request,) = native_calls(native(given))

@@ -11,24 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import CODE, MEASURE, TASK, Script, Talk, World, call, completion, params, server, tokenizer, write
+from agent_fixtures import (
+    CODE,
+    MEASURE,
+    TASK,
+    Script,
+    Talk,
+    World,
+    call,
+    completion,
+    params,
+    server,
+    tokenizer,
+    write,
+)
 
-from components.agent.chats import run_chats
+from components.agent.chat_rollout import run_chats
 from components.agent.episode import SHORTENED, Limits
-from components.agent.loop import run_episodes, suffix_ids
+from components.agent.token_rollout import run_episodes, suffix_ids
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
-from components.config import BadInput
+from components.core.errors import UserError
+from components.core.task import KernelTask
+from components.judge.pool import LocalPool
+from components.judge.verdict import Verdict
 from components.policy import chat_client
 from components.policy.chat_client import ChatClient, ServerFailed, ToolsUnknown
 from components.policy.prompts import user_message
-from components.sandbox.pool import LocalPool
-from components.sandbox.verdict import Verdict
-from components.task import KernelTask
 
 TOKENIZER = tokenizer()
 
 
-def run(lines: Callable[[int, int], str], *, count: int = 1, turns: int = 4, tokens: int = 512, cut: Any = lambda i, t: False, **more: Any) -> list[Trajectory]:
+def run(
+    lines: Callable[[int, int], str],
+    *,
+    count: int = 1,
+    turns: int = 4,
+    tokens: int = 512,
+    cut: Any = lambda i, t: False,
+    **more: Any,
+) -> list[Trajectory]:
     """`lines(sequence, turn)` where `sequence` counts the live ones."""
     return run_episodes(
         [TASK] * count,
@@ -48,7 +69,17 @@ def run(lines: Callable[[int, int], str], *, count: int = 1, turns: int = 4, tok
 def chat(talk: Any, *, turns: int = 6, count: int = 1, **policy: Any) -> list[Trajectory]:
     settings = params(prompt="full", context=32_768) if not policy else params(**policy)
     limits = Limits(turns, 512)
-    return run_chats([TASK] * count, params=settings, chat=talk, pool=World(), epoch="t", seed=0, limits=limits, temperature=1.0, on_progress=lambda a, b: None)
+    return run_chats(
+        [TASK] * count,
+        params=settings,
+        chat=talk,
+        pool=World(),
+        epoch="t",
+        seed=0,
+        limits=limits,
+        temperature=1.0,
+        on_progress=lambda a, b: None,
+    )
 
 
 # --- interruption ------------------------------------------------------------------------------------------------------
@@ -56,7 +87,9 @@ def chat(talk: Any, *, turns: int = 6, count: int = 1, **policy: Any) -> list[Tr
 
 @pytest.mark.parametrize("kind", ["tokens", "chats"])
 @pytest.mark.timeout(60)
-def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_asked(kind: str, tmp_path: Path) -> None:
+def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_asked(
+    kind: str, tmp_path: Path
+) -> None:
     judged: list[dict[str, str]] = []
 
     class Interrupting:
@@ -84,7 +117,17 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
             writing = json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})
             talks = Talk([[("Write", writing), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
             tasks = [TASK.model_copy(update={"task_id": f"{i:016x}"}) for i in range(200)]
-            run_chats(tasks, params=settings, chat=talks, pool=pool, epoch="t", seed=0, limits=Limits(4, 512), temperature=1.0, on_progress=lambda a, b: None)
+            run_chats(
+                tasks,
+                params=settings,
+                chat=talks,
+                pool=pool,
+                epoch="t",
+                seed=0,
+                limits=Limits(4, 512),
+                temperature=1.0,
+                on_progress=lambda a, b: None,
+            )
     signal.signal(signal.SIGUSR1, before)
     pool.close()
     assert len(judged) <= 10
@@ -94,10 +137,16 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
 
 
 def test_a_trajectory_is_every_token_that_was_seen_and_said() -> None:
-    said = [f"{write(1.0)}\n{call('Bash', command=MEASURE)}", f"{write(3.0)}\n{call('Bash', command=MEASURE)}", "Done."]
+    said = [
+        f"{write(1.0)}\n{call('Bash', command=MEASURE)}",
+        f"{write(3.0)}\n{call('Bash', command=MEASURE)}",
+        "Done.",
+    ]
     (trajectory,) = run(lambda i, t: said[t])
     own = [[*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id] for text in said]
-    assert [i for i, m in zip(trajectory.ids, trajectory.action_mask, strict=True) if m] == [i for ids in own for i in ids]
+    assert [i for i, m in zip(trajectory.ids, trajectory.action_mask, strict=True) if m] == [
+        i for ids in own for i in ids
+    ]
     assert [turn.text for turn in trajectory.turns] == said
     text = TOKENIZER.decode(list(trajectory.ids))
     assert text.count("<|im_start|>tool\nWritten kernels/forward.cpp.\n[PASS] verify success") == 2
@@ -111,7 +160,10 @@ def test_the_prompt_and_what_follows_a_turn_are_those_that_trained_policies_know
     prompt = [i for i, m in zip(trajectory.ids, trajectory.action_mask, strict=True) if not m]
     asked = user_message(params().policy, CODE, in_turns=True, device="cpu")
     assert TOKENIZER.decode(prompt) == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-    assert TOKENIZER.decode(suffix_ids(TOKENIZER, ["a\nb"])) == "\n<|im_start|>tool\na\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        TOKENIZER.decode(suffix_ids(TOKENIZER, ["a\nb"]))
+        == "\n<|im_start|>tool\na\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_policy_that_never_stops_is_ended_by_its_turns() -> None:
@@ -128,24 +180,44 @@ def test_half_a_call_at_the_length_limit_is_an_error_observation_and_the_end() -
 
 
 def test_nonsense_is_told_and_the_trajectory_goes_on() -> None:
-    said = ["<tool_call>{broken</tool_call>", call("Fly", to="moon"), call("Write", file_path="../x", content="y"), f"{write(2.5)}"]
+    said = [
+        "<tool_call>{broken</tool_call>",
+        call("Fly", to="moon"),
+        call("Write", file_path="../x", content="y"),
+        f"{write(2.5)}",
+    ]
     (trajectory,) = run(lambda i, t: said[t], turns=4)
     observed = [turn.calls[0].observation for turn in trajectory.turns]
-    assert observed[0].startswith("invalid tool call: a call is") and "no tool is called Fly" in observed[1] and "not writable" in observed[2]
+    assert (
+        observed[0].startswith("invalid tool call: a call is")
+        and "no tool is called Fly" in observed[1]
+        and "not writable" in observed[2]
+    )
     assert [turn.calls[0].valid for turn in trajectory.turns] == [False, False, True, True]
     assert trajectory.reward == 3.0
 
 
 def test_a_full_window_ends_a_trajectory_with_its_record_whole() -> None:
     (trajectory,) = run(lambda i, t: call("Read", file_path="model.py"), turns=50, policy={"context": 700})
-    assert trajectory.finish_reason == "length" and len(trajectory.ids) == len(trajectory.action_mask) == len(trajectory.sampler_logprob)
+    assert trajectory.finish_reason == "length" and len(trajectory.ids) == len(trajectory.action_mask) == len(
+        trajectory.sampler_logprob
+    )
 
 
 def test_shortening_makes_room_and_keeps_the_record_exact() -> None:
     script = Script(TOKENIZER, lambda i, t: call("Read", file_path="binding_registry.h", limit=9))
     settings = params(context=1500)
-    more: dict[str, Any] = {"pool": World(), "epoch": "t", "seed": 0, "max_turns": 6, "max_new_tokens": 64, "temperature": 1.0}
-    (trajectory,) = run_episodes([TASK], params=settings, sampler=script, tokenizer=TOKENIZER, shorten=True, **more)
+    more: dict[str, Any] = {
+        "pool": World(),
+        "epoch": "t",
+        "seed": 0,
+        "max_turns": 6,
+        "max_new_tokens": 64,
+        "temperature": 1.0,
+    }
+    (trajectory,) = run_episodes(
+        [TASK], params=settings, sampler=script, tokenizer=TOKENIZER, shorten=True, **more
+    )
     assert trajectory.finish_reason == "turns" and len(trajectory.ids) > 1500
     assert trajectory.turns[0].shortened == 0 and trajectory.turns[-1].shortened > 0
     last = script.prompts[-1][0]
@@ -171,18 +243,29 @@ def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
     trajectories = run(lines, count=64, pool=world)
     for index, trajectory in enumerate(trajectories):
         assert trajectory.files["kernels/forward.cpp"] == f"// {3.0 + index / 100}\n"
-        assert [turn.calls[1].observation.splitlines()[0] for turn in trajectory.turns[:3]] == ["[PASS] verify success", "42", "[PASS] verify success"]
+        assert [turn.calls[1].observation.splitlines()[0] for turn in trajectory.turns[:3]] == [
+            "[PASS] verify success",
+            "42",
+            "[PASS] verify success",
+        ]
         assert len(trajectory.verdicts) == 4 and trajectory.finish_reason == "stop"
-    speeds = [float(dict(candidate.files)["kernels/forward.cpp"].removeprefix("// ")) for candidate, _ in world.judged]
+    speeds = [
+        float(dict(candidate.files)["kernels/forward.cpp"].removeprefix("// "))
+        for candidate, _ in world.judged
+    ]
     assert len(speeds) == 64 * 4 and [int(speed) for speed in speeds] == [1] * 64 + [2] * 64 + [3] * 128
 
 
 def test_whatever_a_policy_writes_is_read_back(tmp_path: Path) -> None:
-    said = call("Write", file_path="kernels/forward.cpp", content="// 2.0\n// \u2028\x85\x1b\x00\ud800 é 🙂\n")
+    said = call(
+        "Write", file_path="kernels/forward.cpp", content="// 2.0\n// \u2028\x85\x1b\x00\ud800 é 🙂\n"
+    )
     (trajectory,) = run(lambda i, t: said, turns=1)
     save_trajectories(tmp_path / "one", [trajectory, trajectory])
     read = load_trajectories(tmp_path / "one")
-    assert len(read) == 2 and read[0].ids == trajectory.ids and read[0].turns[0].text == trajectory.turns[0].text
+    assert (
+        len(read) == 2 and read[0].ids == trajectory.ids and read[0].turns[0].text == trajectory.turns[0].text
+    )
     assert "\u2028" in read[0].files["kernels/forward.cpp"]
 
 
@@ -206,10 +289,19 @@ def test_old_records_and_new_ones_are_read_alike(tmp_path: Path) -> None:
 
 def test_native_calls_are_answered_one_by_one() -> None:
     content = json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})
-    talk = Talk([[("Write", content), ("Bash", json.dumps({"command": MEASURE}))], [("Write", "{broken")], "Done."])
+    talk = Talk(
+        [[("Write", content), ("Bash", json.dumps({"command": MEASURE}))], [("Write", "{broken")], "Done."]
+    )
     (trajectory,) = chat(talk)
     roles = [(message["role"], message.get("tool_call_id")) for message in talk.heard[-1]]
-    assert roles == [("user", None), ("assistant", None), ("tool", "c0"), ("tool", "c1"), ("assistant", None), ("tool", "c0")]
+    assert roles == [
+        ("user", None),
+        ("assistant", None),
+        ("tool", "c0"),
+        ("tool", "c1"),
+        ("assistant", None),
+        ("tool", "c0"),
+    ]
     assert talk.heard[-1][-1]["content"].startswith("invalid tool call: its arguments are no JSON")
     assert talk.described == [10, 10, 10]
     assert (trajectory.finish_reason, trajectory.reward, trajectory.ids) == ("stop", 3.0, ())
@@ -217,19 +309,31 @@ def test_native_calls_are_answered_one_by_one() -> None:
 
 def test_a_server_that_knows_no_tools_is_told_of_them_in_words() -> None:
     talk = Talk(
-        [ToolsUnknown("400"), f"```json\n{json.dumps({'name': 'Write', 'arguments': {'file_path': 'kernels/forward.cpp', 'content': '// 2.5'}})}\n```", "Done."]
+        [
+            ToolsUnknown("400"),
+            f"```json\n{json.dumps({'name': 'Write', 'arguments': {'file_path': 'kernels/forward.cpp', 'content': '// 2.5'}})}\n```",
+            "Done.",
+        ]
     )
     (trajectory,) = chat(talk)
     assert talk.described == [10, 0, 0]
     assert "<tool_call>" in talk.heard[1][0]["content"] and "MultiEdit" in talk.heard[1][0]["content"]
-    assert talk.heard[2][-1] == {"role": "user", "content": "<tool_response>\nWritten kernels/forward.cpp.\n</tool_response>"}
+    assert talk.heard[2][-1] == {
+        "role": "user",
+        "content": "<tool_response>\nWritten kernels/forward.cpp.\n</tool_response>",
+    }
     assert trajectory.reward == 3.0
 
 
 def test_a_server_that_fails_midway_ends_its_trajectory_with_what_there_was() -> None:
     talk = Talk([write(2.5), ServerFailed("the server answers 500, 6 times")])
     (trajectory,) = chat(talk)
-    assert (trajectory.finish_reason, trajectory.error, len(trajectory.turns), trajectory.reward) == ("server", "the server answers 500, 6 times", 1, 3.0)
+    assert (trajectory.finish_reason, trajectory.error, len(trajectory.turns), trajectory.reward) == (
+        "server",
+        "the server answers 500, 6 times",
+        1,
+        3.0,
+    )
 
 
 def test_a_chats_oldest_observations_are_shortened_first() -> None:
@@ -237,17 +341,28 @@ def test_a_chats_oldest_observations_are_shortened_first() -> None:
     (trajectory,) = chat(talk, turns=7, prompt="full", context=8000)
     contents = [message["content"] for message in talk.heard[-1] if message["role"] == "tool"]
     shortened = trajectory.turns[-1].shortened
-    assert shortened > 0 and [content == SHORTENED for content in contents] == [True] * shortened + [False] * (6 - shortened)
+    assert shortened > 0 and [content == SHORTENED for content in contents] == [True] * shortened + [
+        False
+    ] * (6 - shortened)
 
 
 # --- the client --------------------------------------------------------------------------------------------------------
 
 
-def ask(answers: Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]], pauses: list[float] | None = None) -> Any:
+def ask(
+    answers: Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]],
+    pauses: list[float] | None = None,
+) -> Any:
     with server(answers) as url:
         client = ChatClient(url, pause=(pauses if pauses is not None else []).append)
         try:
-            return client.turn([{"role": "user", "content": "hi"}], tools=[{"type": "function"}], max_new_tokens=9, temperature=1.0, seed=1)
+            return client.turn(
+                [{"role": "user", "content": "hi"}],
+                tools=[{"type": "function"}],
+                max_new_tokens=9,
+                temperature=1.0,
+                seed=1,
+            )
         finally:
             client.close()
 
@@ -292,7 +407,18 @@ def test_a_busy_server_is_asked_again(status: int) -> None:
         (200, b"x" * (chat_client.MAX_REPLY_BYTES + 1), "is longer than"),
         (0, b"", "no answer"),
     ],
-    ids=["500", "404", "nothing", "html", "nested", "empty_object", "no_choice", "wrong_type", "endless", "hangs_up"],
+    ids=[
+        "500",
+        "404",
+        "nothing",
+        "html",
+        "nested",
+        "empty_object",
+        "no_choice",
+        "wrong_type",
+        "endless",
+        "hangs_up",
+    ],
 )
 def test_a_server_that_answers_nonsense_is_named_in_one_sentence(status: int, text: bytes, said: str) -> None:
     with pytest.raises(ServerFailed) as raised:
@@ -308,7 +434,9 @@ def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
         return 0, b"", {}
 
     with server(answers) as url, pytest.raises(ServerFailed, match=r"has not answered within 0\.2 s"):
-        ChatClient(url, "tiny", pause=lambda seconds: pytest.fail("asked again")).turn([], tools=(), max_new_tokens=9, temperature=1.0, seed=1)
+        ChatClient(url, "tiny", pause=lambda seconds: pytest.fail("asked again")).turn(
+            [], tools=(), max_new_tokens=9, temperature=1.0, seed=1
+        )
 
 
 def test_a_refusal_of_tools_is_told_apart() -> None:
@@ -317,9 +445,9 @@ def test_a_refusal_of_tools_is_told_apart() -> None:
 
 
 def test_a_server_that_is_not_there_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="start the server or mend the address"):
+    with pytest.raises(UserError, match="start the server or mend the address"):
         ChatClient("http://127.0.0.1:9", pause=lambda seconds: None).choose_model()
-    with pytest.raises(BadInput, match="not an address"):
+    with pytest.raises(UserError, match="not an address"):
         ChatClient("http://")
 
 

@@ -8,21 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent_world import MEASURE, TASK, Talk, World, params
+from agent_fixtures import MEASURE, TASK, Talk, World, params
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cli.serve import Serve
 
-from components.agent.chats import Chat, run_chats
+from components.agent.chat_rollout import Chat, run_chats
 from components.agent.episode import Limits
 from components.agent.trajectory import Trajectory
+from components.bootstrap.cold_start import new_model
+from components.bootstrap.tokenizer import train_tokenizer
 from components.policy.chat_client import ChatClient
-from components.policy.coldstart import new_model
-from components.policy.tokenizer import train_tokenizer
 
 FILE = "kernels/forward.cpp"
 SAID: list[str | list[tuple[str, str]] | Exception] = [
-    [("Write", json.dumps({"file_path": FILE, "content": "// 0.8\n"})), ("Bash", json.dumps({"command": MEASURE}))],
-    [("Edit", json.dumps({"file_path": FILE, "old_string": "0.8", "new_string": "2.5"})), ("Bash", json.dumps({"command": MEASURE}))],
+    [
+        ("Write", json.dumps({"file_path": FILE, "content": "// 0.8\n"})),
+        ("Bash", json.dumps({"command": MEASURE})),
+    ],
+    [
+        ("Edit", json.dumps({"file_path": FILE, "old_string": "0.8", "new_string": "2.5"})),
+        ("Bash", json.dumps({"command": MEASURE})),
+    ],
     "Done.",
 ]
 TEMPLATE = """\
@@ -38,7 +44,14 @@ SETTINGS = params(prompt="compact", context=2048, hidden=64, feed_forward=128, h
 
 
 def run(chat: Chat, count: int = 1) -> list[Trajectory]:
-    more: dict[str, Any] = {"pool": World(), "epoch": "t", "seed": 0, "limits": Limits(6, 256), "temperature": 0.0, "on_progress": lambda done, of: None}
+    more: dict[str, Any] = {
+        "pool": World(),
+        "epoch": "t",
+        "seed": 0,
+        "limits": Limits(6, 256),
+        "temperature": 0.0,
+        "on_progress": lambda done, of: None,
+    }
     return run_chats([TASK] * count, params=SETTINGS, chat=chat, **more)
 
 
@@ -54,16 +67,30 @@ def conversation(heard: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def learn(folder: Path, messages: list[dict[str, Any]]) -> None:
     """Save a model that says the assistant's turns of `messages` after what stands before each."""
     texts = [message["content"] + json.dumps(message.get("tool_calls", "")) for message in messages]
-    tokenizer = train_tokenizer([{"role": "user", "content": text} for text in texts], 1200, SETTINGS.policy.context)
+    tokenizer = train_tokenizer(
+        [{"role": "user", "content": text} for text in texts], 1200, SETTINGS.policy.context
+    )
     tokenizer.chat_template = TEMPLATE
     turns = []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            asked = str(tokenizer.apply_chat_template(messages[:place], tokenize=False, add_generation_prompt=True))
-            said = str(tokenizer.apply_chat_template(messages[: place + 1], tokenize=False)).removeprefix(asked).removesuffix("\n")
-            turns.append([torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in (asked, said)])
+            asked = str(
+                tokenizer.apply_chat_template(messages[:place], tokenize=False, add_generation_prompt=True)
+            )
+            said = (
+                str(tokenizer.apply_chat_template(messages[: place + 1], tokenize=False))
+                .removeprefix(asked)
+                .removesuffix("\n")
+            )
+            turns.append(
+                [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in (asked, said)]
+            )
     ids = pad_sequence([torch.cat(turn) for turn in turns], batch_first=True)
-    labels = pad_sequence([torch.cat([torch.full_like(asked, -100), said]) for asked, said in turns], batch_first=True, padding_value=-100)
+    labels = pad_sequence(
+        [torch.cat([torch.full_like(asked, -100), said]) for asked, said in turns],
+        batch_first=True,
+        padding_value=-100,
+    )
     model = new_model(SETTINGS, len(tokenizer), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
     for _ in range(200):
@@ -88,7 +115,9 @@ def test_a_policy_behind_a_real_server_goes_the_way_of_a_scripted_one(tmp_path: 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = Serve(str(tmp_path), device="cpu", host="127.0.0.1", port=port, non_blocking=True)
-    client = ChatClient(f"http://127.0.0.1:{port}", str(tmp_path))  # a server that only comes up is asked again
+    client = ChatClient(
+        f"http://127.0.0.1:{port}", str(tmp_path)
+    )  # a server that only comes up is asked again
     try:
         trajectories = run(client, count=3)
     finally:

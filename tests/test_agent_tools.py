@@ -17,15 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_world import MEASURE, TASK, kernel, params, verdict_of
+from agent_fixtures import MEASURE, TASK, kernel, params, verdict_of
 
-from components.agent.arguments import TOOLS, descriptions
-from components.agent.calls import Request
+from components.agent.tool_parser import Request
+from components.agent.tool_schemas import TOOLS, descriptions
 from components.agent.tools import Tools, readable
 from components.agent.workspace import Workspace
-from components.config import PROJECT, BadInput
+from components.core.config import PROJECT
+from components.core.errors import UserError
+from components.judge.verdict import Verdict
 from components.sandbox.isolation import takes_other_uids
-from components.sandbox.verdict import Verdict
 
 Use = Callable[..., str]
 
@@ -49,8 +50,12 @@ def use(tools: Tools) -> Use:
 # --- the small policy's path -------------------------------------------------------------------------------------------
 
 
-def test_writing_and_measuring_says_what_trained_policies_have_seen_and_starts_no_shell(tools: Tools, use: Use) -> None:
-    assert use("Write", file_path="kernels/forward.cpp", content=kernel(2.0)) == "Written kernels/forward.cpp."
+def test_writing_and_measuring_says_what_trained_policies_have_seen_and_starts_no_shell(
+    tools: Tools, use: Use
+) -> None:
+    assert (
+        use("Write", file_path="kernels/forward.cpp", content=kernel(2.0)) == "Written kernels/forward.cpp."
+    )
     assert use("Bash", command=MEASURE) == (
         "[PASS] verify success\nTorch Baseline: 1000.0 us, Torch Compile: 500.0 us, CUDA Extension: 500.0 us\n"
         "Speed-up: 2.00x eager, 1.00x compile. Milestone: 2 of 3."
@@ -60,20 +65,42 @@ def test_writing_and_measuring_says_what_trained_policies_have_seen_and_starts_n
     use("Write", file_path="kernels/forward.cpp", content=kernel("build_failed"))
     assert use("Bash", command=MEASURE) == "Build failed: error: expected ';'"
     assert use("Bash", command="bash utils/compile.sh") == "Build failed: error: expected ';'"
-    assert tools._shell is None and [verdict.status for verdict in tools.verdicts] == ["correct", "wrong_output", "build_failed", "build_failed"]
+    assert tools._shell is None and [verdict.status for verdict in tools.verdicts] == [
+        "correct",
+        "wrong_output",
+        "build_failed",
+        "build_failed",
+    ]
 
 
 def test_a_call_that_is_none_is_told_in_the_words_that_policies_know(tools: Tools) -> None:
-    assert tools.run(Request("Write", {"content": "x"})).observation == "invalid tool call: Write needs file_path."
+    assert (
+        tools.run(Request("Write", {"content": "x"})).observation
+        == "invalid tool call: Write needs file_path."
+    )
     unknown = tools.run(Request("Wrote", {}))
-    assert unknown.observation.startswith("invalid tool call: no tool is called Wrote; there are Write, Edit") and not unknown.valid
+    assert (
+        unknown.observation.startswith("invalid tool call: no tool is called Wrote; there are Write, Edit")
+        and not unknown.valid
+    )
 
 
 # --- files -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "path", ["../secret", "/etc/passwd", "kernels/../../x.cpp", "model.py", "utils/compile.sh", "kernels", "kernels/a/b.cpp", "", "/workspace/../x"]
+    "path",
+    [
+        "../secret",
+        "/etc/passwd",
+        "kernels/../../x.cpp",
+        "model.py",
+        "utils/compile.sh",
+        "kernels",
+        "kernels/a/b.cpp",
+        "",
+        "/workspace/../x",
+    ],
 )
 def test_no_path_but_the_candidates_own_is_written(use: Use, tools: Tools, path: str) -> None:
     assert "not writable" in use("Write", file_path=path, content="x")
@@ -88,8 +115,13 @@ def test_nothing_outside_is_read_searched_or_listed(use: Use, path: str) -> None
 
 
 def test_a_file_is_read_before_it_is_overwritten_or_edited(use: Use) -> None:
-    assert use("Write", file_path="model_new.py", content="x") == "model_new.py: you have not read it; Read it first."
-    assert "Read it first" in use("Edit", file_path="model_new.py", old_string="import torch\n", new_string="")
+    assert (
+        use("Write", file_path="model_new.py", content="x")
+        == "model_new.py: you have not read it; Read it first."
+    )
+    assert "Read it first" in use(
+        "Edit", file_path="model_new.py", old_string="import torch\n", new_string=""
+    )
     use("Read", file_path="model_new.py")
     assert use("Write", file_path="model_new.py", content="x") == "Written model_new.py."
 
@@ -101,17 +133,25 @@ def test_a_file_that_the_shell_changed_is_read_again_first(use: Use) -> None:
         "kernels/forward.cpp: it has changed since you read it; Read it first."
     )
     assert use("Read", file_path="/workspace/kernels/forward.cpp") == "    1\tint a;\n    2\tint b;"
-    assert use("Edit", file_path="kernels/forward.cpp", old_string="int a;", new_string="int c;") == "Edited kernels/forward.cpp."
+    assert (
+        use("Edit", file_path="kernels/forward.cpp", old_string="int a;", new_string="int c;")
+        == "Edited kernels/forward.cpp."
+    )
     assert use("Bash", command="cat kernels/forward.cpp") == "int c;\nint b;\n"
 
 
 def test_an_edit_must_be_unambiguous(use: Use, tools: Tools) -> None:
     use("Write", file_path="kernels/a.h", content="x x\n")
-    assert "occurs 2 times; it must occur exactly once." in use("Edit", file_path="kernels/a.h", old_string="x", new_string="y")
+    assert "occurs 2 times; it must occur exactly once." in use(
+        "Edit", file_path="kernels/a.h", old_string="x", new_string="y"
+    )
     assert "occurs 0 times" in use("Edit", file_path="kernels/a.h", old_string="z", new_string="y")
     assert "occurs 0 times" in use("Edit", file_path="kernels/a.h", old_string="", new_string="y")
     assert "are the same" in use("Edit", file_path="kernels/a.h", old_string="x x", new_string="x x")
-    assert use("Edit", file_path="kernels/a.h", old_string="x", new_string="y", replace_all=True) == "Edited kernels/a.h."
+    assert (
+        use("Edit", file_path="kernels/a.h", old_string="x", new_string="y", replace_all=True)
+        == "Edited kernels/a.h."
+    )
     assert tools.workspace.files["kernels/a.h"] == "y y\n"
 
 
@@ -130,7 +170,10 @@ def test_several_edits_are_all_made_or_none(use: Use, tools: Tools) -> None:
 def test_a_long_file_is_read_in_parts(use: Use) -> None:
     use("Write", file_path="kernels/a.h", content="".join(f"line {i}\n" for i in range(1, 101)))
     assert use("Read", file_path="kernels/a.h", offset="99") == "   99\tline 99\n  100\tline 100"
-    assert use("Read", file_path="kernels/a.h", limit=1) == "    1\tline 1\n[99 more lines; read on with offset 2]"
+    assert (
+        use("Read", file_path="kernels/a.h", limit=1)
+        == "    1\tline 1\n[99 more lines; read on with offset 2]"
+    )
     assert use("Read", file_path="kernels/a.h", offset=200) == "kernels/a.h: it has 100 lines."
 
 
@@ -152,23 +195,57 @@ def test_files_are_found_by_pattern_and_content(use: Use) -> None:
     assert use("Glob", pattern="*.cpp", path="kernels") == "kernels/forward.cpp"
     assert use("Glob", pattern="**/*.cpp").splitlines() == ["binding.cpp", "kernels/forward.cpp"]
     assert use("Glob", pattern="*.rs") == "No file matches *.rs."
-    assert use("Grep", pattern=r"^float\s\w;", output_mode="content", path="kernels") == "kernels/forward.cpp:1:float a;"
-    assert use("Grep", **{"pattern": "float", "-i": True, "output_mode": "count", "path": "kernels"}) == "kernels/forward.cpp:2"
+    assert (
+        use("Grep", pattern=r"^float\s\w;", output_mode="content", path="kernels")
+        == "kernels/forward.cpp:1:float a;"
+    )
+    assert (
+        use("Grep", **{"pattern": "float", "-i": True, "output_mode": "count", "path": "kernels"})
+        == "kernels/forward.cpp:2"
+    )
     assert "kernels/forward.cpp" in use("Grep", pattern="float").splitlines()
     assert use("Grep", pattern="nowhere-to-be-found") == "Nothing found."
-    assert use("Grep", pattern="float", output_mode="content", path="vec.h", head_limit=1).splitlines()[1].endswith("more lines]")
+    assert (
+        use("Grep", pattern="float", output_mode="content", path="vec.h", head_limit=1)
+        .splitlines()[1]
+        .endswith("more lines]")
+    )
     assert use("Grep", pattern="(").startswith("Nothing found. grep:")
 
 
 def test_every_tool_is_described_by_a_schema() -> None:
     found = {tool["function"]["name"]: tool["function"] for tool in descriptions()}
-    assert set(found) == {"Bash", "BashOutput", "KillBash", "Read", "Write", "Edit", "MultiEdit", "Glob", "Grep", "TodoWrite"} == set(TOOLS)
-    assert set(found["Grep"]["parameters"]["properties"]) >= {"pattern", "-i", "-A", "output_mode", "head_limit"}
+    assert (
+        set(found)
+        == {
+            "Bash",
+            "BashOutput",
+            "KillBash",
+            "Read",
+            "Write",
+            "Edit",
+            "MultiEdit",
+            "Glob",
+            "Grep",
+            "TodoWrite",
+        }
+        == set(TOOLS)
+    )
+    assert set(found["Grep"]["parameters"]["properties"]) >= {
+        "pattern",
+        "-i",
+        "-A",
+        "output_mode",
+        "head_limit",
+    }
     assert found["Write"]["parameters"]["required"] == ["file_path", "content"]
 
 
 def test_a_todo_list_is_counted(use: Use) -> None:
-    todos = [{"content": "a", "status": "completed", "activeForm": "doing a"}, {"content": "b", "status": "pending"}]
+    todos = [
+        {"content": "a", "status": "completed", "activeForm": "doing a"},
+        {"content": "b", "status": "pending"},
+    ]
     assert use("TodoWrite", todos=todos) == "Todos: 1 completed, 0 in_progress, 1 pending."
     assert use("TodoWrite", todos="not a list").startswith("invalid tool call: TodoWrite: todos:")
 
@@ -184,10 +261,18 @@ def test_the_shell_keeps_directory_variables_and_functions(use: Use) -> None:
 def test_the_utilities_inside_the_shell_ask_the_judge(use: Use, tools: Tools) -> None:
     use("Write", file_path="kernels/forward.cpp", content=kernel(3.0))
     said = use(
-        "Bash", command="bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling | head -1; echo '// wrong' > kernels/forward.cpp"
+        "Bash",
+        command="bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling | head -1; echo '// wrong' > kernels/forward.cpp",
     )
-    assert said.splitlines() == ["Build succeeded.", "[PASS] verify success", "Torch Baseline: 1000.0 us, Torch Compile: 500.0 us, CUDA Extension: 333.3 us"]
-    assert use("Bash", command="python3 -m utils.verification || echo code $?") == "[FAIL] wrong_output: max_error:given\ncode 1\n"
+    assert said.splitlines() == [
+        "Build succeeded.",
+        "[PASS] verify success",
+        "Torch Baseline: 1000.0 us, Torch Compile: 500.0 us, CUDA Extension: 333.3 us",
+    ]
+    assert (
+        use("Bash", command="python3 -m utils.verification || echo code $?")
+        == "[FAIL] wrong_output: max_error:given\ncode 1\n"
+    )
     assert [verdict.status for verdict in tools.verdicts] == ["correct", "correct", "correct", "wrong_output"]
 
 
@@ -199,10 +284,10 @@ def test_the_socket_only_asks(use: Use, tools: Tools) -> None:
 
 def test_a_judge_that_cannot_work_is_not_the_policys_affair(tools: Tools, use: Use) -> None:
     def broken() -> Verdict:
-        raise BadInput("sandbox.isolation: bubblewrap is not installed")
+        raise UserError("sandbox.isolation: bubblewrap is not installed")
 
     tools.judge = broken
-    with pytest.raises(BadInput, match="bubblewrap is not installed"):
+    with pytest.raises(UserError, match="bubblewrap is not installed"):
         use("Bash", command="cd /workspace; python3 -m utils.verification")
 
 
@@ -215,7 +300,10 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(use: Use) -> N
 
 
 def test_a_shell_that_ends_itself_is_replaced(use: Use) -> None:
-    assert use("Bash", command="exit 3") == "[the shell ended with exit code 3; a new one starts with the next command]"
+    assert (
+        use("Bash", command="exit 3")
+        == "[the shell ended with exit code 3; a new one starts with the next command]"
+    )
     assert use("Bash", command="echo here") == "here\n"
 
 
@@ -243,12 +331,16 @@ def test_a_shell_answers_a_process_that_holds_a_thousand_descriptors(use: Use) -
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(use: Use, tools: Tools) -> None:
+def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(
+    use: Use, tools: Tools
+) -> None:
     marker = f"77{os.getpid()}"
     begun = time.monotonic()
     assert use("Bash", command=f"setsid nohup sleep {marker} & disown; echo gone") == "gone\n"
     assert time.monotonic() - begun < 10
-    assert comes_to_pass(lambda: sleeps(marker))  # the shell's answer may come before the child has become `sleep`
+    assert comes_to_pass(
+        lambda: sleeps(marker)
+    )  # the shell's answer may come before the child has become `sleep`
     tools.close()
     assert comes_to_pass(lambda: not sleeps(marker))
 
@@ -280,7 +372,11 @@ def test_endless_output_is_held_and_both_ends_are_shown(use: Use) -> None:
 
 
 def test_a_full_disk_ends_the_command_not_the_machine(use: Use) -> None:
-    said = use("Bash", command="for i in $(seq 20); do head -c 60000000 /dev/zero > big$i; done; sleep 60", timeout=50_000)
+    said = use(
+        "Bash",
+        command="for i in $(seq 20); do head -c 60000000 /dev/zero > big$i; done; sleep 60",
+        timeout=50_000,
+    )
     assert "more than 256 MB" in said
     assert use("Bash", command="rm -f big*; echo fine") == "fine\n"
 
@@ -299,20 +395,42 @@ def test_the_shell_sees_no_network_and_nothing_of_the_machine(use: Use) -> None:
     probe = "import socket\ntry: socket.create_connection(('127.0.0.1', 22), 1)\nexcept OSError as e: print(type(e).__name__)"
     assert use("Bash", command=f'python3 -c "{probe}"').strip() in ("ConnectionRefusedError", "OSError")
     assert use("Bash", command="cat /etc/passwd /etc/shadow 2>&1 | grep -c root") == "0\n[exit 1]"
-    assert use("Bash", command="echo x 2>&1 >> SKILL.md; echo y 2>&1 >> utils/compile.py; echo $?").splitlines()[-1] == "1"
+    assert (
+        use("Bash", command="echo x 2>&1 >> SKILL.md; echo y 2>&1 >> utils/compile.py; echo $?").splitlines()[
+            -1
+        ]
+        == "1"
+    )
 
 
 def test_the_shell_sees_no_variable_of_whoever_judges(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """bubblewrap's own process would tell them to a shell of the same user."""
     monkeypatch.setenv("PLANTED_TOKEN", "a secret")
-    assert use("Bash", command="cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -c PLANTED") == "0\n[exit 1]"
+    assert (
+        use("Bash", command="cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -c PLANTED")
+        == "0\n[exit 1]"
+    )
     if not takes_other_uids():  # root's bubblewrap is another user's process
-        assert use("Bash", command="cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c -e --ro-bind -e ^bwrap").splitlines()[-1] == "[exit 1]"
-    assert use("Bash", command="for p in / /etc /dev /dev/shm /usr; do (echo x > $p/mark) 2>/dev/null && echo $p; done; true") == "[no output]"
+        assert (
+            use(
+                "Bash", command="cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c -e --ro-bind -e ^bwrap"
+            ).splitlines()[-1]
+            == "[exit 1]"
+        )
+    assert (
+        use(
+            "Bash",
+            command="for p in / /etc /dev /dev/shm /usr; do (echo x > $p/mark) 2>/dev/null && echo $p; done; true",
+        )
+        == "[no output]"
+    )
 
 
 def test_folders_that_are_closed_to_their_owner_hold_nobody_up(use: Use, tools: Tools) -> None:
-    assert use("Bash", command="mkdir -p kernels; echo 1 > kernels/a.cpp; chmod 000 kernels 2>/dev/null; true") == "[no output]"
+    assert (
+        use("Bash", command="mkdir -p kernels; echo 1 > kernels/a.cpp; chmod 000 kernels 2>/dev/null; true")
+        == "[no output]"
+    )
     assert use("Write", file_path="kernels/b.cpp", content="int b;\n") == "Written kernels/b.cpp."
     assert "b.cpp" in use("Bash", command="ls kernels; mkdir -p kernels/c/d; chmod 000 kernels/c; true")
     assert use("Write", file_path="kernels/c", content="int c;\n") == "Written kernels/c."
@@ -330,7 +448,7 @@ def test_a_folder_that_cannot_be_looked_into_hides_no_bytes(use: Use) -> None:
 DETACHING = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from agent_world import TASK, params
+from agent_fixtures import TASK, params
 from components.agent.shell import Shell
 shell = Shell(params().sandbox, TASK.code)
 shell.start('setsid python3 -c "import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); time.sleep(31417)"')
@@ -346,11 +464,22 @@ def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
     def detached() -> list[int]:
         found = []
         for process in psutil.process_iter(["cmdline"]):
-            if any(word.rstrip(") ")[-5:] in ("31415", "31416", "31417") for word in process.info["cmdline"] or ()) and process.pid != judge.pid:
+            if (
+                any(
+                    word.rstrip(") ")[-5:] in ("31415", "31416", "31417")
+                    for word in process.info["cmdline"] or ()
+                )
+                and process.pid != judge.pid
+            ):
                 found.append(process.pid)
         return found
 
-    with subprocess.Popen([sys.executable, "-c", DETACHING, str(Path(__file__).parent)], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as judge:
+    with subprocess.Popen(
+        [sys.executable, "-c", DETACHING, str(Path(__file__).parent)],
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as judge:
         try:
             assert judge.stdout is not None and judge.stdout.readline() == "begun\n"
             deadline = time.monotonic() + 60

@@ -12,18 +12,18 @@ import httpx
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
-from prefect_world import free_port
+from prefect_fixtures import free_port
 from requests.exceptions import ConnectionError as RequestsConnectionError
 
-from components import telemetry
-from components.config import PROJECT, BadInput, resolve
-from components.progress import Quiet
-from components.sandbox.nursery import InfrastructureError
+from components.core import telemetry
+from components.core.config import PROJECT, resolve
+from components.core.errors import InfrastructureError, UserError
+from components.core.progress import Quiet
 from components.storage import StoreUnavailable
-from flows.faults import BUSY, JUDGE, SERVICE, kind_of, patiently
-from flows.measured import FILE, Measured
-from flows.runs import Busy
-from flows.signals import COLLAPSING, PROGRESS, Signals
+from flows.metrics_progress import FILE, Measured
+from flows.retry_policy import BUSY, JUDGE, SERVICE, kind_of, retry_by_kind
+from flows.run_context import Busy
+from flows.training_events import COLLAPSING, PROGRESS, Signals
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from flows.signals import COLLAPSING, PROGRESS, Signals
         (httpx.ConnectError("refused"), SERVICE),
         (RequestsConnectionError("refused"), SERVICE),
         (MlflowException("later", error_code=TEMPORARILY_UNAVAILABLE), SERVICE),
-        (BadInput("params.yaml: a mistake"), None),
+        (UserError("params.yaml: a mistake"), None),
         (ValueError("a mistake in the code"), None),
         (PermissionError(13, "denied"), None),
     ],
@@ -64,7 +64,7 @@ def test_each_kind_has_its_own_back_off_and_an_end() -> None:
             raise faults.pop(0)
         return "done"
 
-    assert patiently(work, lambda _: None, slept.append) == "done"
+    assert retry_by_kind(work, lambda _: None, slept.append) == "done"
     assert slept == [SERVICE.delays[0], BUSY.delays[0], SERVICE.delays[1]]
 
     def never() -> None:
@@ -72,14 +72,14 @@ def test_each_kind_has_its_own_back_off_and_an_end() -> None:
 
     slept.clear()
     with pytest.raises(ConnectionError):
-        patiently(never, lambda _: None, slept.append)
+        retry_by_kind(never, lambda _: None, slept.append)
     assert tuple(slept) == SERVICE.delays
 
 
 def test_a_mistake_is_raised_at_once() -> None:
     slept: list[float] = []
-    with pytest.raises(BadInput):
-        patiently(lambda: (_ for _ in ()).throw(BadInput("no")), lambda _: None, slept.append)
+    with pytest.raises(UserError):
+        retry_by_kind(lambda: (_ for _ in ()).throw(UserError("no")), lambda _: None, slept.append)
     assert slept == []
 
 
@@ -92,18 +92,26 @@ def curve(home: Path, stage: str, **figures: float) -> None:
 
 def test_collapse_is_told_once_with_its_reason_before_the_stage_stops_itself(tmp_path: Path) -> None:
     params, told = resolve("h20-pool").params, []
-    signals = Signals(Quiet(), params, tmp_path, "run", emit=lambda event, **what: told.append((event, what["payload"])))
+    signals = Signals(
+        Quiet(), params, tmp_path, "run", emit=lambda event, **what: told.append((event, what["payload"]))
+    )
     for step in range(20):
         curve(tmp_path, "agentic", step=step, entropy=0.15 * step, truncated=0.1, explained_variance=0.3)
         signals.update("agentic", step + 1, 150)
     collapsing = [payload for event, payload in told if event == COLLAPSING]
-    assert len(collapsing) == 1 and "entropy 2.55 nears the limit 3" in collapsing[0]["reasons"][0] and collapsing[0]["step"] == 18
+    assert (
+        len(collapsing) == 1
+        and "entropy 2.55 nears the limit 3" in collapsing[0]["reasons"][0]
+        and collapsing[0]["step"] == 18
+    )
     assert [event for event, _ in told].count(PROGRESS) == 1, "no more than one a minute"
 
 
 def test_a_critic_that_explains_nothing_for_five_steps_is_told(tmp_path: Path) -> None:
     told: list[str] = []
-    signals = Signals(Quiet(), resolve("h20-pool").params, tmp_path, "run", emit=lambda event, **_: told.append(event))
+    signals = Signals(
+        Quiet(), resolve("h20-pool").params, tmp_path, "run", emit=lambda event, **_: told.append(event)
+    )
     for step, value in enumerate((-0.1, -0.2, 0.1, -0.1, -0.1, -0.1, -0.1)):
         curve(tmp_path, "warmup", step=step, explained_variance=value)
         for _ in range(3):
@@ -129,7 +137,9 @@ def test_metrics_of_a_stage_are_in_the_text_file_and_served(tmp_path: Path) -> N
 
 
 def test_the_dashboard_and_the_alerts_ask_for_metrics_that_exist() -> None:
-    known = {sample.name for metric in telemetry.REGISTRY.collect() for sample in metric.samples} | {metric.name for metric in telemetry.REGISTRY.collect()}
+    known = {sample.name for metric in telemetry.REGISTRY.collect() for sample in metric.samples} | {
+        metric.name for metric in telemetry.REGISTRY.collect()
+    }
     known |= {f"{name}_total" for name in known} | {f"{name}_bucket" for name in known}
     for file in ("grafana/cuda-agent.json", "prometheus/alerts.yaml"):
         asked = set(re.findall(r"\bcuda_agent_\w+", (PROJECT / "infra" / file).read_text()))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promotion_world import PASSING, WAITING, aliases, office_of, settle
-from promotion_world import blank as blank
-from promotion_world import home as home
+from promotion_fixtures import PASSING, WAITING, aliases, office_of, settle
+from promotion_fixtures import blank as blank
+from promotion_fixtures import home as home
 
 SETS = ["registry.model=policy", "registry.experiment=nights"]
 
@@ -35,13 +35,23 @@ def answered(home: Path, version: str) -> dict[str, Any]:
 def answer_when_asked(version: str, answers: list[dict[str, Any]], refused: list[str]) -> threading.Thread:
     """A person: waits for the pause, gives each answer in turn until one is taken."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, FlowRunFilterState, FlowRunFilterStateName
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterName,
+        FlowRunFilterState,
+        FlowRunFilterStateName,
+    )
 
     def person() -> None:
-        paused = FlowRunFilter(name=FlowRunFilterName(any_=[f"approval-{version}"]), state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Paused"])))
+        paused = FlowRunFilter(
+            name=FlowRunFilterName(any_=[f"approval-{version}"]),
+            state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Paused"])),
+        )
         with get_client(sync_client=True) as client:
             deadline = time.monotonic() + 60
-            while not (found := client.read_flow_runs(flow_run_filter=paused)) and time.monotonic() < deadline:
+            while (
+                not (found := client.read_flow_runs(flow_run_filter=paused)) and time.monotonic() < deadline
+            ):
                 time.sleep(0.2)
             for answer in answers:
                 taken = client.resume_flow_run(found[0].id, run_input=answer)
@@ -59,10 +69,16 @@ def test_a_typed_answer_promotes_or_refuses_and_names_the_person(server: None, h
     office = office_of(home)
     settle(office, "1", WAITING)
     refused: list[str] = []
-    person = answer_when_asked("1", [{"approve": "perhaps", "who": "kim"}, {"approve": True, "who": "kim", "reason": "read"}], refused)
+    person = answer_when_asked(
+        "1",
+        [{"approve": "perhaps", "who": "kim"}, {"approve": True, "who": "kim", "reason": "read"}],
+        refused,
+    )
     entry = answered(home, "1")
     person.join()
-    assert (entry["action"], entry["who"], entry["reason"]) == ("approved", "kim", "read") and aliases(office) == {"champion": "1"}
+    assert (entry["action"], entry["who"], entry["reason"]) == ("approved", "kim", "read") and aliases(
+        office
+    ) == {"champion": "1"}
     assert len(refused) == 1, "an answer of another type is refused by Prefect"
 
     settle(office, "2", WAITING, champion="1")

@@ -15,18 +15,23 @@ import httpx
 import psutil
 import pytest
 
-from components.config import BadInput, resolve
-from components.files import environment_fault
-from components.view import View, duration
-from flows.runs import home_lock
+from components.core.config import resolve
+from components.core.errors import UserError
+from components.core.files import environment_fault
+from components.core.progress_view import View, duration
+from flows.run_context import home_lock
 from flows.server import prefect_server
 
 CLI = [sys.executable, "-m", "components.cli"]
 
 
-def command(*arguments: str, path: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, path: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ) | ({"PATH": path} if path is not None else {})
-    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=120, check=False)
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=120, check=False
+    )
 
 
 def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
@@ -39,18 +44,31 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
-    probe = "import sys; import components.cli; print([m for m in ('torch', 'prefect', 'mlflow', 'transformers', 'rich') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    probe = "import sys; import components.cli.main; print([m for m in ('torch', 'prefect', 'mlflow', 'transformers', 'rich') if m in sys.modules])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_a_night_imports_torch_only_when_a_stage_is_not_cached() -> None:
     probe = "import sys; import flows.nightly, components.training.stage; print([m for m in ('torch', 'transformers', 'deepspeed') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, env=os.environ | {"PREFECT_LOGGING_LEVEL": "CRITICAL"})
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PREFECT_LOGGING_LEVEL": "CRITICAL"},
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_an_unknown_parameter_names_the_nearest_known_one(tmp_path: Path) -> None:
-    assert "the nearest known one is warmup.steps" in one_sentence(command("run", "--home", str(tmp_path), "--set", "warmup.step=3"))
+    assert "the nearest known one is warmup.steps" in one_sentence(
+        command("run", "--home", str(tmp_path), "--set", "warmup.step=3")
+    )
 
 
 def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None:
@@ -59,7 +77,9 @@ def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None
 
 
 def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
-    assert "unknown profile smoek; give one of h20-pool, smoke," in one_sentence(command("run", "--home", str(tmp_path), "--profile", "smoek"))
+    assert "unknown profile smoek; give one of h20-pool, smoke," in one_sentence(
+        command("run", "--home", str(tmp_path), "--profile", "smoek")
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,13 +91,17 @@ def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
         ("evaluation.suite=shipped evaluation.levels=[9]", "shipped has no task of level 9"),
     ],
 )
-def test_what_only_the_last_steps_of_a_night_use_is_looked_at_first(tmp_path: Path, set_: str, said: str) -> None:
+def test_what_only_the_last_steps_of_a_night_use_is_looked_at_first(
+    tmp_path: Path, set_: str, said: str
+) -> None:
     sets = [word for change in set_.split() for word in ("--set", change)]
     assert said in one_sentence(command("run", "--home", str(tmp_path / "home"), *sets))
     assert not (tmp_path / "home").exists()
 
 
-def test_a_night_whose_server_ended_says_so_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_night_whose_server_ended_says_so_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
     def night() -> None:
@@ -89,25 +113,36 @@ def test_a_night_whose_server_ended_says_so_in_one_sentence(tmp_path: Path, monk
             except httpx.TransportError as error:
                 raise RuntimeError("Prefect's client wraps it") from error
 
-    with pytest.raises(BadInput, match=r"server\.log: Prefect's server ended under the run"):
+    with pytest.raises(UserError, match=r"server\.log: Prefect's server ended under the run"):
         night()
 
 
 def test_sigterm_to_all_of_a_night_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
     """As a service manager ends it: Prefect's server and DVC are not told first, or the night would ask a dead server for a minute."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
     errors = tmp_path / "errors"
     with errors.open("wb") as file:
         words = [*CLI, "run", "--profile", "ci", "--home", str(tmp_path / "home")]
-        night = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=file, env=environment, start_new_session=True)
+        night = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=file, env=environment, start_new_session=True
+        )
     deadline = time.monotonic() + 300
     while "dataset" not in errors.read_text():
         assert night.poll() is None and time.monotonic() < deadline, errors.read_text()
         time.sleep(0.1)
     os.killpg(night.pid, signal.SIGTERM)
     assert night.wait(30) == 143, errors.read_text()
-    assert errors.read_text().splitlines()[-1] == "cuda-agent: ended by SIGTERM; the same command continues where it stopped."
-    named = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
+    assert (
+        errors.read_text().splitlines()[-1]
+        == "cuda-agent: ended by SIGTERM; the same command continues where it stopped."
+    )
+    named = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]
     assert not psutil.wait_procs(named, timeout=20)[1]
 
 
@@ -116,7 +151,9 @@ def test_an_unknown_stage_lists_the_stages(tmp_path: Path) -> None:
 
 
 def test_a_redo_of_nothing_is_refused(tmp_path: Path) -> None:
-    assert "nothing was run" in one_sentence(command("run", "--home", str(tmp_path / "new"), "--from", "critic"))
+    assert "nothing was run" in one_sentence(
+        command("run", "--home", str(tmp_path / "new"), "--from", "critic")
+    )
 
 
 def test_an_unwritable_home_is_one_sentence(tmp_path: Path) -> None:
@@ -127,21 +164,31 @@ def test_an_unwritable_home_is_one_sentence(tmp_path: Path) -> None:
 def test_a_missing_compiler_and_missing_bubblewrap_are_named(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    assert "g++ is not installed" in one_sentence(command("run", "--home", str(tmp_path / "home"), path=str(programs)))
+    assert "g++ is not installed" in one_sentence(
+        command("run", "--home", str(tmp_path / "home"), path=str(programs))
+    )
     (programs / "g++").write_text("#!/bin/sh\n")
     (programs / "g++").chmod(0o755)
     done = command("run", "--home", str(tmp_path / "home"), path=str(programs))
-    assert done.returncode == 3 and "bubblewrap is not installed" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 3
+        and "bubblewrap is not installed" in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    )
     (programs / "bwrap").write_text("#!/bin/sh\necho no namespaces here >&2; exit 1\n")
     (programs / "bwrap").chmod(0o755)
     done = command("run", "--home", str(tmp_path / "home"), path=str(programs))
-    assert done.returncode == 3 and "no sandbox can be made here" in done.stderr and "(the system says: no namespaces here)" in done.stderr
+    assert (
+        done.returncode == 3
+        and "no sandbox can be made here" in done.stderr
+        and "(the system says: no namespaces here)" in done.stderr
+    )
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from flows.runs import home_lock
+from flows.run_context import home_lock
 with home_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -149,7 +196,9 @@ with home_lock(Path(sys.argv[1])):
 
 
 def test_a_second_run_in_the_same_home_names_the_first_until_it_is_killed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         try:
             assert f"process {process.pid}" in one_sentence(command("run", "--home", str(tmp_path)))
@@ -162,7 +211,11 @@ def test_a_second_run_in_the_same_home_names_the_first_until_it_is_killed(tmp_pa
 def test_params_tell_value_meaning_and_source() -> None:
     done = command("params", "--profile", "smoke", "--set", "seed=7", "--json")
     rows = json.loads(done.stdout)["params"]
-    assert rows["seed"] == {"value": 7, "meaning": "seed of sampling and of the training stages", "source": "--set seed=7"}
+    assert rows["seed"] == {
+        "value": 7,
+        "meaning": "seed of sampling and of the training stages",
+        "source": "--set seed=7",
+    }
     assert rows["device"]["source"] == "params.yaml: profiles.smoke"
     assert rows["gate.regression"]["meaning"] and rows["data.operator_mix"]["value"]
 
@@ -170,15 +223,29 @@ def test_params_tell_value_meaning_and_source() -> None:
 def test_a_section_is_set_field_by_field() -> None:
     rollouts = resolve("smoke", ("warmup.rollouts={tasks: 4, samples: 2}",)).params.warmup.rollouts
     assert (rollouts.tasks, rollouts.samples, rollouts.max_turns) == (4, 2, 1)
-    assert resolve("smoke", ("data.operator_mix={1: 1.0}",)).params.data.operator_mix == {1: 1.0}, "a mapping is one value"
-    with pytest.raises(BadInput, match=r"unknown parameter warmup.rollouts.task; the nearest known one is warmup.rollouts.tasks"):
+    assert resolve("smoke", ("data.operator_mix={1: 1.0}",)).params.data.operator_mix == {1: 1.0}, (
+        "a mapping is one value"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"unknown parameter warmup.rollouts.task; the nearest known one is warmup.rollouts.tasks",
+    ):
         resolve("smoke", ("warmup.rollouts={task: 4}",))
 
 
 def test_json_is_one_object_and_the_rest_goes_to_standard_error() -> None:
     done = command("doctor", "--json")
     record = json.loads(done.stdout)
-    assert {finding["name"] for finding in record["findings"]} >= {"python", "torch", "g++", "bwrap", "gpu", "disk", "prefect", "vllm"}
+    assert {finding["name"] for finding in record["findings"]} >= {
+        "python",
+        "torch",
+        "g++",
+        "bwrap",
+        "gpu",
+        "disk",
+        "prefect",
+        "vllm",
+    }
     assert done.returncode == (2 if record["missing"] else 0)
     assert "torch" in done.stderr
 
@@ -196,7 +263,9 @@ def test_no_model_yet_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_comparing_with_a_run_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    assert "no such finished run or evaluation" in one_sentence(command("runs", "compare", "a", "b", "--home", str(tmp_path)))
+    assert "no such finished run or evaluation" in one_sentence(
+        command("runs", "compare", "a", "b", "--home", str(tmp_path))
+    )
 
 
 def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
@@ -205,8 +274,12 @@ def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
     wrapped = RuntimeError("could not save")
     wrapped.__cause__ = plain
     assert "disk is full" in environment_fault(wrapped)
-    assert "disk is full" in environment_fault(RuntimeError("I/O error: No space left on device (os error 28)"))
-    assert "disk is full" in environment_fault(RuntimeError("(sqlite3.OperationalError) database or disk is full"))
+    assert "disk is full" in environment_fault(
+        RuntimeError("I/O error: No space left on device (os error 28)")
+    )
+    assert "disk is full" in environment_fault(
+        RuntimeError("(sqlite3.OperationalError) database or disk is full")
+    )
     assert environment_fault(RuntimeError("a bug")) == ""
 
 
@@ -246,7 +319,7 @@ def test_durations_read_like_a_clock() -> None:
 
 RUN = """
 import subprocess, sys, time
-from flows import leash
+from flows import process_reaper
 leash.put_on()
 child = "import subprocess, time; print(subprocess.Popen(['sleep', '300']).pid, flush=True); time.sleep(300)"
 print(subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)

@@ -17,19 +17,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from synthesis_world import Borrowed, InProcess, parameters
+from synthesis_fixtures import Borrowed, InProcess, parameters
 from typer.testing import CliRunner
 
-from components.cli import app
-from components.config import PROJECT, BadInput, resolve
-from components.progress import Quiet
-from components.sandbox.isolation import IsolationUnavailable
-from components.sandbox.judge import Judge
+from components.cli.main import app
+from components.core.config import PROJECT, resolve
+from components.core.errors import IsolationUnavailable, StageFailed, UserError
+from components.core.progress import Quiet
+from components.core.task import KernelTask, dataset_version, read_tasks
+from components.judge.judge import Judge
 from components.synthesis.dataset import build, readmit
-from components.synthesis.importing import examine, neighbours, operators, read_public
-from components.task import KernelTask, dataset_version, read_tasks
-from components.training.stage import StageFailed
-from flows import data, runs, versions
+from components.synthesis.task_import import examine, neighbours, operators, read_public
+from flows import data, dataset_remote, run_context
 
 TASK = """import os_or_nothing
 import torch
@@ -57,7 +56,12 @@ def task(body: str) -> str:
 
 def parquet(path: Path, rows: list[tuple[Any, str, str]]) -> Path:
     ops = [json.dumps(names) if isinstance(names, list) else names for names, _, _ in rows]
-    pyarrow.parquet.write_table(pyarrow.table({"ops": ops, "data_source": [row[1] for row in rows], "code": [row[2] for row in rows]}), path)
+    pyarrow.parquet.write_table(
+        pyarrow.table(
+            {"ops": ops, "data_source": [row[1] for row in rows], "code": [row[2] for row in rows]}
+        ),
+        path,
+    )
     return path
 
 
@@ -66,11 +70,26 @@ PLANTS: list[tuple[list[str], str, str, str]] = [
     # operators, data_source, code, the reason that it must be refused for ("" for the honest ones)
     (["torch.sigmoid", "torch.mul"], "torch#2", task("return torch.mul(torch.sigmoid(x), x)"), ""),
     (["tanh", "softplus"], "torch#2", task("return F.softplus(torch.tanh(x))"), ""),
-    (["torch.sigmoid", "torch.mul"], "torch#2", "# a copy\n" + task("return torch.mul(torch.sigmoid(x), x)"), "duplicate_source"),
-    (["torch.sigmoid", "torch.mul"], "torch#2", task("gate = torch.sigmoid(x)\n        return torch.mul(gate, x)"), "duplicate_graph"),
+    (
+        ["torch.sigmoid", "torch.mul"],
+        "torch#2",
+        "# a copy\n" + task("return torch.mul(torch.sigmoid(x), x)"),
+        "duplicate_source",
+    ),
+    (
+        ["torch.sigmoid", "torch.mul"],
+        "torch#2",
+        task("gate = torch.sigmoid(x)\n        return torch.mul(gate, x)"),
+        "duplicate_graph",
+    ),
     (["torch.relu", "torch.cumsum"], "torch#2", task("return torch.relu(x) * 2.0"), "mislabelled"),
     (["torch.abs"], "torch#2", task("return torch.abs(x) * 0.5"), "mislabelled"),
-    (["gelu", "softmax"], "torch#2", task("return torch.softmax(F.gelu(x), dim=-1)").replace("256, 1024", "128, 512"), "similar_to_evaluation"),
+    (
+        ["gelu", "softmax"],
+        "torch#2",
+        task("return torch.softmax(F.gelu(x), dim=-1)").replace("256, 1024", "128, 512"),
+        "similar_to_evaluation",
+    ),
     (["silu"], "torch#1", task("import os\n        os.system('true')\n        return F.silu(x)"), "hostile"),
     (["elu"], "torch#1", task("open('/etc/passwd').read()\n        return F.elu(x)"), "hostile"),
     (["selu"], "torch#1", task("return F.selu(x)").replace("class Model", "class Other"), "contract"),
@@ -108,11 +127,22 @@ def test_every_plant_is_refused_for_its_own_reason(judge: Judge, planted: Path, 
 
 
 def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["data", "check", str(planted), "--against", str(tmp_path / "suite"), "--json"])
+    done = CliRunner().invoke(
+        app, ["data", "check", str(planted), "--against", str(tmp_path / "suite"), "--json"]
+    )
     assert done.exit_code == 1
     record = json.loads(done.stdout)
-    static = {"duplicate_source", "duplicate_graph", "mislabelled", "similar_to_evaluation", "hostile", "contract"}
-    assert {row["row"]: row["reason"] for row in record["rows"]} == {row: reason for row, (*_, reason) in enumerate(PLANTS) if reason in static}
+    static = {
+        "duplicate_source",
+        "duplicate_graph",
+        "mislabelled",
+        "similar_to_evaluation",
+        "hostile",
+        "contract",
+    }
+    assert {row["row"]: row["reason"] for row in record["rows"]} == {
+        row: reason for row, (*_, reason) in enumerate(PLANTS) if reason in static
+    }
     assert record["candidates"] == len(PLANTS) and sum(record["rejected"].values()) == len(record["rows"])
 
 
@@ -141,20 +171,24 @@ def test_labels_are_read_as_lists_and_as_texts_of_lists() -> None:
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"code": ["x"], "ops": ["y"]}), tmp_path / "x.parquet")
-    with pytest.raises(BadInput, match="data_source"):
+    with pytest.raises(UserError, match="data_source"):
         read_public(tmp_path / "x.parquet", 0)
 
 
 def test_an_import_that_admits_nothing_writes_nothing(tmp_path: Path) -> None:
     rows = [KernelTask(code=task("return torch.tanh(x)"))]
-    with pytest.raises(BadInput, match="no task was admitted"):
+    with pytest.raises(UserError, match="no task was admitted"):
         readmit(parameters(), rows, 1, tmp_path / "out", InProcess(refuse="tanh"), Quiet())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_build_killed_anywhere_comes_to_the_version_of_an_undisturbed_one(tmp_path: Path) -> None:
     """kill -9 at five random moments; the undisturbed build has a journal of its own, so that it measures for itself."""
-    subprocess.run([sys.executable, Path(audit.__file__).parent / "build_process.py", tmp_path, "5"], check=True, env=os.environ | {"PYTHONPATH": str(PROJECT)})
+    subprocess.run(
+        [sys.executable, Path(audit.__file__).parent / "build_process.py", tmp_path, "5"],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+    )
     report = json.loads((tmp_path / "kills.json").read_text())
     assert report["whole"] == [0, 0] and report["codes"].count(-signal.SIGKILL) >= 3, report
     one, other = (tmp_path / home / "tasks" / "tasks.parquet" for home in ("killed", "undisturbed"))
@@ -172,35 +206,64 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_independent_audit_finds_nothing(built: Path) -> None:
     script = Path(audit.__file__)
     assert "components" not in script.read_text(), "the audit shares no code with what it audits"
-    found = json.loads(subprocess.run([sys.executable, script, built / "tasks.parquet"], check=True, capture_output=True, text=True).stdout)
+    found = json.loads(
+        subprocess.run(
+            [sys.executable, script, built / "tasks.parquet"], check=True, capture_output=True, text=True
+        ).stdout
+    )
     assert found == {
         "rows": 30,
-        **dict.fromkeys(("duplicates", "mislabelled", "similar", "constant", "independent", "held_out_trained_on"), 0),
+        **dict.fromkeys(
+            ("duplicates", "mislabelled", "similar", "constant", "independent", "held_out_trained_on"), 0
+        ),
         "mix_error": 0.0,
     }
 
 
 def test_the_audit_would_notice(built: Path, tmp_path: Path) -> None:
     rows = pyarrow.parquet.read_table(built / "tasks.parquet").to_pylist()
-    spoilt = [("code", rows[0]["code"]), ("ops", ["torch.cumsum"] * len(rows[2]["ops"])), ("code", task("return torch.zeros_like(x)"))]
+    spoilt = [
+        ("code", rows[0]["code"]),
+        ("ops", ["torch.cumsum"] * len(rows[2]["ops"])),
+        ("code", task("return torch.zeros_like(x)")),
+    ]
     for row, (column, value) in zip(rows[1:], spoilt, strict=False):
         row[column] = value
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "spoilt.parquet")
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite" / "1.py").write_text(rows[5]["code"])
     found = audit.audit(tmp_path / "spoilt.parquet", [tmp_path / "suite"], {"torch#5": 0.9})
-    assert found["duplicates"] == 1 and found["constant"] == 1 and found["similar"] >= 1 and found["mix_error"] > 0.5
+    assert (
+        found["duplicates"] == 1
+        and found["constant"] == 1
+        and found["similar"] >= 1
+        and found["mix_error"] > 0.5
+    )
     assert found["mislabelled"] >= 1
 
 
 def test_stats_and_show(built: Path) -> None:
     stats = json.loads(CliRunner().invoke(app, ["data", "stats", str(built), "--json"]).stdout)
-    assert stats["tasks"] == 30 and stats["splits"] == {"train": 24, "held_out": 6} and stats["eager_seconds"]["median"] > 0
+    assert (
+        stats["tasks"] == 30
+        and stats["splits"] == {"train": 24, "held_out": 6}
+        and stats["eager_seconds"]["median"] > 0
+    )
     tasks = read_tasks(built / "tasks.parquet")
-    shown = json.loads(CliRunner().invoke(app, ["data", "show", tasks[3].task_id[:10], "--dataset", str(built), "--json"]).stdout)
-    assert shown["code"] == tasks[3].code and shown["evidence"]["eager_seconds"] > 0 and len(shown["neighbours"]) == 5
+    shown = json.loads(
+        CliRunner()
+        .invoke(app, ["data", "show", tasks[3].task_id[:10], "--dataset", str(built), "--json"])
+        .stdout
+    )
+    assert (
+        shown["code"] == tasks[3].code
+        and shown["evidence"]["eager_seconds"] > 0
+        and len(shown["neighbours"]) == 5
+    )
     near = neighbours(tasks[3], tasks, 5)
-    assert [item["task_id"] for item in shown["neighbours"]] == [other.task_id for _, other in near] and near[0][0] >= near[-1][0]
+    assert [item["task_id"] for item in shown["neighbours"]] == [other.task_id for _, other in near] and near[
+        0
+    ][0] >= near[-1][0]
 
 
 def test_the_card_says_where_the_rows_are(built: Path) -> None:
@@ -220,23 +283,25 @@ def test_a_version_comes_back_by_its_digest(built: Path, tmp_path: Path) -> None
     assert CliRunner().invoke(app, ["data", "pull", version, *home]).exit_code == 0
     assert (folder / "tasks.parquet").read_bytes() == (built / "tasks.parquet").read_bytes()
     unknown = CliRunner().invoke(app, ["data", "pull", "0" * 64, *home])
-    assert isinstance(unknown.exception, BadInput) and "holds no version" in str(unknown.exception)
+    assert isinstance(unknown.exception, UserError) and "holds no version" in str(unknown.exception)
 
 
 def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     """What the flow does after DVC has made the data set, without the judge."""
-    night = runs.open_night(resolve("ci", (f"home={tmp_path}",)))
+    night = run_context.open_night(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
     (workspace / "data" / "seeds").mkdir(parents=True)
     build(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
     data.dvc(workspace, ["commit", "--force"], night, None)
     data.dvc(workspace, ["push"], night, None)
     kept = data.keep_version(night, workspace)
-    versions.keep_pointer(night.params, night.home, kept["version"], workspace / "dvc.lock", data.OUTPUT.as_posix())
+    dataset_remote.keep_pointer(
+        night.params, night.home, kept["version"], workspace / "dvc.lock", data.OUTPUT.as_posix()
+    )
     before = (night.home / kept["folder"] / "tasks.parquet").read_bytes()
     shutil.rmtree(night.home / "datasets")
     shutil.rmtree(workspace)
-    folder = versions.pull(night.params, night.home, kept["version"][:8])
+    folder = dataset_remote.pull(night.params, night.home, kept["version"][:8])
     assert folder.name == kept["version"] and (folder / "tasks.parquet").read_bytes() == before
 
 
@@ -245,20 +310,20 @@ def test_what_lies_where_a_data_set_shall_be_written_stays(tmp_path: Path) -> No
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     for name in ("file", "folder"):
-        with pytest.raises(BadInput, match=f"{name}: holds something else than a data set"):
+        with pytest.raises(UserError, match=f"{name}: holds something else than a data set"):
             build(parameters(), tmp_path / name, InProcess(), Quiet())
     first = build(parameters(), tmp_path / "set", InProcess(), Quiet())
     assert build(parameters(), tmp_path / "set", InProcess(), Quiet()).version == first.version
-    with pytest.raises(BadInput, match=f"set: holds data set {first.version[:12]}"):
+    with pytest.raises(UserError, match=f"set: holds data set {first.version[:12]}"):
         build(parameters("data.seed=7"), tmp_path / "set", InProcess(), Quiet())
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "notes.txt").read_text() == "mine"
 
 
 FAILING = """
 import sys
-from components.config import BadInput
-from components.sandbox.isolation import IsolationUnavailable
-from components.synthesis import stages
+from components.core.errors import UserError
+from components.core.errors import IsolationUnavailable
+from components.synthesis import dvc_stages
 
 def tasks(*given):
     raise {error}
@@ -271,14 +336,20 @@ sys.exit(stages.main(["tasks", "--params", "params.yaml", "--out", "data/tasks"]
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        ("RuntimeError('deep inside')", StageFailed, r"dataset: dvc repro failed: RuntimeError: deep inside; .*failed\.log"),
-        ("BadInput('params.yaml: a field; mend it.')", BadInput, r"^params\.yaml: a field; mend it\.$"),
+        (
+            "RuntimeError('deep inside')",
+            StageFailed,
+            r"dataset: dvc repro failed: RuntimeError: deep inside; .*failed\.log",
+        ),
+        ("UserError('params.yaml: a field; mend it.')", UserError, r"^params\.yaml: a field; mend it\.$"),
         ("IsolationUnavailable('no sandbox; mend it.')", IsolationUnavailable, r"^no sandbox; mend it\.$"),
     ],
     ids=["failure", "bad input", "no isolation"],
 )
-def test_what_fails_below_dvc_is_one_sentence_and_its_traceback_is_in_the_log(error: str, kind: type[Exception], said: str, tmp_path: Path) -> None:
-    night = runs.open_night(resolve("ci", (f"home={tmp_path}",)))
+def test_what_fails_below_dvc_is_one_sentence_and_its_traceback_is_in_the_log(
+    error: str, kind: type[Exception], said: str, tmp_path: Path
+) -> None:
+    night = run_context.open_night(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
     (workspace / "failing.py").write_text(FAILING.format(error=error))
     (workspace / "dvc.yaml").write_text("stages: {tasks: {cmd: python failing.py}}\n")

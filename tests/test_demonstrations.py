@@ -14,13 +14,21 @@ import pytest
 import torch
 from kernel_bench import WORKDIR, build, call, reference
 
-from components.config import resolve
-from components.policy.demonstrations import DONE, MEASURE, STYLES, SUFFIX, demonstration, mutate, write_kernel
-from components.policy.operators_source import PATTERNS, read_chain
+from components.bootstrap.chain_parser import PATTERNS, read_chain
+from components.bootstrap.demonstrations import (
+    DONE,
+    MEASURE,
+    STYLES,
+    SUFFIX,
+    demonstration,
+    mutate,
+    write_kernel,
+)
+from components.core.config import resolve
+from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 from components.synthesis.compose import matters, stream, write_source
-from components.synthesis.seeds import BY_NAME, SEEDS
-from components.task import KernelTask
+from components.synthesis.core_operators import BY_NAME, SEEDS
 
 PARAMS = resolve("smoke").params
 
@@ -34,7 +42,11 @@ def chosen_tasks() -> list[str]:
     """Every operator alone, then composed chains; row operators also before and after each other."""
     rng = random.Random(5)
     alone = [((seed.name, tuple(rng.choice(palette) for palette in seed.constants)),) for seed in SEEDS]
-    rows = [(("layer_norm", ()), ("softmax", ())), (("rms_norm", ()), ("logsumexp", ())), (("softmax", ()), ("layer_norm", ()), ("amax", ()))]
+    rows = [
+        (("layer_norm", ()), ("softmax", ())),
+        (("rms_norm", ()), ("logsumexp", ())),
+        (("softmax", ()), ("layer_norm", ()), ("amax", ())),
+    ]
     sources = [write_source(steps, 24, 512) for steps in [*alone, *rows]]
     return sources + [small(task) for task in itertools.islice(stream(11, PARAMS.data), 24)]
 
@@ -94,7 +106,11 @@ def test_cuda_kernels_compile(tmp_path: Path) -> None:
             body = "\n".join(line for line in kernel.splitlines() if not line.startswith("#include"))
             text += f"namespace {style}{index} {{\n{body}\n}}\n"
     (tmp_path / "all.cu").write_text(text)
-    subprocess.run(["nvcc", "-std=c++17", "-arch=sm_90", "-I", str(WORKDIR), "-c", "all.cu", "-o", "all.o"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["nvcc", "-std=c++17", "-arch=sm_90", "-I", str(WORKDIR), "-c", "all.cu", "-o", "all.o"],
+        cwd=tmp_path,
+        check=True,
+    )
 
 
 def test_the_writer_knows_every_operator_of_the_composer() -> None:
@@ -114,7 +130,9 @@ def test_foreign_sources_are_left_alone() -> None:
 
 def test_a_kernel_does_not_depend_on_shapes() -> None:
     steps = (("gelu", ()), ("softmax", ()))
-    assert write_kernel(write_source(steps, 64, 256), "simd", "cpu") == write_kernel(write_source(steps, 128, 4096), "simd", "cpu")
+    assert write_kernel(write_source(steps, 64, 256), "simd", "cpu") == write_kernel(
+        write_source(steps, 128, 4096), "simd", "cpu"
+    )
 
 
 def test_parameters_come_in_state_dict_order() -> None:
@@ -146,15 +164,23 @@ def test_demonstrations_are_mixed_as_asked() -> None:
             single[styles[0] if styles else "wrong"] += 1
         else:
             multi += 1
-            assert [message["role"] for message in messages[1:]] == ["assistant", "tool"] * ((len(messages) - 2) // 2) + ["assistant"]
+            assert [message["role"] for message in messages[1:]] == ["assistant", "tool"] * (
+                (len(messages) - 2) // 2
+            ) + ["assistant"]
             assert messages[-1]["content"] == DONE
-            second += [write_kernel(task.code, "simd", "cpu") in message["content"] for message in messages[3:-1:2]]
-            assert all(MEASURE in message["content"] for message in messages[1:-1] if message["role"] == "assistant")
+            second += [
+                write_kernel(task.code, "simd", "cpu") in message["content"] for message in messages[3:-1:2]
+            ]
+            assert all(
+                MEASURE in message["content"] for message in messages[1:-1] if message["role"] == "assistant"
+            )
     total = sum(single.values())
     assert abs(multi / len(tasks) / 8 - coldstart.multi_turn_share) < 0.05
     assert abs(single["wrong"] / total - coldstart.wrong_share) < 0.05
     assert abs(single["simd"] / total - coldstart.fast_share * (1 - coldstart.wrong_share)) < 0.05
-    assert abs(sum(second) / len(second) - coldstart.second_fast_share * (1 - coldstart.wrong_share / 3)) < 0.08
+    assert (
+        abs(sum(second) / len(second) - coldstart.second_fast_share * (1 - coldstart.wrong_share / 3)) < 0.08
+    )
     assert single["passes"] > 0.2 * total and single["fused"] > 0.2 * total
 
 
@@ -167,7 +193,9 @@ def test_observations_name_the_file_and_the_milestone() -> None:
                 lines = message["content"].splitlines()
                 assert lines[0] == f"Written kernels/forward.{SUFFIX['cuda']}."
                 seen.add(lines[1].split(":")[0] if "PASS" not in lines[1] else lines[-1].split(" ", 5)[-1])
-    assert {"Build failed", "[FAIL] wrong_output", "Milestone: 3 of 3."} <= {text.split("compile. ")[-1] for text in seen}
+    assert {"Build failed", "[FAIL] wrong_output", "Milestone: 3 of 3."} <= {
+        text.split("compile. ")[-1] for text in seen
+    }
 
 
 def test_chains_that_cannot_be_judged_are_not_composed() -> None:

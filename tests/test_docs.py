@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
-from components.cli import app
-from components.config import KNOWN, PROJECT, resolve
-from components.sandbox.workspace import judge_workdir
+from components.cli.main import app
+from components.core.config import KNOWN, PROJECT, resolve
+from components.judge.candidate_folder import judge_workdir
 
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 IDS = [page.relative_to(PROJECT).as_posix() for page in PAGES]
@@ -26,7 +26,9 @@ def code_of(page: Path) -> list[str]:
     """Every code span, and every line of every code block, without its prompt and trailing comment."""
     found = []
     for block, span in CODE.findall(page.read_text()):
-        found += [line.removeprefix("$ ").partition("  #")[0].strip() for line in (block or span).splitlines()]
+        found += [
+            line.removeprefix("$ ").partition("  #")[0].strip() for line in (block or span).splitlines()
+        ]
     return found
 
 
@@ -61,14 +63,18 @@ def test_every_command_named_exists_with_its_options(page: Path) -> None:
             else:
                 given += not after_option
             after_option = word in valued
-        assert given <= len(command.params) - len(options), f"cuda-agent {' '.join(words)}: too many arguments"
+        assert given <= len(command.params) - len(options), (
+            f"cuda-agent {' '.join(words)}: too many arguments"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_parameter_set_in_a_command_is_accepted(page: Path) -> None:
     for words in commands(page, "cuda-agent"):
         profile = words[words.index("--profile") + 1] if "--profile" in words else ""
-        sets = [value for option, value in itertools.pairwise(words) if option == "--set" and value != "KEY=VALUE"]
+        sets = [
+            value for option, value in itertools.pairwise(words) if option == "--set" and value != "KEY=VALUE"
+        ]
         resolve(profile, tuple(sets))
 
 
@@ -76,7 +82,11 @@ def test_every_parameter_set_in_a_command_is_accepted(page: Path) -> None:
 def test_every_parameter_named_exists(page: Path) -> None:
     sections = {key.partition(".")[0] for key in KNOWN if "." in key}
     for text in code_of(page):
-        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text) and text.partition(".")[0] in sections and not (PROJECT / text).exists():
+        if (
+            re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)
+            and text.partition(".")[0] in sections
+            and not (PROJECT / text).exists()
+        ):
             assert text in KNOWN, f"no parameter {text}"
 
 
@@ -105,7 +115,7 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_the_stages_named_for_from_are_the_stages(page: Path) -> None:
-    from flows.runs import STAGES
+    from flows.run_context import STAGES
 
     for words in commands(page, "cuda-agent"):
         if "--from" in words and (stage := words[words.index("--from") + 1]) != "STAGE":
@@ -126,7 +136,11 @@ def test_pictures_are_sound_and_need_nothing_else(page: Path) -> None:
 def test_following_the_kernel_page_gives_a_correct_verdict(tmp_path: Path) -> None:
     text = (PROJECT / "docs" / "kernel-user.md").read_text()
     (tmp_path / "kernels").mkdir()
-    for name, source in zip(("model.py", "model_new.py", "kernels/forward.cpp"), re.findall(r"```(?:python|cpp)\n(.*?)```", text, re.DOTALL), strict=True):
+    for name, source in zip(
+        ("model.py", "model_new.py", "kernels/forward.cpp"),
+        re.findall(r"```(?:python|cpp)\n(.*?)```", text, re.DOTALL),
+        strict=True,
+    ):
         (tmp_path / name).write_text(source)
     verdict = judge_workdir(resolve("ci").params, tmp_path, None, tmp_path / "judge")
     assert (verdict.status, verdict.reason) == ("correct", "")

@@ -17,19 +17,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from training_world import VOCABULARY, tiny_policy
+from training_fixtures import VOCABULARY, tiny_policy
 
-from components import config
+from components.core import config
 from components.training.batches import Batch, pad
 from components.training.engine import DeepSpeedEngine
 from components.training.losses import likelihood_loss_sum
+from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import Actor
-from components.training.passes import Sums, evaluate, train_step
 
 STAGES = (0, 1, 2, 3)
 
 
-def settings(zero_stage: int, tokens: int = 40, dtype: str = "float32", checkpointing: bool = False) -> config.Engine:
+def settings(
+    zero_stage: int, tokens: int = 40, dtype: str = "float32", checkpointing: bool = False
+) -> config.Engine:
     return config.Engine.model_validate(
         {
             "zero_stage": zero_stage,
@@ -67,14 +69,26 @@ def train(engine: DeepSpeedEngine, steps: range) -> list[float]:
     """
     batch, losses, norms = uneven(), [], []
     for step in steps:
-        sums, rows = Sums(), [row for row in range(7) if (row + step) % 3]
-        norms.append(train_step(engine, batch, rows, loss, sums, budget=engine.settings.tokens_per_microbatch, learning_rate=3e-4))
+        sums, rows = MetricSums(), [row for row in range(7) if (row + step) % 3]
+        norms.append(
+            train_step(
+                engine,
+                batch,
+                rows,
+                loss,
+                sums,
+                budget=engine.settings.tokens_per_microbatch,
+                learning_rate=3e-4,
+            )
+        )
         losses.append(sums.means(engine.world, int(batch.action_mask[rows].sum()))["loss"])
     return losses + norms
 
 
 def engine_of(zero_stage: int, **options: int | str | bool) -> DeepSpeedEngine:
-    return DeepSpeedEngine(Actor(tiny_policy(), 1.0), settings(zero_stage, **options), device="cpu", gradient_clip=1.0)
+    return DeepSpeedEngine(
+        Actor(tiny_policy(), 1.0), settings(zero_stage, **options), device="cpu", gradient_clip=1.0
+    )
 
 
 def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
@@ -113,7 +127,9 @@ def test_zero_stages_train_alike() -> None:
     losses = [train(engine, range(3)) for engine in engines]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=1e-5)
-    assert all(largest_difference(parameters(engines[0]), parameters(engine)) < 1e-6 for engine in engines[1:])
+    assert all(
+        largest_difference(parameters(engines[0]), parameters(engine)) < 1e-6 for engine in engines[1:]
+    )
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -122,8 +138,10 @@ def test_the_gradient_norm_is_that_before_clipping(zero_stage: int) -> None:
     network = Actor(tiny_policy(), 1.0)
     total, _ = loss(network, batch)
     (total / batch.tokens).backward()
-    expected = torch.stack([parameter.grad.norm() for parameter in network.parameters() if parameter.grad is not None]).norm()
-    found = train_step(engine, batch, range(7), loss, Sums(), budget=40, learning_rate=0.001)
+    expected = torch.stack(
+        [parameter.grad.norm() for parameter in network.parameters() if parameter.grad is not None]
+    ).norm()
+    found = train_step(engine, batch, range(7), loss, MetricSums(), budget=40, learning_rate=0.001)
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -146,7 +164,13 @@ def test_recomputing_sliced_logits_changes_no_gradient(monkeypatch: pytest.Monke
         monkeypatch.setattr("components.training.networks.LOGITS", limit)
         network = Actor(tiny_policy(), 0.7)
         loss(network, batch)[0].backward()
-        gradients.append({name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None})
+        gradients.append(
+            {
+                name: parameter.grad
+                for name, parameter in network.named_parameters()
+                if parameter.grad is not None
+            }
+        )
     assert largest_difference(*gradients) < 1e-4
 
 
@@ -160,14 +184,28 @@ def test_an_evaluation_equals_the_model_s_own_log_probabilities() -> None:
         own = batch.action_mask[row, 1:length]
         chosen = expected.gather(1, ids[0, 1:, None])[:, 0]
         torch.testing.assert_close(logprob[row, 1:length][own], chosen[own], atol=1e-5, rtol=0)
-        torch.testing.assert_close(entropy[row, 1:length][own], -(expected.exp() * expected).sum(-1)[own], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            entropy[row, 1:length][own], -(expected.exp() * expected).sum(-1)[own], atol=1e-5, rtol=0
+        )
         assert float(logprob[row, 1:length][~own].abs().sum()) == 0
 
 
 @pytest.mark.slow
 def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": f"{config.PROJECT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+        str(tmp_path),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": f"{config.PROJECT}:{Path(__file__).parent}",
+        "OMP_NUM_THREADS": "1",
+    }
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     one = engine_of(1, tokens=10_000)
@@ -186,7 +224,10 @@ def main(out: Path) -> None:
         engine = engine_of(zero_stage)
         losses = train(engine, range(3))
         logprob, _ = evaluate(engine.forward, engine.world, uneven(), 40)
-        tensors = parameters(engine) | {"losses": torch.tensor(losses, dtype=torch.float64), "logprob": logprob}
+        tensors = parameters(engine) | {
+            "losses": torch.tensor(losses, dtype=torch.float64),
+            "logprob": logprob,
+        }
         if engine.world.rank == 0:
             save_file(tensors, out / f"zero{zero_stage}.safetensors")
         engine.world.barrier()

@@ -15,37 +15,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import TASK, World, completion, kernel, server
+from agent_fixtures import TASK, World, completion, kernel, server
 from typer.testing import CliRunner
 
-from components.agent.policies import Effort
+from components.agent.policies import SearchBudget
 from components.agent.trajectory import Trajectory, Turn
-from components.cli import app
-from components.cli_agent import policy_of
-from components.config import BadInput, resolve
+from components.cli.agent import policy_of
+from components.cli.main import app
+from components.core.config import resolve
+from components.core.errors import UserError
+from components.core.files import digest_tree
+from components.core.progress import Quiet
+from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate, for_admission
 from components.evaluation.policies import Policy, checkpoint_policy, named_policy
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
-from components.files import digest_tree
-from components.progress import Quiet
-from components.registry.gating import complete
-from components.sandbox.judge import Judge
-from components.sandbox.pool import Candidate, Job, LocalPool
-from components.sandbox.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone_of
-from components.task import KernelTask
+from components.judge.judge import Judge
+from components.judge.pool import Candidate, Job, LocalPool
+from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone_of
+from components.registry.gate_runner import complete
 
-TASKS = [KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)]
+TASKS = [
+    KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)
+]
 
 
 def verdict_of(candidate: Candidate) -> Verdict:
     """A judge of a line: what stands in kernels/forward.cpp says what the candidate is."""
     word, _, number = dict(candidate.files)["kernels/forward.cpp"].partition(" ")
-    status: Status = "correct" if word == "correct" else "infrastructure" if word == "infrastructure" else "wrong_output"
-    ratio = Ratio(estimate=float(number), low=float(number), high=float(number)) if status == "correct" else None
+    status: Status = (
+        "correct" if word == "correct" else "infrastructure" if word == "infrastructure" else "wrong_output"
+    )
+    ratio = (
+        Ratio(estimate=float(number), low=float(number), high=float(number)) if status == "correct" else None
+    )
     speedup = Speedup(eager=ratio, compile=ratio)
-    return Verdict(status=status, milestone=milestone_of(status, speedup), seconds=Seconds(candidate=1e-3), speedup=speedup)
+    return Verdict(
+        status=status,
+        milestone=milestone_of(status, speedup),
+        seconds=Seconds(candidate=1e-3),
+        speedup=speedup,
+    )
 
 
 class LinePool:
@@ -82,7 +94,9 @@ class Script:
         found = resolve("ci", ("policy.batch=4",)).params
         self.params = found.model_copy(update={"evaluation": found.evaluation.model_copy(update=evaluation)})
 
-    def __call__(self, tasks: Sequence[KernelTask], pool: Any, *, epoch: str, seed: int, on_progress: Any) -> list[Trajectory]:
+    def __call__(
+        self, tasks: Sequence[KernelTask], pool: Any, *, epoch: str, seed: int, on_progress: Any
+    ) -> list[Trajectory]:
         self.asked += 1
         seen: Counter[str] = Counter()
         found = []
@@ -90,13 +104,34 @@ class Script:
             line = self.lines[task.task_id][seen[task.task_id]]
             seen[task.task_id] += 1
             files = {"kernels/forward.cpp": line} if line else {}
-            verdict = verdict_of(Candidate.of(files)) if files else Verdict(status="build_failed", reason="nothing")
-            found.append(Trajectory(task.task_id, (1, 2), (0, 1), (0.0, -1.0), (Turn(line),), (verdict,), float(verdict.milestone), "stop", "v", files))
+            verdict = (
+                verdict_of(Candidate.of(files)) if files else Verdict(status="build_failed", reason="nothing")
+            )
+            found.append(
+                Trajectory(
+                    task.task_id,
+                    (1, 2),
+                    (0, 1),
+                    (0.0, -1.0),
+                    (Turn(line),),
+                    (verdict,),
+                    float(verdict.milestone),
+                    "stop",
+                    "v",
+                    files,
+                )
+            )
             on_progress(len(found), len(tasks))
         return found
 
 
-ATTEMPTS = [["correct 2", "wrong"], ["correct 0.5", "correct 9"], ["", ""], ["wrong", "correct 9"], ["infrastructure", "wrong"]]
+ATTEMPTS = [
+    ["correct 2", "wrong"],
+    ["correct 0.5", "correct 9"],
+    ["", ""],
+    ["wrong", "correct 9"],
+    ["infrastructure", "wrong"],
+]
 LINES = {task.task_id: lines for task, lines in zip(TASKS, ATTEMPTS, strict=True)}
 
 
@@ -109,18 +144,25 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.evaluation.evaluate.AGAIN", (0.0,))
 
 
-def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Recovering(LinePool):
         def submit(self, job: Job) -> Future[Verdict]:
             if self.measured[job.task.task_id, job.epoch] == 0 and job.task in TASKS[:2]:
                 self.measured[job.task.task_id, job.epoch] += 1
                 lost: Future[Verdict] = Future()
-                lost.set_result(Verdict(status="infrastructure", reason="judge", log="the judge's Ray actor died"))
+                lost.set_result(
+                    Verdict(status="infrastructure", reason="judge", log="the judge's Ray actor died")
+                )
                 return lost
             return super().submit(job)
 
     pool = Recovering()
-    assert run(tmp_path / "again", pool, Script(LINES)).tasks == run(tmp_path / "calm", LinePool(), Script(LINES)).tasks
+    assert (
+        run(tmp_path / "again", pool, Script(LINES)).tasks
+        == run(tmp_path / "calm", LinePool(), Script(LINES)).tasks
+    )
     assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [2, 2, 0, 1, 2]
     monkeypatch.setattr("components.evaluation.evaluate.AGAIN", ())
     assert run(tmp_path / "never", Recovering(), Script(LINES)).errors == 3
@@ -129,9 +171,19 @@ def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_ar
 def test_the_first_attempts_final_answer_counts_measured_anew(tmp_path: Path) -> None:
     pool = LinePool()
     found = run(tmp_path, pool, Script(LINES))
-    assert [row.status for row in found.tasks] == ["correct", "correct", "build_failed", "wrong_output", "infrastructure"]
-    assert found.overall.pass_rate == 0.4 and found.overall.faster_rate.eager == 0.2, "a second attempt's 9x counts for nothing"
-    assert found.overall.attempts_pass_rate == pytest.approx(4 / 9), "over all attempts but the judge's own failures"
+    assert [row.status for row in found.tasks] == [
+        "correct",
+        "correct",
+        "build_failed",
+        "wrong_output",
+        "infrastructure",
+    ]
+    assert found.overall.pass_rate == 0.4 and found.overall.faster_rate.eager == 0.2, (
+        "a second attempt's 9x counts for nothing"
+    )
+    assert found.overall.attempts_pass_rate == pytest.approx(4 / 9), (
+        "over all attempts but the judge's own failures"
+    )
     assert found.errors == 1
     assert {epoch for _, epoch in pool.measured} == {"evaluation/final/night"}
     assert len(pool.measured) == 4, "who wrote nothing is not measured"
@@ -146,7 +198,9 @@ def test_results_json_is_the_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2, 3])
-def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(tmp_path: Path, lives: int) -> None:
+def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(
+    tmp_path: Path, lives: int
+) -> None:
     whole = run(tmp_path / "whole", LinePool(), Script(LINES))
     script, pool = Script(LINES), LinePool(lives)
     with pytest.raises(KeyboardInterrupt):
@@ -192,9 +246,14 @@ def test_ten_sigkills_at_random_moments_give_the_report_of_an_undisturbed_evalua
     assert run(out, SlowPool(out), Script(LINES)) == whole
     for folder in ("whole", "killed"):
         write_evaluation_report(tmp_path / folder, load_evaluation(tmp_path / folder))
-    reports = [json.loads((tmp_path / folder / "report.json").read_text()) | {"device_seconds": None} for folder in ("whole", "killed")]
+    reports = [
+        json.loads((tmp_path / folder / "report.json").read_text()) | {"device_seconds": None}
+        for folder in ("whole", "killed")
+    ]
     assert reports[0] == reports[1]
-    assert not any(line.endswith("True") for line in (tmp_path / "judged").read_text().splitlines()), "what is known is not judged again"
+    assert not any(line.endswith("True") for line in (tmp_path / "judged").read_text().splitlines()), (
+        "what is known is not judged again"
+    )
 
 
 def test_a_finished_evaluation_is_only_read(tmp_path: Path) -> None:
@@ -207,9 +266,9 @@ def test_a_finished_evaluation_is_only_read(tmp_path: Path) -> None:
 
 def test_another_evaluation_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     run(tmp_path, LinePool(), Script(LINES))
-    with pytest.raises(BadInput, match=r"another evaluation.*suite_digest"):
+    with pytest.raises(UserError, match=r"another evaluation.*suite_digest"):
         run(tmp_path, LinePool(), Script(LINES), tasks=TASKS[:3])
-    with pytest.raises(BadInput, match=r"another evaluation.*evaluation"):
+    with pytest.raises(UserError, match=r"another evaluation.*evaluation"):
         run(tmp_path, LinePool(), Script(LINES, attempts=1))
 
 
@@ -224,13 +283,18 @@ def test_a_task_that_stands_twice_is_measured_once_and_counts_twice(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("files", "says"),
-    [({}, r"config\.json is missing"), ({"config.json": "{}", "manifest.json": '{"files": {}}'}, r"manifest\.json")],
+    [
+        ({}, r"config\.json is missing"),
+        ({"config.json": "{}", "manifest.json": '{"files": {}}'}, r"manifest\.json"),
+    ],
     ids=["no_model", "no_manifest"],
 )
-def test_a_folder_that_is_no_sound_policy_is_refused(tmp_path: Path, files: dict[str, str], says: str) -> None:
+def test_a_folder_that_is_no_sound_policy_is_refused(
+    tmp_path: Path, files: dict[str, str], says: str
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(UserError, match=says):
         checkpoint_policy(tmp_path, resolve("ci").params)
 
 
@@ -238,31 +302,49 @@ def test_a_folder_that_is_no_sound_policy_is_refused(tmp_path: Path, files: dict
     ("words", "says"),
     [
         ([], "no run was registered here yet"),
-        (["--policy", "no-such-folder"], "no such folder; give champion, a version's number, a folder, or an address"),
+        (
+            ["--policy", "no-such-folder"],
+            "no such folder; give champion, a version's number, a folder, or an address",
+        ),
         (["--policy", "."], r"config\.json is missing"),
         (["--levels", "one"], "--levels one: numbers with commas"),
         (["--levels", "4"], "its levels are: 1, 2, 3"),
         (["--policy", "model", "--resume"], "no such evaluation was begun"),
     ],
 )
-def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(BadInput, match=says):
-        raise CliRunner().invoke(app, ["evaluate", "--home", "home", "--suite", "shipped", *words]).exception or AssertionError("it was accepted")
+    with pytest.raises(UserError, match=says):
+        raise CliRunner().invoke(
+            app, ["evaluate", "--home", "home", "--suite", "shipped", *words]
+        ).exception or AssertionError("it was accepted")
     assert not (tmp_path / "home").exists()
 
 
 def said(url: str, **sets: Any) -> Policy:
     """The policy that `--policy URL` names."""
     resolved = resolve("ci", tuple(f"{key}={value}" for key, value in sets.items()))
-    return named_policy(policy_of(url, "", resolved, Effort()), frozenset(sets))
+    return named_policy(policy_of(url, "", resolved, SearchBudget()), frozenset(sets))
 
 
-def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(tmp_path: Path) -> None:
+def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(
+    tmp_path: Path,
+) -> None:
     """Two turns are answered, then the server is gone: a batch that nobody answered is not kept, so that it is asked again."""
-    talk = [(200, completion("", [("Write", json.dumps({"file_path": "kernels/forward.cpp", "content": kernel(2.0)}))]), {}), (200, completion("done."), {})]
+    talk = [
+        (
+            200,
+            completion(
+                "", [("Write", json.dumps({"file_path": "kernels/forward.cpp", "content": kernel(2.0)}))]
+            ),
+            {},
+        ),
+        (200, completion("done."), {}),
+    ]
     tasks = [TASK, TASK.model_copy(update={"code": TASK.code.replace("tanh", "relu")})]
 
     def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
@@ -270,10 +352,18 @@ def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered
 
     with server(answers) as url:
         policy = said(url, **{"evaluation.attempts": 1, "policy.batch": 1})
-        assert (policy.params.policy.prompt, policy.params.evaluation.max_turns) == ("full", 30), "a server is not a tiny policy"
+        assert (policy.params.policy.prompt, policy.params.evaluation.max_turns) == ("full", 30), (
+            "a server is not a tiny policy"
+        )
         found = evaluate(policy, tasks[:1], World(), tmp_path / "one", epoch="e", progress=Quiet(), seed=0)
-        assert (found.policy, found.tasks[0].status, found.overall.faster_rate.eager) == (f"{url}/v1 tiny", "correct", 1.0)
-        with pytest.raises(BadInput, match=r"the server answers 403: gone; mend the server, the same command continues"):
+        assert (found.policy, found.tasks[0].status, found.overall.faster_rate.eager) == (
+            f"{url}/v1 tiny",
+            "correct",
+            1.0,
+        )
+        with pytest.raises(
+            UserError, match=r"the server answers 403: gone; mend the server, the same command continues"
+        ):
             evaluate(policy, tasks[1:], World(), tmp_path / "two", epoch="e", progress=Quiet(), seed=0)
         assert not (tmp_path / "two" / "episodes").exists()
 
@@ -285,12 +375,19 @@ def test_a_task_on_which_the_server_failed_is_an_error_and_no_miss(tmp_path: Pat
             return [replace(found[0], finish_reason="server", error="gone"), *found[1:]]
 
     found = run(tmp_path, LinePool(), Failing(LINES, attempts=1), tasks=TASKS[:2])
-    assert [(row.status, row.reason) for row in found.tasks] == [("infrastructure", "server"), ("correct", "")]
+    assert [(row.status, row.reason) for row in found.tasks] == [
+        ("infrastructure", "server"),
+        ("correct", ""),
+    ]
     assert found.errors == 1 and found.overall.attempts_pass_rate == 1.0
 
 
-@pytest.mark.parametrize(("reason", "degenerate"), [("zeros_pass", "zeros_pass"), ("eager_time", ""), ("", "")])
-def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(tmp_path: Path, reason: str, degenerate: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "degenerate"), [("zeros_pass", "zeros_pass"), ("eager_time", ""), ("", "")]
+)
+def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(
+    tmp_path: Path, reason: str, degenerate: str
+) -> None:
     asked: list[str] = []
 
     def admit(code: str) -> Future[Admission]:
@@ -300,7 +397,16 @@ def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(tmp_path: Path,
         return future
 
     ours = TASKS[1].model_copy(update={"evidence": {"eager_seconds": 1e-3}})
-    found = evaluate(Script(LINES), [TASKS[0], ours], LinePool(), tmp_path, epoch="night", progress=Quiet(), seed=0, admit=admit)
+    found = evaluate(
+        Script(LINES),
+        [TASKS[0], ours],
+        LinePool(),
+        tmp_path,
+        epoch="night",
+        progress=Quiet(),
+        seed=0,
+        admit=admit,
+    )
     assert [row.degenerate for row in found.tasks] == [degenerate, ""] and found.overall.tasks == 2
     assert asked == [TASKS[0].code], "a task of our own data set was admitted when it was made"
 
@@ -337,24 +443,47 @@ class KnowsGelu(Script):
         for task in tasks:
             files = GELU if task.name == "1_gelu" else {}
             verdict = Verdict(status="build_failed", reason="nothing")
-            found.append(Trajectory(task.task_id, (), (), (), (Turn("said"),), (verdict,), -1.0, "stop", "v", files))
+            found.append(
+                Trajectory(task.task_id, (), (), (), (Turn("said"),), (verdict,), -1.0, "stop", "v", files)
+            )
         return found
 
 
 @pytest.mark.timeout(600)
-def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(judge: Judge, tmp_path: Path) -> None:
+def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(
+    judge: Judge, tmp_path: Path
+) -> None:
     params = for_admission(judge.params)
     tasks = load_suite(resolve("ci", ("evaluation.suite=shipped", "evaluation.numel=65536")).params, tmp_path)
     pool = LocalPool(params, tmp_path / "verdicts")
     pool._judge = copy.copy(judge)  # the one that all tests share, for tasks of any duration
     pool._judge.params = params
     try:
-        found = evaluate(KnowsGelu({}, attempts=1), tasks, pool, tmp_path / "out", epoch="shipped", progress=Quiet(), seed=0, admit=pool.admit)
+        found = evaluate(
+            KnowsGelu({}, attempts=1),
+            tasks,
+            pool,
+            tmp_path / "out",
+            epoch="shipped",
+            progress=Quiet(),
+            seed=0,
+            admit=pool.admit,
+        )
     finally:
         pool._judge = None
         pool.close()
     gelu = next(row for row in found.tasks if row.name == "1_gelu")
-    assert gelu.status == "correct" and gelu.speedup.eager is not None and gelu.speedup.compile is not None, (gelu.status, gelu.reason)
-    assert (found.overall.tasks, found.overall.correct, found.errors, set(found.levels)) == (15, 1, 0, {"1", "2", "3"})
-    assert {row.name: row.degenerate for row in found.tasks if row.degenerate} == {}, "no cheat could pass on a task that we ship"
+    assert gelu.status == "correct" and gelu.speedup.eager is not None and gelu.speedup.compile is not None, (
+        gelu.status,
+        gelu.reason,
+    )
+    assert (found.overall.tasks, found.overall.correct, found.errors, set(found.levels)) == (
+        15,
+        1,
+        0,
+        {"1", "2", "3"},
+    )
+    assert {row.name: row.degenerate for row in found.tasks if row.degenerate} == {}, (
+        "no cheat could pass on a task that we ship"
+    )
     assert complete(write_evaluation_report(tmp_path / "out", found))

@@ -9,11 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.config import BadInput, Params, resolve
+from components.core.config import Params, resolve
+from components.core.errors import UserError
+from components.core.task import KernelTask, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite
-from components.sandbox.verdict import Ratio, Speedup, milestone_of
-from components.task import KernelTask, write_tasks
+from components.judge.verdict import Ratio, Speedup, milestone_of
 
 TASK = """
 import torch
@@ -35,10 +36,22 @@ def ratio(estimate: float | None) -> Ratio | None:
     return None if estimate is None else Ratio(estimate=estimate, low=estimate * 0.9, high=estimate * 1.1)
 
 
-def result(index: int, status: str = "correct", eager: float | None = None, compile: float | None = None, **rest: object) -> TaskResult:
+def result(
+    index: int,
+    status: str = "correct",
+    eager: float | None = None,
+    compile: float | None = None,
+    **rest: object,
+) -> TaskResult:
     speedup = Speedup(eager=ratio(eager), compile=ratio(compile))
     return TaskResult.model_validate(
-        {"task_id": f"t{index}", "status": status, "milestone": milestone_of(status, speedup), "speedup": speedup.model_dump(), **rest}
+        {
+            "task_id": f"t{index}",
+            "status": status,
+            "milestone": milestone_of(status, speedup),
+            "speedup": speedup.model_dump(),
+            **rest,
+        }
     )
 
 
@@ -96,7 +109,10 @@ def test_a_ratio_that_cannot_be_is_not_fast(broken: float) -> None:
 
 
 def test_intervals_hold_the_figure_and_narrow_with_more_tasks() -> None:
-    few, many = summarise(FOUR), summarise([result(i, status="correct" if i % 4 else "crashed") for i in range(400)])
+    few, many = (
+        summarise(FOUR),
+        summarise([result(i, status="correct" if i % 4 else "crashed") for i in range(400)]),
+    )
     for summary in (few, many):
         interval = summary.intervals["pass_rate"]
         assert interval.low is not None and interval.high is not None and summary.pass_rate is not None
@@ -115,7 +131,9 @@ def test_all_of_a_few_do_not_prove_all() -> None:
 
 
 def test_figures_do_not_depend_on_the_order_of_tasks() -> None:
-    assert summarise(FOUR).model_dump(exclude={"intervals"}) == summarise(FOUR[::-1]).model_dump(exclude={"intervals"})
+    assert summarise(FOUR).model_dump(exclude={"intervals"}) == summarise(FOUR[::-1]).model_dump(
+        exclude={"intervals"}
+    )
 
 
 def test_equal_results_give_equal_intervals() -> None:
@@ -135,7 +153,10 @@ def test_pass_at_k_is_the_unbiased_estimate() -> None:
     def tries(*passed: bool) -> tuple[Attempt, ...]:
         return tuple(Attempt(status="correct" if p else "crashed", reward=1 if p else -1) for p in passed)
 
-    rows = [result(0).model_copy(update={"attempts": tries(True, False)}), result(1).model_copy(update={"attempts": tries(False, False)})]
+    rows = [
+        result(0).model_copy(update={"attempts": tries(True, False)}),
+        result(1).model_copy(update={"attempts": tries(False, False)}),
+    ]
     summary = summarise(rows)
     assert summary.pass_at == {"1": 0.25, "2": 0.5}
     assert summary.attempts_pass_rate == 0.25
@@ -143,7 +164,9 @@ def test_pass_at_k_is_the_unbiased_estimate() -> None:
 
 
 def test_levels_are_summarised_apart() -> None:
-    levels = by_level([result(0, level=1), result(1, level=2), result(2, status="crashed", level=2), result(3)])
+    levels = by_level(
+        [result(0, level=1), result(1, level=2), result(2, status="crashed", level=2), result(3)]
+    )
     assert list(levels) == ["1", "2"]
     assert levels["2"].pass_rate == 0.5
 
@@ -153,7 +176,9 @@ def test_a_paired_change_cancels_the_difficulty_of_tasks() -> None:
     after = [result(i, status="correct" if i % 2 or i == 0 else "crashed") for i in range(40)]
     change = changes(before, after)["pass_rate"]
     assert change.value == pytest.approx(1 / 40)
-    assert change.low == 0 and change.high is not None and change.high < 0.1, "one task changed; unpaired the interval would be 0.4 wide"
+    assert change.low == 0 and change.high is not None and change.high < 0.1, (
+        "one task changed; unpaired the interval would be 0.4 wide"
+    )
     assert changes(FOUR, FOUR)["geomean.eager"].value == pytest.approx(1)
 
 
@@ -177,25 +202,51 @@ def test_a_kernelbench_checkout_has_levels_and_numeric_order(tmp_path: Path) -> 
         for name in names:
             (folder / f"{name}.py").write_text(TASK.format(factor=len(name) + level))
     for root in (tmp_path, tmp_path / "KernelBench"):
-        assert [(task.level, task.name) for task in load_suite(suite_params(str(root)), tmp_path)] == [(1, "2_A"), (1, "10_B"), (3, "1_C")]
+        assert [(task.level, task.name) for task in load_suite(suite_params(str(root)), tmp_path)] == [
+            (1, "2_A"),
+            (1, "10_B"),
+            (3, "1_C"),
+        ]
 
 
 def test_the_hugging_face_layout_loads_like_the_checkout(tmp_path: Path) -> None:
-    rows = {"code": [TASK.format(factor=2), TASK.format(factor=1)], "level": [2, 1], "name": ["1_B", "7_A.py"], "problem_id": [1, 7]}
+    rows = {
+        "code": [TASK.format(factor=2), TASK.format(factor=1)],
+        "level": [2, 1],
+        "name": ["1_B", "7_A.py"],
+        "problem_id": [1, 7],
+    }
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "suite.parquet")
-    assert [(task.level, task.name) for task in load_suite(suite_params(str(tmp_path / "suite.parquet")), tmp_path)] == [(1, "7_A"), (2, "1_B")]
+    assert [
+        (task.level, task.name)
+        for task in load_suite(suite_params(str(tmp_path / "suite.parquet")), tmp_path)
+    ] == [(1, "7_A"), (2, "1_B")]
 
 
 def test_a_hugging_face_snapshot_has_a_file_for_each_level(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for level in (2, 1, 4):
-        rows = {"code": [TASK.format(factor=level)], "level": [level], "name": [f"{level}_A"], "problem_id": [level]}
-        pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "data" / f"level_{level}-00000-of-00001.parquet")
-    assert [(task.level, task.name) for task in load_suite(suite_params(str(tmp_path)), tmp_path)] == [(1, "1_A"), (2, "2_A"), (4, "4_A")]
+        rows = {
+            "code": [TASK.format(factor=level)],
+            "level": [level],
+            "name": [f"{level}_A"],
+            "problem_id": [level],
+        }
+        pyarrow.parquet.write_table(
+            pyarrow.table(rows), tmp_path / "data" / f"level_{level}-00000-of-00001.parquet"
+        )
+    assert [(task.level, task.name) for task in load_suite(suite_params(str(tmp_path)), tmp_path)] == [
+        (1, "1_A"),
+        (2, "2_A"),
+        (4, "4_A"),
+    ]
 
 
 def test_public_columns_and_plain_folders_load(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"ops": [["relu"]], "data_source": ["x"], "code": [TASK.format(factor=3)]}), tmp_path / "ops.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"ops": [["relu"]], "data_source": ["x"], "code": [TASK.format(factor=3)]}),
+        tmp_path / "ops.parquet",
+    )
     assert load_suite(suite_params(str(tmp_path / "ops.parquet")), tmp_path)[0].ops == ("relu",)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.py").write_text(TASK.format(factor=4))
@@ -212,23 +263,30 @@ def test_public_columns_and_plain_folders_load(tmp_path: Path) -> None:
         ({"s.parquet": "rubbish"}, "s.parquet", "not a readable parquet"),
     ],
 )
-def test_nonsense_is_refused_with_the_mend(tmp_path: Path, files: dict[str, str], suite: str, says: str) -> None:
+def test_nonsense_is_refused_with_the_mend(
+    tmp_path: Path, files: dict[str, str], suite: str, says: str
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(UserError) as error:
         load_suite(suite_params(str(tmp_path / suite)), tmp_path)
     assert says in str(error.value)
 
 
 def test_a_data_set_without_held_out_tasks_is_refused(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks.parquet", [KernelTask(code=TASK.format(factor=1))])
-    with pytest.raises(BadInput, match="no held-out tasks"):
+    with pytest.raises(UserError, match="no held-out tasks"):
         load_suite(suite_params("held-out"), tmp_path)
 
 
 def shipped(numel: int, levels: list[int]) -> list[KernelTask]:
     params = suite_params("shipped")
-    return load_suite(params.model_copy(update={"evaluation": params.evaluation.model_copy(update={"numel": numel, "levels": levels})}), Path("nowhere"))
+    return load_suite(
+        params.model_copy(
+            update={"evaluation": params.evaluation.model_copy(update={"numel": numel, "levels": levels})}
+        ),
+        Path("nowhere"),
+    )
 
 
 def test_the_shipped_suite_has_three_levels_at_the_profiles_size() -> None:
@@ -252,5 +310,5 @@ def test_the_shipped_programs_run_and_their_largest_input_has_the_asked_size(num
 
 
 def test_a_level_that_the_suite_lacks_is_refused() -> None:
-    with pytest.raises(BadInput, match="its levels are: 1, 2, 3"):
+    with pytest.raises(UserError, match="its levels are: 1, 2, 3"):
         shipped(262144, [4])

@@ -17,11 +17,12 @@ import pytest
 from moto.server import ThreadedMotoServer
 from night import REDUCED, Done, Survivor, manifest, run
 
-from components.config import BadInput, resolve
+from components.core.config import resolve
+from components.core.errors import UserError
+from components.core.task import read_tasks
 from components.registry.promotion import Promotion
 from components.registry.tracking import connect, numbers
-from components.task import read_tasks
-from flows import data, runs
+from flows import data, run_context
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +38,53 @@ def first(survivor: Survivor) -> Done:
 @pytest.mark.timeout(1800)
 def test_the_record_has_all_that_the_contract_names(first: Done, home: Path) -> None:
     record = first.record
-    assert set(record) >= {"run_id", "profile", "device", "dataset", "stages", "evaluation", "model", "gate", "report", "seconds"}
+    assert set(record) >= {
+        "run_id",
+        "profile",
+        "device",
+        "dataset",
+        "stages",
+        "evaluation",
+        "model",
+        "gate",
+        "report",
+        "seconds",
+    }
     assert record["dataset"].items() >= {"tasks": 6, "held_out": 2}.items()
-    assert [stage["name"] for stage in record["stages"]] == ["coldstart", "warmup", "rejection", "critic", "agentic"]
+    assert [stage["name"] for stage in record["stages"]] == [
+        "coldstart",
+        "warmup",
+        "rejection",
+        "critic",
+        "agentic",
+    ]
     for stage in record["stages"]:
         assert set(stage) >= {"name", "checkpoint", "reward_before", "reward_after", "seconds", "cached"}
-        assert runs.verify_files(Path(stage["checkpoint"])) == stage["digest"]
+        assert run_context.verify_files(Path(stage["checkpoint"])) == stage["digest"]
     for found in (record["evaluation"], record["cold_start"]):
-        assert set(found) >= {"pass_rate", "faster_rate", "geomean", "tasks"} and set(found["faster_rate"]) == {"eager", "compile"}
+        assert set(found) >= {"pass_rate", "faster_rate", "geomean", "tasks"} and set(
+            found["faster_rate"]
+        ) == {"eager", "compile"}
     assert record["model"] == {"name": "cuda-agent", "version": "1"}
     assert record["gate"]["verdict"] == "promoted" and record["gate"]["reasons"]
     assert json.loads((home / "runs" / record["run_id"] / "run.json").read_text()) == record
 
 
 def test_a_person_sees_stages_verdict_report_and_how_to_open_the_interfaces(first: Done) -> None:
-    for text in ("data set", "coldstart", "warmup", "rejection", "critic", "agentic", "promoted", "report.html", "mlflow ui", "prefect server start"):
-        assert text in first.people
-    assert f"data set {first.record['dataset']['version'][:12]}" in first.people
+    for text in (
+        "data set",
+        "coldstart",
+        "warmup",
+        "rejection",
+        "critic",
+        "agentic",
+        "promoted",
+        "report.html",
+        "mlflow ui",
+        "prefect server start",
+    ):
+        assert text in first.stderr_console
+    assert f"data set {first.record['dataset']['version'][:12]}" in first.stderr_console
 
 
 def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home: Path) -> None:
@@ -64,27 +95,57 @@ def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home
     assert len(nights) == 1 and nights[0].info.status == "FINISHED"
     expected = numbers({key: value for key, value in first.record.items() if key != "gate"})
     assert {key: nights[0].data.metrics.get(key) for key in expected} == expected
-    children = {item.data.tags["cuda_agent.stage"]: item.info for item in found if item.data.tags["cuda_agent.kind"] == "stage"}
-    evaluated = client.search_traces(locations=[children["evaluation"].experiment_id], run_id=children["evaluation"].run_id, include_spans=False)
+    children = {
+        item.data.tags["cuda_agent.stage"]: item.info
+        for item in found
+        if item.data.tags["cuda_agent.kind"] == "stage"
+    }
+    evaluated = client.search_traces(
+        locations=[children["evaluation"].experiment_id],
+        run_id=children["evaluation"].run_id,
+        include_spans=False,
+    )
     assert len(evaluated) == first.record["evaluation"]["tasks"], "every episode of the evaluation is a trace"
-    assert set(children) == {"coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"}
-    assert {item.path for item in client.list_artifacts(nights[0].info.run_id)} >= {"report.html", "evaluation.json", "cold_start.json"}
-    assert [item.dataset.digest for item in nights[0].inputs.dataset_inputs] == [first.record["dataset"]["version"][:36]]
+    assert set(children) == {
+        "coldstart",
+        "cold start",
+        "warmup",
+        "rejection",
+        "critic",
+        "agentic",
+        "evaluation",
+    }
+    assert {item.path for item in client.list_artifacts(nights[0].info.run_id)} >= {
+        "report.html",
+        "evaluation.json",
+        "cold_start.json",
+    }
+    assert [item.dataset.digest for item in nights[0].inputs.dataset_inputs] == [
+        first.record["dataset"]["version"][:36]
+    ]
 
 
 def test_the_promotion_stands_in_the_audit_chain_once_with_its_evidence(first: Done, home: Path) -> None:
     params = resolve("ci").params.registry
     office = Promotion(connect(params, home), params, home)
     entries = office.chain.entries()
-    assert [(entry.action, entry.version, entry.aliases) for entry in entries] == [("promoted", "1", {"champion": "1"})]
+    assert [(entry.action, entry.version, entry.aliases) for entry in entries] == [
+        ("promoted", "1", {"champion": "1"})
+    ]
     assert entries[0].evidence["checkpoint.digest"] == first.record["stages"][-1]["digest"]
-    assert {gate["name"] for gate in entries[0].evidence["gates"]} >= {"pass_rate", "integrity.exploits", "integrity.digests"}
+    assert {gate["name"] for gate in entries[0].evidence["gates"]} >= {
+        "pass_rate",
+        "integrity.exploits",
+        "integrity.digests",
+    }
     assert office.verify() == []
 
 
 def test_held_out_tasks_are_kept_apart(first: Done, home: Path) -> None:
     tasks = read_tasks(home / "datasets" / first.record["dataset"]["version"] / "tasks.parquet")
-    sequences = {split: {task.ops for task in tasks if task.split == split} for split in ("train", "held_out")}
+    sequences = {
+        split: {task.ops for task in tasks if task.split == split} for split in ("train", "held_out")
+    }
     assert len(sequences["held_out"]) == 2 and not sequences["train"] & sequences["held_out"]
 
 
@@ -95,7 +156,7 @@ def test_the_report_is_complete_and_stored_with_checkpoint_and_data_lock(first: 
     assert (stored / "report.html").read_text() == text
     assert (stored / "dvc.lock").is_file() and (stored / "manifest.json").is_file()
     digest = first.record["stages"][-1]["digest"]
-    assert runs.verify_files(home / "store" / "checkpoints" / digest) == digest
+    assert run_context.verify_files(home / "store" / "checkpoints" / digest) == digest
 
 
 def test_the_data_sets_version_can_be_restored_from_the_remote(first: Done, home: Path) -> None:
@@ -111,7 +172,7 @@ def test_ten_kills_at_random_moments_change_no_artefact(survivor: Survivor, tmp_
     # given the journal of the killed one.
     shutil.copytree(survivor.verdicts, tmp_path / "verdicts")
     undisturbed = run(tmp_path, REDUCED)
-    assert undisturbed.code == 0, undisturbed.people[-4000:]
+    assert undisturbed.code == 0, undisturbed.stderr_console[-4000:]
     assert manifest(tmp_path, undisturbed.record) == survivor.manifest
     assert undisturbed.record["run_id"] == survivor.record["run_id"]
 
@@ -120,13 +181,19 @@ def test_ten_kills_at_random_moments_change_no_artefact(survivor: Survivor, tmp_
 def test_mlflow_shows_one_run_and_one_version_after_ten_kills(survivor: Survivor) -> None:
     client = connect(resolve("ci").params.registry, survivor.home)
     found = client.search_runs([item.experiment_id for item in client.search_experiments()])
-    own = [item for item in found if item.data.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])]
-    names = sorted(item.data.tags.get("cuda_agent.stage", "night") for item in own)
-    assert names == sorted(["night", "coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"])
-    versions = client.search_model_versions("name = 'cuda-agent'")
-    assert [str(item.version) for item in versions if item.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])] == [
-        survivor.record["model"]["version"]
+    own = [
+        item for item in found if item.data.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])
     ]
+    names = sorted(item.data.tags.get("cuda_agent.stage", "night") for item in own)
+    assert names == sorted(
+        ["night", "coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"]
+    )
+    versions = client.search_model_versions("name = 'cuda-agent'")
+    assert [
+        str(item.version)
+        for item in versions
+        if item.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])
+    ] == [survivor.record["model"]["version"]]
 
 
 @pytest.mark.timeout(1800)
@@ -140,7 +207,7 @@ def test_a_second_run_only_says_that_there_is_nothing_to_do(first: Done, home: P
     started = time.monotonic()
     again = run(home, REDUCED)
     assert again.code == 0 and again.record == first.record
-    assert time.monotonic() - started < 30 and "nothing is left to do" in again.people
+    assert time.monotonic() - started < 30 and "nothing is left to do" in again.stderr_console
 
 
 @pytest.mark.timeout(600)
@@ -151,12 +218,16 @@ def test_a_stricter_gate_trains_nothing_again_and_refuses_with_the_figure(first:
     assert any("geomean.eager" in reason and "100" in reason for reason in done.record["gate"]["reasons"])
     assert (home / "runs" / done.record["run_id"] / "refusal.json").is_file()
     client = connect(resolve("ci").params.registry, home)
-    assert {alias: str(version) for alias, version in client.get_registered_model("cuda-agent").aliases.items()} == {"champion": "1"}
+    assert {
+        alias: str(version) for alias, version in client.get_registered_model("cuda-agent").aliases.items()
+    } == {"champion": "1"}
     assert done.record["model"]["version"] == "2"
 
 
 @pytest.mark.timeout(600)
-def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_again(first: Done, home: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_again(
+    first: Done, home: Path
+) -> None:
     stage = next(stage for stage in first.record["stages"] if stage["name"] == "critic")
     weights = Path(stage["checkpoint"]) / "model.safetensors"
     damaged = bytearray(weights.read_bytes())
@@ -164,12 +235,18 @@ def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_a
     weights.write_bytes(damaged)
     refused = run(home, REDUCED)
     assert refused.code == 2 and refused.record == {}
-    assert len(refused.people.splitlines()) == 1 and str(weights) in refused.people and "corrupt" in refused.people
+    assert (
+        len(refused.stderr_console.splitlines()) == 1
+        and str(weights) in refused.stderr_console
+        and "corrupt" in refused.stderr_console
+    )
 
     shutil.rmtree(weights.parent.parent)
-    (weights.parent.parent / "state").mkdir(parents=True)  # as a run that was killed while it did the stage again leaves it
+    (weights.parent.parent / "state").mkdir(
+        parents=True
+    )  # as a run that was killed while it did the stage again leaves it
     mended = run(home, REDUCED)
-    assert mended.code == 0, mended.people[-4000:]
+    assert mended.code == 0, mended.stderr_console[-4000:]
     assert {item["name"]: item["cached"] for item in mended.record["stages"]} == {
         "coldstart": True,
         "warmup": True,
@@ -177,13 +254,16 @@ def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_a
         "critic": False,
         "agentic": True,
     }
-    assert mended.record["model"]["version"] == "1" and manifest(home, mended.record)["checkpoint.critic"] == stage["digest"]
+    assert (
+        mended.record["model"]["version"] == "1"
+        and manifest(home, mended.record)["checkpoint.critic"] == stage["digest"]
+    )
 
 
 @pytest.mark.timeout(600)
 def test_from_a_stage_does_it_and_all_that_follow_once_more(first: Done, home: Path) -> None:
     done = run(home, REDUCED, "--from", "critic")
-    assert done.code == 0, done.people[-4000:]
+    assert done.code == 0, done.stderr_console[-4000:]
     assert {item["name"]: item["cached"] for item in done.record["stages"]} == {
         "coldstart": True,
         "warmup": True,
@@ -199,27 +279,35 @@ def test_a_busy_dvc_lock_is_one_sentence(first: Done, home: Path, monkeypatch: p
     from zc.lockfile import LockFile
 
     monkeypatch.setattr(data, "RETRY_SECONDS", (0.1,))
-    night = runs.Night(resolve("ci", (f"home={home}",)))
+    night = run_context.PipelineRun(resolve("ci", (f"home={home}",)))
     before = (home / "dvc" / "dvc.lock").read_bytes()
     held = LockFile(str(home / "dvc" / ".dvc" / "tmp" / "lock"))
     try:
-        with pytest.raises(BadInput, match="another DVC command holds the lock"):
+        with pytest.raises(UserError, match="another DVC command holds the lock"):
             data.dvc(home / "dvc", ["repro"], night, None)
     finally:
         held.close()
     assert (home / "dvc" / "dvc.lock").read_bytes() == before
 
 
-def test_what_a_dvc_command_left_that_was_killed_as_it_noted_its_lock_is_no_hindrance(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_dvc_command_left_that_was_killed_as_it_noted_its_lock_is_no_hindrance(
+    first: Done, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "RETRY_SECONDS", (0.0,))
     torn = home / "dvc" / ".dvc" / "tmp" / "rwlock"
     torn.write_text("")
-    data.dvc(home / "dvc", ["repro"], runs.Night(resolve("ci", (f"home={home}",))), None)
+    data.dvc(home / "dvc", ["repro"], run_context.PipelineRun(resolve("ci", (f"home={home}",))), None)
     assert json.loads(torn.read_text()) == {}
 
 
-def test_the_data_set_goes_to_s3_where_the_store_is_there(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}.items():
+def test_the_data_set_goes_to_s3_where_the_store_is_there(
+    first: Done, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
         monkeypatch.setenv(name, value)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -227,9 +315,14 @@ def test_the_data_set_goes_to_s3_where_the_store_is_there(first: Done, home: Pat
         endpoint = "http://{}:{}".format(*server.get_host_and_port())
         client = boto3.client("s3", endpoint_url=endpoint)
         client.create_bucket(Bucket="nights")
-        night = runs.Night(resolve("ci", (f"home={home}", "store.url=s3://nights/team", f"store.endpoint={endpoint}")))
+        night = run_context.PipelineRun(
+            resolve("ci", (f"home={home}", "store.url=s3://nights/team", f"store.endpoint={endpoint}"))
+        )
         data.dvc(data.prepare_workspace(night), ["push"], night, None)
-        stored = [client.get_object(Bucket="nights", Key=item["Key"])["Body"].read() for item in client.list_objects_v2(Bucket="nights")["Contents"]]
+        stored = [
+            client.get_object(Bucket="nights", Key=item["Key"])["Body"].read()
+            for item in client.list_objects_v2(Bucket="nights")["Contents"]
+        ]
         assert next((home / "datasets").glob("*/tasks.parquet")).read_bytes() in stored
     finally:
         server.stop()

@@ -8,29 +8,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promotion_world import PARAMS, SOUND, THRESHOLDS, evaluation, office_of, settle, task
-from promotion_world import blank as blank
-from promotion_world import home as home
+from promotion_fixtures import PARAMS, SOUND, THRESHOLDS, evaluation, office_of, settle, task
+from promotion_fixtures import blank as blank
+from promotion_fixtures import home as home
 
-from components.config import BadInput, Params, resolve
+from components.core.config import Params, resolve
+from components.core.errors import InfrastructureError, UserError
+from components.core.files import digest_file, write_json
+from components.core.progress import Quiet
 from components.evaluation.exploits import Sample, candidates, try_exploits
 from components.evaluation.metrics import TaskResult, summarise
-from components.files import digest_file, write_json
-from components.progress import Quiet
-from components.registry import gates, gating, models
+from components.judge.pool import Candidate, Job
+from components.judge.verdict import Verdict
+from components.registry import gate_runner, gates, models
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
-from components.sandbox.nursery import InfrastructureError
-from components.sandbox.pool import Candidate, Job
-from components.sandbox.verdict import Verdict
 
 
 def verdict(
-    rows: list[TaskResult], champion: list[TaskResult] | None = None, sample: Sample = SOUND, *, digests: bool = True, report: bool = True, **thresholds: Any
+    rows: list[TaskResult],
+    champion: list[TaskResult] | None = None,
+    sample: Sample = SOUND,
+    *,
+    digests: bool = True,
+    report: bool = True,
+    **thresholds: Any,
 ) -> Decision:
     against = evaluation(champion) if champion is not None else None
     asked = THRESHOLDS.model_copy(update=thresholds)
-    return gates.decide(gating.collect(asked, evaluation(rows), against, sample, digests_match=digests, report_complete=report), "automatic")
+    return gates.decide(
+        gate_runner.collect(
+            asked, evaluation(rows), against, sample, digests_match=digests, report_complete=report
+        ),
+        "automatic",
+    )
 
 
 GOOD = [task(i) for i in range(30)]
@@ -47,8 +58,12 @@ REFUSALS: dict[str, Callable[[], Decision]] = {
     "integrity.measured": lambda: verdict([*GOOD[:-1], task(29, status="infrastructure")]),
     "integrity.digests": lambda: verdict(GOOD, digests=False),
     "integrity.report": lambda: verdict(GOOD, report=False),
-    "integrity.isolation": lambda: verdict([GOOD[0].model_copy(update={"evidence": {"device": "x", "isolation": "none"}}), *GOOD[1:]]),
-    "integrity.exploits": lambda: verdict(GOOD, sample=Sample(tried=12, refused=11, wrong=("zeros (correct)",), device="x")),
+    "integrity.isolation": lambda: verdict(
+        [GOOD[0].model_copy(update={"evidence": {"device": "x", "isolation": "none"}}), *GOOD[1:]]
+    ),
+    "integrity.exploits": lambda: verdict(
+        GOOD, sample=Sample(tried=12, refused=11, wrong=("zeros (correct)",), device="x")
+    ),
 }
 
 
@@ -112,7 +127,13 @@ class Credulous:
     def submit(self, job: Job) -> Future[Verdict]:
         correct = job.candidate.digest in self.believed
         found: Future[Verdict] = Future()
-        found.set_result(Verdict(status="correct" if correct else "wrong_output", milestone=1 if correct else -1, evidence={"device": "x"}))
+        found.set_result(
+            Verdict(
+                status="correct" if correct else "wrong_output",
+                milestone=1 if correct else -1,
+                evidence={"device": "x"},
+            )
+        )
         return found
 
     def drop(self) -> None:
@@ -128,17 +149,28 @@ def with_evaluations(home: Path) -> tuple[Promotion, Params]:
     settle(office, "1")
     digest = models.find(office.client, PARAMS.model, "2").tags["checkpoint.digest"]
     for name, rows, policy in (("candidate", GOOD, digest), ("champion", GOOD, "0")):
-        write_json(home / f"{name}.json", evaluation(rows).model_copy(update={"policy_digest": policy}).model_dump(mode="json"))
+        write_json(
+            home / f"{name}.json",
+            evaluation(rows).model_copy(update={"policy_digest": policy}).model_dump(mode="json"),
+        )
     tags = {"evaluation": "candidate.json", "evaluation.digest": digest_file(home / "candidate.json")}
-    tags |= {"compared.version": "1", "compared.evaluation": "champion.json", "compared.digest": digest_file(home / "champion.json")}
+    tags |= {
+        "compared.version": "1",
+        "compared.evaluation": "champion.json",
+        "compared.digest": digest_file(home / "champion.json"),
+    }
     for name, value in tags.items():
         office.client.set_model_version_tag(PARAMS.model, "2", name, value)
-    return office, resolve("ci", ("registry.model=policy", "registry.experiment=nights", "gate.pass_rate=0.8")).params
+    return office, resolve(
+        "ci", ("registry.model=policy", "registry.experiment=nights", "gate.pass_rate=0.8")
+    ).params
 
 
 def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: Path) -> None:
     office, params = with_evaluations(home)
-    number, decision, champion = gating.gate_again(params, office.client, home, "2", Credulous(), Quiet())
+    number, decision, champion = gate_runner.gate_again(
+        params, office.client, home, "2", Credulous(), Quiet()
+    )
     assert (number, decision.verdict, champion) == ("2", "waiting", "1"), decision.reasons
     assert {gate.name for gate in decision.gates} >= {"pass_rate", "change.pass_rate", "integrity.exploits"}
     settle(office, number, decision, champion)
@@ -147,7 +179,9 @@ def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: P
 
 def test_a_judge_that_believes_an_exploit_refuses_every_version_by_that_name(home: Path) -> None:
     office, params = with_evaluations(home)
-    decision = gating.gate_again(params, office.client, home, "2", Credulous("zeros", "patched_time"), Quiet())[1]
+    decision = gate_runner.gate_again(
+        params, office.client, home, "2", Credulous("zeros", "patched_time"), Quiet()
+    )[1]
     assert decision.verdict == "refused" and "zeros (correct), patched_time (correct)" in decision.reasons[0]
 
 
@@ -180,17 +214,23 @@ def test_a_judge_that_fails_on_an_exploit_decides_nothing() -> None:
             if job.candidate.digest != zeros:
                 return super().submit(job)
             found: Future[Verdict] = Future()
-            found.set_result(Verdict(status="infrastructure", reason="judge", log="the judge's Ray actor died"))
+            found.set_result(
+                Verdict(status="infrastructure", reason="judge", log="the judge's Ray actor died")
+            )
             return found
 
-    with pytest.raises(InfrastructureError, match=r"integrity: the judge failed on zeros \(the judge's Ray actor died\)"):
+    with pytest.raises(
+        InfrastructureError, match=r"integrity: the judge failed on zeros \(the judge's Ray actor died\)"
+    ):
         try_exploits("cpu", Lost(), epoch="1", progress=Quiet())
 
 
 def test_a_changed_evaluation_is_no_evidence(home: Path) -> None:
     office, params = with_evaluations(home)
     write_json(home / "candidate.json", evaluation(GOOD[:5]).model_dump(mode="json"))
-    with pytest.raises(BadInput, match=r"candidate\.json: the evaluation of version 2 is missing or changed"):
-        gating.gate_again(params, office.client, home, "2", Credulous(), Quiet())
-    with pytest.raises(BadInput, match=r"candidate\.json"):
+    with pytest.raises(
+        UserError, match=r"candidate\.json: the evaluation of version 2 is missing or changed"
+    ):
+        gate_runner.gate_again(params, office.client, home, "2", Credulous(), Quiet())
+    with pytest.raises(UserError, match=r"candidate\.json"):
         settle(office, "2", champion="1")

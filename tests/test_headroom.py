@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from synthesis_world import Borrowed
+from synthesis_fixtures import Borrowed
 
-from components.config import BadInput, resolve
-from components.sandbox.admission import measure_rates
-from components.sandbox.judge import Judge
+from components.core.config import resolve
+from components.core.errors import UserError
+from components.core.task import KernelTask
+from components.judge.admission import measure_rates
+from components.judge.judge import Judge
 from components.synthesis.headroom import headroom, weighed
-from components.task import KernelTask
 
 RATES = {"bandwidth": 1e9, "flops": 1e10}
 CODE = """
@@ -43,12 +44,15 @@ def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
 
 
 def test_tasks_with_headroom_come_more_often() -> None:
-    tasks = [KernelTask(code=f"x = {left}", evidence={"headroom": left} if left else {}) for left in (0, 0.7, 1.9, 2.0, 4.1, 500.0)]
+    tasks = [
+        KernelTask(code=f"x = {left}", evidence={"headroom": left} if left else {})
+        for left in (0, 0.7, 1.9, 2.0, 4.1, 500.0)
+    ]
     assert [weighed(tasks).count(task) for task in tasks] == [1, 1, 1, 2, 3, 4]
 
 
 def test_weighing_needs_the_measurement() -> None:
-    with pytest.raises(BadInput, match=r"data\.headroom"):
+    with pytest.raises(UserError, match=r"data\.headroom"):
         resolve("ci", ("data.weigh_by_headroom=true",))
 
 

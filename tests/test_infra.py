@@ -23,8 +23,8 @@ import pytest
 import typer
 import yaml
 
-from components.cli import app
-from components.config import PROJECT
+from components.cli.main import app
+from components.core.config import PROJECT
 
 INFRA = PROJECT / "infra"
 OVERLAYS = ("cpu", "h20")
@@ -46,7 +46,12 @@ def deploy_options() -> set[str]:
 def rendered(overlay: str) -> list[dict[str, Any]]:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl (it renders kustomizations) is not installed")
-    done = subprocess.run(["kubectl", "kustomize", str(INFRA / "kustomize" / "overlays" / overlay)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(INFRA / "kustomize" / "overlays" / overlay)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
@@ -60,7 +65,15 @@ def test_what_kustomize_renders_is_valid_kubernetes(overlay: str) -> None:
             validate.validate(document, "1.31", strict=True)
         assert document["kind"] == "Namespace" or document["metadata"].get("namespace") == "cuda-agent"
     kinds = {document["kind"] for document in documents}
-    assert kinds >= {"Deployment", "Service", "Job", "NetworkPolicy", "PersistentVolumeClaim", "ServiceAccount", "Role"}
+    assert kinds >= {
+        "Deployment",
+        "Service",
+        "Job",
+        "NetworkPolicy",
+        "PersistentVolumeClaim",
+        "ServiceAccount",
+        "Role",
+    }
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -69,7 +82,9 @@ def test_what_pods_refer_to_is_there_or_is_a_secret_that_the_base_names(overlay:
     names = {(document["kind"], document["metadata"]["name"]) for document in documents}
     base = (INFRA / "kustomize" / "base" / "kustomization.yaml").read_text()
     text = json.dumps(documents)
-    for secret in set(re.findall(r'"secretKeyRef": \{"key": "[\w-]+", "name": "([\w-]+)"', text)) | set(re.findall(r'"secretRef": \{"name": "([\w-]+)"', text)):
+    for secret in set(re.findall(r'"secretKeyRef": \{"key": "[\w-]+", "name": "([\w-]+)"', text)) | set(
+        re.findall(r'"secretRef": \{"name": "([\w-]+)"', text)
+    ):
         assert secret in base and ("Secret", secret) not in names, "secrets are named, never written here"
     for config in set(re.findall(r'"configMapRef": \{"name": "([\w-]+)"', text)):
         assert ("ConfigMap", config) in names
@@ -87,7 +102,9 @@ def test_every_pod_is_named_by_a_network_policy_and_nothing_is_open_by_default(o
         if document["kind"] in ("Deployment", "Job"):
             component = document["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
             assert f'"{component}"' in selectors, component
-    flow = json.loads((INFRA / "prefect" / "kubernetes.json").read_text())["job_configuration"]["job_manifest"]["spec"]["template"]
+    flow = json.loads((INFRA / "prefect" / "kubernetes.json").read_text())["job_configuration"][
+        "job_manifest"
+    ]["spec"]["template"]
     assert flow["metadata"]["labels"]["app.kubernetes.io/component"] == "flow" and '"flow"' in selectors
 
 
@@ -96,13 +113,21 @@ def test_only_judges_are_unconfined_and_h20s_are_chosen_by_label() -> None:
     for document in documents:
         if document["kind"] in ("Deployment", "Job"):
             for container in document["spec"]["template"]["spec"]["containers"]:
-                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, document["metadata"]["name"]
-                assert container["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, document["metadata"]["name"]
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, document[
+                    "metadata"
+                ]["name"]
+                assert container["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, document[
+                    "metadata"
+                ]["name"]
     (ray,) = (document for document in documents if document["kind"] == "RayCluster")
     (group,) = ray["spec"]["workerGroupSpecs"]
     pod = group["template"]["spec"]
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H20"}
-    assert pod["containers"][0]["securityContext"] == LEAST and pod["hostUsers"] is False and pod["securityContext"]["runAsUser"] == 10001
+    assert (
+        pod["containers"][0]["securityContext"] == LEAST
+        and pod["hostUsers"] is False
+        and pod["securityContext"]["runAsUser"] == 10001
+    )
     assert group["replicas"] * int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == 128
 
 
@@ -114,7 +139,11 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
         template = base_job_template(pool, "kubernetes")
         values = {name: spec.get("default") for name, spec in template["variables"]["properties"].items()}
         values |= json.loads((INFRA / "prefect" / "kubernetes-root.json").read_text()) if root else {}
-        given = values | {"name": "night", "command": ["prefect", "flow-run", "execute"], "env": [{"name": "A", "value": "b"}]}
+        given = values | {
+            "name": "night",
+            "command": ["prefect", "flow-run", "execute"],
+            "env": [{"name": "A", "value": "b"}],
+        }
 
         def fill(node: Any, given: dict[str, Any] = given) -> Any:
             if isinstance(node, dict):
@@ -124,22 +153,35 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
             whole = re.fullmatch(r"\{\{ (\w+) \}\}", node) if isinstance(node, str) else None
             if whole:
                 return given[whole[1]]
-            return re.sub(r"\{\{ (\w+) \}\}", lambda found: str(given[found[1]]), node) if isinstance(node, str) else node
+            return (
+                re.sub(r"\{\{ (\w+) \}\}", lambda found: str(given[found[1]]), node)
+                if isinstance(node, str)
+                else node
+            )
 
         job = fill(template["job_configuration"]["job_manifest"])
         # prefect-kubernetes refuses a template without these two, which the cluster ignores: they belong one level up.
-        assert job["spec"]["template"]["spec"].pop("completions") == job["spec"]["template"]["spec"].pop("parallelism") == 1
+        assert (
+            job["spec"]["template"]["spec"].pop("completions")
+            == job["spec"]["template"]["spec"].pop("parallelism")
+            == 1
+        )
         validate.validate(job, "1.31", strict=True)
         pod = job["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         if root:
-            assert pod["hostUsers"] is True and set(container["securityContext"]["capabilities"]["add"]) >= {"SYS_ADMIN", "SYS_PTRACE"}
+            assert pod["hostUsers"] is True and set(container["securityContext"]["capabilities"]["add"]) >= {
+                "SYS_ADMIN",
+                "SYS_PTRACE",
+            }
         else:
             assert pod["hostUsers"] is False and container["securityContext"] == LEAST
 
 
 def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
-    worker = pytest.importorskip("prefect_kubernetes.worker", reason="the extra `kubernetes` is not installed")
+    worker = pytest.importorskip(
+        "prefect_kubernetes.worker", reason="the extra `kubernetes` is not installed"
+    )
     from prefect.client.orchestration import PrefectClient
     from prefect.client.schemas.objects import FlowRun
 
@@ -148,7 +190,9 @@ def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
     async def manifest(pool: str, values: dict[str, Any]) -> dict[str, Any]:
         # The client is only asked for blocks that a template names, and these name none.
         client = PrefectClient("http://127.0.0.1:9/api")
-        configuration = await worker.KubernetesWorkerJobConfiguration.from_template_and_values(base_job_template(pool, "kubernetes"), values, client=client)
+        configuration = await worker.KubernetesWorkerJobConfiguration.from_template_and_values(
+            base_job_template(pool, "kubernetes"), values, client=client
+        )
         configuration.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="night"))
         found: dict[str, Any] = configuration.job_manifest
         return found
@@ -157,8 +201,13 @@ def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
         job = asyncio.run(manifest(entry["work_pool"]["name"], entry["work_pool"]["job_variables"]))
         (container,) = job["spec"]["template"]["spec"]["containers"]
         given = {item["name"]: item["value"] for item in container["env"]}
-        assert given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30" and container["args"][:2] == ["prefect", "flow-run"]
-        assert job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == "flow", "network policies go by it"
+        assert given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30" and container["args"][:2] == [
+            "prefect",
+            "flow-run",
+        ]
+        assert job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == "flow", (
+            "network policies go by it"
+        )
 
 
 def compose() -> dict[str, Any]:
@@ -168,7 +217,14 @@ def compose() -> dict[str, Any]:
 
 def test_compose_keeps_its_schema() -> None:
     pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(INFRA / "compose.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(INFRA / "compose.yaml"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -190,22 +246,36 @@ def test_compose_names_only_variables_files_services_and_volumes_that_exist() ->
     for worker in ("worker-cpu", "worker-gpu"):
         service = stack["services"][worker]
         assert service["cap_drop"] == ["ALL"] and service["user"] == "10001:10001"
-        assert {"seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"} <= set(service["security_opt"])
-    assert not any("cap_add" in service for service in stack["services"].values()), "nothing needs a capability"
-    assert not any("security_opt" in service for name, service in stack["services"].items() if not name.startswith("worker"))
+        assert {"seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"} <= set(
+            service["security_opt"]
+        )
+    assert not any("cap_add" in service for service in stack["services"].values()), (
+        "nothing needs a capability"
+    )
+    assert not any(
+        "security_opt" in service
+        for name, service in stack["services"].items()
+        if not name.startswith("worker")
+    )
 
 
 @pytest.mark.parametrize("where", ["compose", "one-host", *OVERLAYS])
 def test_deploy_is_called_with_options_and_parameters_that_exist(where: str) -> None:
-    from components.config import KNOWN
+    from components.core.config import KNOWN
 
     if where == "compose":
         arguments = compose()["services"]["deploy"]["command"]
     elif where == "one-host":
         script = (INFRA / "one-host.sh").read_text()
         subprocess.run(["bash", "-n", INFRA / "one-host.sh"], check=True)
-        words = shlex.split(re.search(r"components\.cli deploy (.*)\"\$@\"", script, re.DOTALL)[1].replace("\\\n", ""))
-        arguments = ["cuda-agent", "deploy", *(f"{option}={value}" for option, value in zip(words[::2], words[1::2], strict=True))]
+        words = shlex.split(
+            re.search(r"components\.cli deploy (.*)\"\$@\"", script, re.DOTALL)[1].replace("\\\n", "")
+        )
+        arguments = [
+            "cuda-agent",
+            "deploy",
+            *(f"{option}={value}" for option, value in zip(words[::2], words[1::2], strict=True)),
+        ]
     else:
         (job,) = (document for document in rendered(where) if document["kind"] == "Job")
         arguments = job["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -226,18 +296,27 @@ def test_terraform_parses_and_uses_what_it_declares() -> None:
     declared = set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE))
     assert set(re.findall(r"\bvar\.(\w+)", text)) == declared
     resources = {".".join(found) for found in re.findall(r'^resource "(\w+)" "(\w+)"', text, re.MULTILINE)}
-    assert {".".join(found) for found in re.findall(r"\b(aws_\w+)\.(\w+)", text.replace("data.aws", "data_aws"))} <= resources
+    assert {
+        ".".join(found) for found in re.findall(r"\b(aws_\w+)\.(\w+)", text.replace("data.aws", "data_aws"))
+    } <= resources
     assert {"aws_s3_bucket.store", "aws_db_instance.services", "aws_iam_role.account"} <= resources
 
 
 def test_terraform_is_formatted() -> None:
     if shutil.which("terraform") is None:
         pytest.skip("terraform is not installed")
-    done = subprocess.run(["terraform", "fmt", "-check", "-recursive", str(INFRA / "terraform")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["terraform", "fmt", "-check", "-recursive", str(INFRA / "terraform")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((INFRA / "containers").glob("*.Containerfile")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((INFRA / "containers").glob("*.Containerfile")), ids=lambda path: path.stem
+)
 def test_containerfiles_copy_what_exists_and_install_extras_that_exist(path: Path) -> None:
     text = path.read_text()
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -245,7 +324,9 @@ def test_containerfiles_copy_what_exists_and_install_extras_that_exist(path: Pat
     for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
         assert all((PROJECT / source).exists() for source in sources.split())
     ignored = (PROJECT / ".dockerignore").read_text().split()
-    assert {".venv/", ".cuda-agent/", "infra/.env"} <= set(ignored), "what belongs to this machine stays out of images"
+    assert {".venv/", ".cuda-agent/", "infra/.env"} <= set(ignored), (
+        "what belongs to this machine stays out of images"
+    )
     for words in re.findall(r"^(?:CMD|ENTRYPOINT) (.+)$", text, re.MULTILINE):
         assert isinstance(json.loads(words), list)
     if path.stem != "vllm":
@@ -255,5 +336,7 @@ def test_containerfiles_copy_what_exists_and_install_extras_that_exist(path: Pat
 def test_prometheus_reads_rules_that_are_rules() -> None:
     rules = yaml.safe_load((INFRA / "prometheus" / "alerts.yaml").read_text())
     for rule in rules["groups"][0]["rules"]:
-        assert set(rule) == {"alert", "expr", "labels", "annotations"} and rule["expr"].count("(") == rule["expr"].count(")")
+        assert set(rule) == {"alert", "expr", "labels", "annotations"} and rule["expr"].count("(") == rule[
+            "expr"
+        ].count(")")
     assert yaml.safe_load((INFRA / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]

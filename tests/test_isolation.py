@@ -12,14 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import judge_world as world
+import judge_fixtures as world
 import pytest
 
-from components.config import PROJECT
+from components.core.config import PROJECT
+from components.core.errors import InfrastructureError
+from components.judge import judge as judge_module
+from components.judge.judge import Judge
 from components.sandbox import isolation
-from components.sandbox import judge as judge_module
-from components.sandbox.judge import Judge
-from components.sandbox.nursery import InfrastructureError, RunnerError
+from components.sandbox.runner_factory import RunnerError
 
 REPORT = """
 import ctypes, fcntl, json, os, socket
@@ -45,7 +46,17 @@ def reach(family):
         s.connect(("127.0.0.1", 22) if family == socket.AF_INET else "/run/dbus/system_bus_socket")
 
 """
-PLACES = ("/workspace/mark", "/tmp/mark", "/dev/shm/mark", "/dev/mark", "/cache/mark", "/mark", "/usr/mark", "/etc/mark", "/proc/sys/kernel/hostname")
+PLACES = (
+    "/workspace/mark",
+    "/tmp/mark",
+    "/dev/shm/mark",
+    "/dev/mark",
+    "/cache/mark",
+    "/mark",
+    "/usr/mark",
+    "/etc/mark",
+    "/proc/sys/kernel/hostname",
+)
 
 
 def ask(judge: Judge, expression: str) -> Any:
@@ -73,20 +84,33 @@ def test_candidate_sees_its_own_processes_only(judge: Judge) -> None:
     assert ask(judge, "os.getpid()") == 1
     assert ask(judge, "attempt(lambda: os.kill(2, 0))") == "ProcessLookupError"
     assert (
-        ask(judge, "[attempt(os.fork), attempt(lambda: os.execv('/usr/bin/true', ['true'])), attempt(lambda: os.posix_spawn('/usr/bin/true', ['true'], {}))]")
+        ask(
+            judge,
+            "[attempt(os.fork), attempt(lambda: os.execv('/usr/bin/true', ['true'])), attempt(lambda: os.posix_spawn('/usr/bin/true', ['true'], {}))]",
+        )
         == ["PermissionError"] * 3
     )
 
 
-def test_a_candidate_that_ends_at_once_is_judged_however_busy_the_machine_is(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_ends_at_once_is_judged_however_busy_the_machine_is(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = os.pidfd_open
     monkeypatch.setattr(os, "pidfd_open", lambda pid: time.sleep(0.5) or opened(pid))
     assert ask(judge, "1") == 1
 
 
 def test_candidate_has_no_network(judge: Judge) -> None:
-    assert ask(judge, "[attempt(lambda: reach(f)) for f in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)]") == ["PermissionError"] * 3
-    interfaces = ask(judge, "attempt(lambda: [line.split(':')[0].strip() for line in open('/proc/net/dev').read().splitlines()[2:]])")
+    assert (
+        ask(
+            judge, "[attempt(lambda: reach(f)) for f in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)]"
+        )
+        == ["PermissionError"] * 3
+    )
+    interfaces = ask(
+        judge,
+        "attempt(lambda: [line.split(':')[0].strip() for line in open('/proc/net/dev').read().splitlines()[2:]])",
+    )
     assert interfaces in ("['lo']", "[]")
 
 
@@ -102,12 +126,27 @@ def test_candidate_writes_to_its_workspace_only_and_finds_nothing_of_its_predece
 
 
 def test_what_a_candidate_prints_is_not_there_for_the_next(judge: Judge) -> None:
-    ask(judge, "attempt(lambda: os.write(1, b'an answer for the next') and os.write(2, b'an answer for the next'))")
-    assert ask(judge, "[attempt(lambda: open(f'/proc/self/fd/{n}', 'rb').read(64)) for n in range(3)]") == ["b''"] * 3
+    ask(
+        judge,
+        "attempt(lambda: os.write(1, b'an answer for the next') and os.write(2, b'an answer for the next'))",
+    )
+    assert (
+        ask(judge, "[attempt(lambda: open(f'/proc/self/fd/{n}', 'rb').read(64)) for n in range(3)]")
+        == ["b''"] * 3
+    )
 
 
 def test_candidate_cannot_see_the_machine(judge: Judge) -> None:
-    hidden = ["/etc/shadow", "/etc/passwd", "/home", "/run", "/var", str(PROJECT / "README.md"), str(PROJECT / "params.yaml"), str(judge.builder.cache)]
+    hidden = [
+        "/etc/shadow",
+        "/etc/passwd",
+        "/home",
+        "/run",
+        "/var",
+        str(PROJECT / "README.md"),
+        str(PROJECT / "params.yaml"),
+        str(judge.builder.cache),
+    ]
     assert ask(judge, f"[p for p in {hidden!r} if os.path.exists(p)]") == []
     environment = ask(judge, "sorted(os.environ)")
     assert not [name for name in environment if "TOKEN" in name or "KEY" in name or "SECRET" in name]
@@ -115,7 +154,9 @@ def test_candidate_cannot_see_the_machine(judge: Judge) -> None:
 
 def test_shared_buffers_cannot_be_resized(judge: Judge) -> None:
     shared = "[int(n) for n in os.listdir('/proc/self/fd') if 'memfd' in attempt(lambda: os.readlink(f'/proc/self/fd/{n}'))]"
-    refused = ask(judge, f"[attempt(lambda: os.ftruncate(fd, size)) for fd in {shared} for size in (0, 1 << 40)]")
+    refused = ask(
+        judge, f"[attempt(lambda: os.ftruncate(fd, size)) for fd in {shared} for size in (0, 1 << 40)]"
+    )
     assert len(refused) >= 6 and set(refused) <= {"PermissionError", "OSError"}
 
 
@@ -167,26 +208,45 @@ print(json.dumps([name for name, action in {
 
 
 @pytest.mark.parametrize("role", ["candidate", "baseline"])
-def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(role: str, tmp_path: Path) -> None:
+def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
+    role: str, tmp_path: Path
+) -> None:
     program = isolation.seccomp_program(role).hex()
-    done = subprocess.run([sys.executable, "-c", ALLOWED_IN_BOTH, str(tmp_path)], input=program, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOWED_IN_BOTH, str(tmp_path)],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(done.stdout) == ["mode", "file"]
 
 
 def test_a_thread_has_the_descriptors_of_its_process(judge: Judge) -> None:
     """Threads with tables of their own would hold the limit of open files once each; nor may one be made later."""
-    clone, close_range = "ctypes.CDLL(None).syscall(56, 0x50b00, 0, 0, 0, 0)", "ctypes.CDLL(None).syscall(436, 9000, 9001, 2)"
-    assert ask(judge, f"[{clone}, {close_range}, ctypes.CDLL(None).syscall(436, 9000, 9001, 0)]") == [-1, -1, 0]
+    clone, close_range = (
+        "ctypes.CDLL(None).syscall(56, 0x50b00, 0, 0, 0, 0)",
+        "ctypes.CDLL(None).syscall(436, 9000, 9001, 2)",
+    )
+    assert ask(judge, f"[{clone}, {close_range}, ctypes.CDLL(None).syscall(436, 9000, 9001, 0)]") == [
+        -1,
+        -1,
+        0,
+    ]
 
 
-def test_a_runner_that_the_judge_cannot_watch_never_begins(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_the_judge_cannot_watch_never_begins(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_descriptor(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     before = world.census()
     monkeypatch.setattr(os, "pidfd_open", no_descriptor)
     with pytest.raises(InfrastructureError):
-        judge.nursery.spawn({"role": "describe", "code": "while True: pass", "precision": "strict-fp32"}, seconds=30)
+        judge.runner_factory.spawn(
+            {"role": "describe", "code": "while True: pass", "precision": "strict-fp32"}, seconds=30
+        )
     deadline = time.monotonic() + 5
     while world.census() - before:
         assert time.monotonic() < deadline, "it runs without a descriptor that could end it"
@@ -195,8 +255,14 @@ def test_a_runner_that_the_judge_cannot_watch_never_begins(judge: Judge, monkeyp
 
 def test_no_lock_that_a_zygote_needs_is_there_to_be_held(judge: Judge) -> None:
     look = "import os\nraise RuntimeError(sorted(n for p, _, names in os.walk('/warm') for n in names if n.endswith('.lock')), os.listdir('/warm'))"
-    header = {"role": "describe", "code": look, "precision": "strict-fp32", "zygote": "compile", "cache": "a test's"}
-    runner = judge.nursery.spawn(header, seconds=60)
+    header = {
+        "role": "describe",
+        "code": look,
+        "precision": "strict-fp32",
+        "zygote": "compile",
+        "cache": "a test's",
+    }
+    runner = judge.runner_factory.spawn(header, seconds=60)
     try:
         with pytest.raises(RunnerError) as caught:
             runner.receive()
@@ -206,7 +272,7 @@ def test_no_lock_that_a_zygote_needs_is_there_to_be_held(judge: Judge) -> None:
 
 
 def test_what_a_task_leaves_is_for_no_other_user(judge: Judge) -> None:
-    assert judge.nursery.folder.stat().st_mode & 0o077 == 0
+    assert judge.runner_factory.folder.stat().st_mode & 0o077 == 0
 
 
 def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:
@@ -215,5 +281,7 @@ def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:
 
 def test_sentinel_is_correct_after_all_this(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(judge_module, "MARGIN", math.inf)  # its speed is not asked for, nor the compile baseline
+    monkeypatch.setattr(
+        judge_module, "MARGIN", math.inf
+    )  # its speed is not asked for, nor the compile baseline
     assert judge.verdict(world.TASK, world.files("honest", "simd")).status == "correct"

@@ -10,22 +10,31 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import judge_world as world
+import judge_fixtures as world
 import numpy as np
 import pytest
 import torch
 
-from components.config import Params, Precision
-from components.sandbox import baselines, buffers, compiled, correctness, mixing, rounds, turns
+from components.core.config import Params, Precision
+from components.core.errors import InfrastructureError
+from components.core.task import KernelTask
+from components.judge import (
+    compile_baseline,
+    correctness,
+    device_scheduler,
+    input_mixing,
+    measurement,
+    task_bench,
+)
+from components.judge.correctness import Expected, departure
+from components.judge.input_mixing import Mix, Sets
+from components.judge.judge import Judge
+from components.judge.pool import Candidate, Job, LocalPool
+from components.judge.statistics import paired_ratio, wanted_rounds
+from components.judge.verdict import MARGIN
+from components.sandbox import shared_memory
 from components.sandbox.build import Builder, native
-from components.sandbox.correctness import Expected, departure
-from components.sandbox.judge import Judge
-from components.sandbox.mixing import Mix, Sets
-from components.sandbox.nursery import InfrastructureError, Nursery
-from components.sandbox.pool import Candidate, Job, LocalPool
-from components.sandbox.timing import paired_ratio, wanted_rounds
-from components.sandbox.verdict import MARGIN
-from components.task import KernelTask
+from components.sandbox.runner_factory import RunnerFactory
 
 SIMD = world.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
@@ -41,15 +50,24 @@ def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
 
 
 def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -> None:
-    slow = SIMD | {KERNEL: SIMD[KERNEL].replace("KERNEL(forward) {", "KERNEL(forward) {\n  for (volatile int i = 0; i < 2000000; ++i) {\n  }")}
+    slow = SIMD | {
+        KERNEL: SIMD[KERNEL].replace(
+            "KERNEL(forward) {", "KERNEL(forward) {\n  for (volatile int i = 0; i < 2000000; ++i) {\n  }"
+        )
+    }
     verdict = judge.verdict(world.TASK, slow)
     assert (verdict.status, verdict.milestone, verdict.speedup.compile) == ("correct", 1, None)
     assert judge.verdict(world.TASK, slow, always_compile=True).speedup.compile is not None
 
 
-def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    roles = {mode: f"compile {mode}".removesuffix(" default") for mode in ("default", "reduce-overhead", "a-mode-that-torch-refuses")}
-    monkeypatch.setitem(compiled.ROLES, "cpu", roles)
+def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = {
+        mode: f"compile {mode}".removesuffix(" default")
+        for mode in ("default", "reduce-overhead", "a-mode-that-torch-refuses")
+    }
+    monkeypatch.setitem(compile_baseline.ROLES, "cpu", roles)
     evidence = judge.verdict(world.TASK, SIMD, always_compile=True).evidence
     assert set(evidence["compile_seconds"]) == {"default", "reduce-overhead"}
     assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
@@ -59,14 +77,22 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
     evidence = judge.verdict(world.TASK, SIMD).evidence
     assert evidence["isolation"] == "bubblewrap"
     assert len(evidence["seeds"]) == 1 + judge.params.sandbox.correctness_sets
-    assert judge.params.sandbox.rounds <= len(evidence["raw_seconds"]["candidate"]) <= judge.params.sandbox.most_rounds
+    assert (
+        judge.params.sandbox.rounds
+        <= len(evidence["raw_seconds"]["candidate"])
+        <= judge.params.sandbox.most_rounds
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "status", "reason"),
     [
         ({KERNEL: SIMD[KERNEL].replace("0.1f", "0.11f")}, "wrong_output", "max_error"),
-        ({KERNEL: SIMD[KERNEL].replace("return", "retrn").replace("vsigmoid(", "vsigmoit(")}, "build_failed", "compiler"),
+        (
+            {KERNEL: SIMD[KERNEL].replace("return", "retrn").replace("vsigmoid(", "vsigmoit(")},
+            "build_failed",
+            "compiler",
+        ),
         ({KERNEL: SIMD[KERNEL].replace("KERNEL(forward)", "KERNEL(backward)")}, "crashed", "exception"),
         ({"model_new.py": "class ModelNew(:\n"}, "load_failed", "syntax"),
         ({"model_new.py": world.MODEL_NEW.replace("ModelNew", "ModelOld")}, "load_failed", "import"),
@@ -98,10 +124,10 @@ def test_build_failure_quotes_the_compiler(judge: Judge) -> None:
 
 def test_where_an_input_is_marked_is_neither_foretold_by_torchs_seed_nor_felt_by_it() -> None:
     def places() -> list[int]:
-        memory = torch.zeros(64 * buffers.PAGE_BYTES, dtype=torch.uint8)
+        memory = torch.zeros(64 * shared_memory.PAGE_BYTES, dtype=torch.uint8)
         torch.manual_seed(0)
         before = torch.get_rng_state()
-        with buffers.marked(memory):
+        with shared_memory.marked(memory):
             found = memory.nonzero().flatten().tolist()
         assert torch.equal(torch.get_rng_state(), before) and not memory.any() and len(found) == 64
         return found
@@ -109,7 +135,9 @@ def test_where_an_input_is_marked_is_neither_foretold_by_torchs_seed_nor_felt_by
     assert places() != places()
 
 
-def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(judge: Judge, tmp_path: Path) -> None:
+def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(
+    judge: Judge, tmp_path: Path
+) -> None:
     cache = tmp_path / "builds"
 
     def builder() -> Builder:
@@ -185,14 +213,18 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setattr(turns, "_threads", lambda core: frozenset({core}))
-    timed, others = turns.cores.__wrapped__("cuda")
+    monkeypatch.setattr(device_scheduler, "_threads", lambda core: frozenset({core}))
+    timed, others = device_scheduler.cores.__wrapped__("cuda")
     assert timed == {6} and others == set(range(8)) - timed
     assert moved[os.getpid()] == others
-    monkeypatch.setattr(turns, "_threads", lambda core: frozenset({core, core ^ 1}))  # 0 and 1 are one core, 2 and 3 the next
-    assert turns.cores.__wrapped__("cuda") == ({5}, set(range(8)) - {4, 5}), "nothing else works on the timed core's other thread"
+    monkeypatch.setattr(
+        device_scheduler, "_threads", lambda core: frozenset({core, core ^ 1})
+    )  # 0 and 1 are one core, 2 and 3 the next
+    assert device_scheduler.cores.__wrapped__("cuda") == ({5}, set(range(8)) - {4, 5}), (
+        "nothing else works on the timed core's other thread"
+    )
     moved.clear()
-    assert turns.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
+    assert device_scheduler.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
 
 
 def test_infinity_is_neither_its_opposite_nor_nan(ci_params: Params) -> None:
@@ -203,12 +235,16 @@ def test_infinity_is_neither_its_opposite_nor_nan(ci_params: Params) -> None:
     for special in (torch.inf, torch.nan, 0.0):
         wrong = torch.tensor([1.0, 2.0, special])
         assert exact.fault(wrong) == "finite_mask"
-        assert departure(torch.stack([expected, wrong]), torch.stack([expected, expected]), [exact.slack] * 2) == (1, "finite_mask")
+        assert departure(
+            torch.stack([expected, wrong]), torch.stack([expected, expected]), [exact.slack] * 2
+        ) == (1, "finite_mask")
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 @pytest.mark.parametrize("planted", [None, "max_error", "rms_error", "finite_mask", "wrong_values"])
-def test_the_wrong_call_of_a_round_is_found(planted: str | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wrong_call_of_a_round_is_found(
+    planted: str | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each call is held to its own scale and slack, however many are compared together."""
     scales = torch.tensor([1.0, 100.0, 1e-3, 1.0, 5.0, 1.0, 1.0])[:, None]
     single = torch.randn(7, 500, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3) * scales
@@ -228,26 +264,32 @@ def test_the_wrong_call_of_a_round_is_found(planted: str | None, at_once: int, m
 
 
 def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:
-    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path, native())
+    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, native())
     with ThreadPoolExecutor(1) as executor:
-        process = executor.submit(nursery._zygote, "plain").result().process
+        process = executor.submit(runner_factory._zygote, "plain").result().process
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
-    nursery.close()
+    runner_factory.close()
 
 
 def test_a_closed_nursery_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
-    nursery = Nursery(ci_params.sandbox, "cpu", tmp_path, native())
+    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, native())
     lingers = subprocess.Popen(["sleep", "1"])
-    nursery.watched.append(os.pidfd_open(lingers.pid))
-    nursery.close()
+    runner_factory.watched.append(os.pidfd_open(lingers.pid))
+    runner_factory.close()
     assert lingers.poll() is not None
-    assert nursery.watched == []
+    assert runner_factory.watched == []
 
 
-def task(forward: str = "torch.sigmoid(x) * self.scale - 0.3", inputs: str = "[torch.randn(256, 1024)]", arguments: str = "x") -> str:
+def task(
+    forward: str = "torch.sigmoid(x) * self.scale - 0.3",
+    inputs: str = "[torch.randn(256, 1024)]",
+    arguments: str = "x",
+) -> str:
     code = world.CODE.replace("F.leaky_relu(torch.sigmoid(x) * self.scale - 0.3, 0.1)", forward)
-    return code.replace("[torch.randn(256, 1024)]", inputs).replace("forward(self, x)", f"forward(self, {arguments})")
+    return code.replace("[torch.randn(256, 1024)]", inputs).replace(
+        "forward(self, x)", f"forward(self, {arguments})"
+    )
 
 
 def test_ordinary_task_is_admitted(judge: Judge) -> None:
@@ -269,8 +311,18 @@ def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(jud
     ("code", "reason"),
     [
         (task("torch.relu(x * self.scale - 100 * x.abs().max()) * torch.sigmoid(x).tanh()"), "zeros_pass"),
-        (task("torch.sigmoid(x * 1e-9) * self.scale.sum().sigmoid() + torch.tanh(x * 1e-9)"), "mean_passes|seeds_agree"),
-        (task("torch.sigmoid(x) * self.scale + (torch.tanh(y) * 0)", "[torch.randn(256, 1024), torch.randn(256, 1024)]", "x, y"), "input_1_does_not_matter"),
+        (
+            task("torch.sigmoid(x * 1e-9) * self.scale.sum().sigmoid() + torch.tanh(x * 1e-9)"),
+            "mean_passes|seeds_agree",
+        ),
+        (
+            task(
+                "torch.sigmoid(x) * self.scale + (torch.tanh(y) * 0)",
+                "[torch.randn(256, 1024), torch.randn(256, 1024)]",
+                "x, y",
+            ),
+            "input_1_does_not_matter",
+        ),
         (task("torch.tanh(torch.sigmoid(x)) * (self.scale * 0 + 2)"), "parameter_scale_does_not_matter"),
         (task("F.dropout(torch.sigmoid(x) * self.scale, 0.5, True)"), "does_not_run|not_deterministic"),
         (task("torch.tanh(x[:8, :8]) * self.scale[:8]"), "eager_time"),
@@ -307,7 +359,9 @@ def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path:
     assert again._judge is None
     other = pool.submit(Job(world.TASK, Candidate.of(SIMD), "4")).result(120)
     assert other.evidence["raw_seconds"] != first.evidence["raw_seconds"]
-    evaluated = pool.submit(Job(world.TASK, Candidate.of(world.files("honest", "naive")), "evaluation-1")).result(120)
+    evaluated = pool.submit(
+        Job(world.TASK, Candidate.of(world.files("honest", "naive")), "evaluation-1")
+    ).result(120)
     assert evaluated.status == "correct" and evaluated.speedup.compile is not None
     for each in (pool, again):
         each.executor.shutdown()
@@ -317,9 +371,11 @@ def test_candidate_with_a_lone_surrogate_has_a_digest() -> None:
     assert Candidate.of({KERNEL: "\ud800"}).files == ((KERNEL, "?"),)
 
 
-def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_that_hangs_later_hangs_nobody(
+    with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its first calls are quick: only the baseline that is measured meets the endless one."""
-    monkeypatch.setattr(rounds, "BASELINE_LIMITS", 2)
+    monkeypatch.setattr(measurement, "BASELINE_LIMITS", 2)
     count = """    calls = 0
 
     def count(self, y):
@@ -331,10 +387,16 @@ def test_task_that_hangs_later_hangs_nobody(with_limits: Callable[[float, float]
         return y
 
     def forward"""
-    code = task("self.count(torch.sigmoid(x) * self.scale - 0.3)").replace("    def forward", count).replace("import torch\n", "import time\nimport torch\n", 1)
+    code = (
+        task("self.count(torch.sigmoid(x) * self.scale - 0.3)")
+        .replace("    def forward", count)
+        .replace("import torch\n", "import time\nimport torch\n", 1)
+    )
     started = time.monotonic()
     with pytest.raises(InfrastructureError, match="timed_out"):
-        with_limits(3, 30).verdict(KernelTask(code=code), SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")})
+        with_limits(3, 30).verdict(
+            KernelTask(code=code), SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")}
+        )
     assert time.monotonic() - started < 60
 
 
@@ -342,7 +404,7 @@ def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: py
     """Every arm gets the same inputs, so a wrong mixture would go unnoticed: it is compared here with rolling whole tensors."""
     bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
     for limit in (1 << 20, 0):
-        monkeypatch.setattr(mixing, "DOUBLED_BYTES", limit)
+        monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", limit)
         sets = Sets(bank, ["given"])
         assert sets.turned and sets.blends == [True, False]
         for turn in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
@@ -365,13 +427,20 @@ def test_a_judge_may_hold_as_many_descriptors_as_the_system_allows(ci_params: Pa
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_large_task_has_fewer_families_and_is_judged(ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "FAMILY_BYTES", 1)
-    monkeypatch.setattr(mixing, "DOUBLED_BYTES", 1)
+def test_a_large_task_has_fewer_families_and_is_judged(
+    ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_bench, "FAMILY_BYTES", 1)
+    monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", 1)
     judge = Judge(ci_params, tmp_path)
     try:
         assert judge.verdict(world.task("honest", "simd"), world.files("honest", "simd")).status == "correct"
-        assert judge.verdict(world.task("exploits", "pointer_cache"), world.files("exploits", "pointer_cache")).status == "wrong_output"
+        assert (
+            judge.verdict(
+                world.task("exploits", "pointer_cache"), world.files("exploits", "pointer_cache")
+            ).status
+            == "wrong_output"
+        )
         assert {tuple(bench.families) for bench in judge.benches.values()} == {("given",)}
     finally:
         judge.close()

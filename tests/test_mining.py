@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthesis_world import InProcess, parameters
+from synthesis_fixtures import InProcess, parameters
 
-from components.config import BadInput, Params
-from components.progress import Quiet
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.progress import Quiet
+from components.core.task import check_contract
 from components.synthesis import mine_torch, mine_transformers
-from components.synthesis.chains import Composer, matters
 from components.synthesis.compose import is_held_out
 from components.synthesis.dataset import build, targets
-from components.synthesis.mining import mined
-from components.synthesis.operators import SMALL, Form, Table, shape_after
-from components.synthesis.rubric import Rubric
-from components.task import check_contract
+from components.synthesis.mined_operators import SMALL, Form, Table, shape_after
+from components.synthesis.operator_table import mined
+from components.synthesis.task_filter import Rubric
+from components.synthesis.torch_composer import Composer, matters
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +37,21 @@ def table(seeds: Path) -> Table:
 
 
 def mined_parameters(*sets: str) -> Params:
-    return parameters("data.operators=all", "data.transformers_share=0.05", "data.numel=[16384, 131072]", "data.eager_seconds=[1e-6, 10]", *sets)
+    return parameters(
+        "data.operators=all",
+        "data.transformers_share=0.05",
+        "data.numel=[16384, 131072]",
+        "data.eager_seconds=[1e-6, 10]",
+        *sets,
+    )
 
 
 def test_the_table_is_as_large_as_it_says(table: Table) -> None:
     assert len(table.operators) >= 150 and len(table.modules) >= 60
-    several = {name: sum(len(form.ranks) for form in table.forms if form.name == name) for name in {form.name for form in table.forms}}
+    several = {
+        name: sum(len(form.ranks) for form in table.forms if form.name == name)
+        for name in {form.name for form in table.forms}
+    }
     assert sum(count >= 2 for count in several.values()) >= 150, "several argument and shape variants"
     for role in ("Norm", "MLP", "Attention", "Router", "rotary", "Activation"):
         assert any(role in module.name for module in table.modules), role
@@ -51,27 +61,44 @@ def test_every_public_name_is_mined_or_left_out_with_a_reason(table: Table) -> N
     mined_names = {form.name for form in table.forms}
     left_out = {item.name: item.reason for item in table.left_out}
     assert not mined_names & set(left_out) and all(left_out.values())
-    assert {name for name, _ in mine_torch._public()} == mined_names | {name for name in left_out if not name.startswith("transformers.")}
-    assert left_out["nn.Dropout"] == "gives its input back when not training" and left_out["torch.rand_like"] == "draws random numbers"
+    assert {name for name, _ in mine_torch._public()} == mined_names | {
+        name for name in left_out if not name.startswith("transformers.")
+    }
+    assert (
+        left_out["nn.Dropout"] == "gives its input back when not training"
+        and left_out["torch.rand_like"] == "draws random numbers"
+    )
 
 
 def test_forms_fit_on_meta_tensors(table: Table) -> None:
     for form in table.forms[::10]:
         for rank in form.ranks:
-            assert shape_after(form, SMALL[rank], torch.empty(SMALL[rank], device="meta").stride()) is not None, form
+            assert (
+                shape_after(form, SMALL[rank], torch.empty(SMALL[rank], device="meta").stride()) is not None
+            ), form
 
 
 def test_modules_are_self_contained(table: Table) -> None:
     for module in table.modules[::7]:
         code = mine_transformers.write_source(module, batch=2, length=8, hidden=256)
-        roots = {alias.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import) for alias in node.names}
+        roots = {
+            alias.name
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         roots |= {str(node.module) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)}
         assert not any(root.startswith("transformers") for root in roots), module.name
 
 
 def test_equal_seeds_compose_equal_chains(table: Table) -> None:
     one, two, other = (
-        [draft.task.task_id for draft in itertools.islice(Composer(table, mined_parameters(f"data.seed={seed}").data, "cpu", modules=True), 8)]
+        [
+            draft.task.task_id
+            for draft in itertools.islice(
+                Composer(table, mined_parameters(f"data.seed={seed}").data, "cpu", modules=True), 8
+            )
+        ]
         for seed in (7, 7, 8)
     )
     assert one == two != other
@@ -106,7 +133,9 @@ def test_an_operator_without_effect_is_not_composed() -> None:
 
 def test_however_it_is_written_a_sequence_is_held_out_or_not() -> None:
     for seed in range(20):
-        assert is_held_out(("nn.LeakyReLU", "torch.sum"), seed) == is_held_out(("F.leaky_relu", "torch.sum"), seed)
+        assert is_held_out(("nn.LeakyReLU", "torch.sum"), seed) == is_held_out(
+            ("F.leaky_relu", "torch.sum"), seed
+        )
 
 
 def test_the_size_is_searched_by_what_was_measured(table: Table) -> None:
@@ -129,18 +158,37 @@ def test_most_chains_find_their_size_on_a_gpu(table: Table, monkeypatch: pytest.
 
 
 def test_targets_follow_the_mix() -> None:
-    wanted = targets(parameters("data.operators=all", "data.tasks=6000", "data.held_out=250", "data.transformers_share=0.012").data)
-    assert sum(count for (split, _), count in wanted.items() if split == "train") == 6000 and wanted["train", "transformers"] == 72
+    wanted = targets(
+        parameters(
+            "data.operators=all", "data.tasks=6000", "data.held_out=250", "data.transformers_share=0.012"
+        ).data
+    )
+    assert (
+        sum(count for (split, _), count in wanted.items() if split == "train") == 6000
+        and wanted["train", "transformers"] == 72
+    )
 
 
 def test_a_data_set_of_mined_operators_has_exactly_the_mix(table: Table, seeds: Path, tmp_path: Path) -> None:
-    params = mined_parameters("data.tasks=20", "data.held_out=5", "data.operator_mix={1: 0.2, 2: 0.6, 3: 0.2}", "data.transformers_share=0.2")
+    params = mined_parameters(
+        "data.tasks=20",
+        "data.held_out=5",
+        "data.operator_mix={1: 0.2, 2: 0.6, 3: 0.2}",
+        "data.transformers_share=0.2",
+    )
     summary = build(params, tmp_path / "tasks", InProcess(), Quiet(), seeds)
     kinds = [task.data_source for task in summary.admitted if task.split == "train"]
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"torch#1": 3, "torch#2": 10, "torch#3": 3, "transformers": 4}
-    assert summary.version == build(params, tmp_path / "again", InProcess(shuffled=True), Quiet(), seeds).version
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "torch#1": 3,
+        "torch#2": 10,
+        "torch#3": 3,
+        "transformers": 4,
+    }
+    assert (
+        summary.version == build(params, tmp_path / "again", InProcess(shuffled=True), Quiet(), seeds).version
+    )
 
 
 def test_the_mined_table_must_be_given(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"data\.operators"):
+    with pytest.raises(UserError, match=r"data\.operators"):
         build(mined_parameters(), tmp_path / "tasks", InProcess(), Quiet())

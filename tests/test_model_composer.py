@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import completion, server
-from synthesis_world import InProcess, parameters
+from agent_fixtures import completion, server
+from synthesis_fixtures import InProcess, parameters
 
-from components.config import BadInput, Params
-from components.progress import Quiet
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.progress import Quiet
 from components.synthesis import dataset
 from components.synthesis.compose import SOURCE
+from components.synthesis.mined_operators import Form, Table
 from components.synthesis.model_composer import AHEAD
-from components.synthesis.operators import Form, Table
 
 NAMES = "torch.sigmoid torch.tanh torch.erf torch.atan F.gelu F.silu F.mish F.softsign".split()
 FORMS = Table("", "", tuple(Form(name, f"{name}({{x}})", (2,)) for name in NAMES), (), ())
@@ -23,7 +24,15 @@ FORMS = Table("", "", tuple(Form(name, f"{name}({{x}})", (2,)) for name in NAMES
 
 def composed(address: str, *sets: str) -> Params:
     mix = "data.operator_mix={2: 1.0}"
-    return parameters("data.operators=torch", f"data.composer={address}", "data.composer_model=tiny", "data.tasks=8", "data.held_out=2", mix, *sets)
+    return parameters(
+        "data.operators=torch",
+        f"data.composer={address}",
+        "data.composer_model=tiny",
+        "data.tasks=8",
+        "data.held_out=2",
+        mix,
+        *sets,
+    )
 
 
 class Model:
@@ -38,24 +47,53 @@ class Model:
         self.asked += 1
         if self.asked > self.after:
             return 400, b"no more", {}
-        lines = "\n".join(f"        x = {name}(x)" for name in re.findall(r"^- ([\w.]+)$", body["messages"][0]["content"], re.MULTILINE))
-        code = SOURCE.format(init="        pass\n", arguments="x", lines=lines, inputs=f"torch.randn({64 + body['seed'] % 64}, 128)")
-        said = {0: "I would rather not.", 1: f"<think>```python\nx\n```</think>```python\n{code[:200]}", 2: f"```python\nimport os\n{code}```"}
-        said |= {3: f"```\n{code.replace(lines, '        x = torch.sin(x)')}```", 4: f"Here:\n```py\n{code.replace('class Model', 'class Other')}\n```\nEnjoy."}
+        lines = "\n".join(
+            f"        x = {name}(x)"
+            for name in re.findall(r"^- ([\w.]+)$", body["messages"][0]["content"], re.MULTILINE)
+        )
+        code = SOURCE.format(
+            init="        pass\n",
+            arguments="x",
+            lines=lines,
+            inputs=f"torch.randn({64 + body['seed'] % 64}, 128)",
+        )
+        said = {
+            0: "I would rather not.",
+            1: f"<think>```python\nx\n```</think>```python\n{code[:200]}",
+            2: f"```python\nimport os\n{code}```",
+        }
+        said |= {
+            3: f"```\n{code.replace(lines, '        x = torch.sin(x)')}```",
+            4: f"Here:\n```py\n{code.replace('class Model', 'class Other')}\n```\nEnjoy.",
+        }
         kind = body["seed"] % 8
-        return 200, completion(said.get(kind, f"Here:\n```python\n{code}```\n"), finish="length" if kind == 1 else "stop"), {}
+        return (
+            200,
+            completion(
+                said.get(kind, f"Here:\n```python\n{code}```\n"), finish="length" if kind == 1 else "stop"
+            ),
+            {},
+        )
 
 
-def test_a_model_composes_and_a_rerun_needs_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_composes_and_a_rerun_needs_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dataset, "mined", lambda *_: FORMS)
 
     def build(model: Model, out: str, home: str = "home") -> dataset.Summary:
         with server(model) as address:
-            return dataset.build(composed(address), tmp_path / out, InProcess(shuffled=True), Quiet(), tmp_path / home / "seeds")
+            return dataset.build(
+                composed(address),
+                tmp_path / out,
+                InProcess(shuffled=True),
+                Quiet(),
+                tmp_path / home / "seeds",
+            )
 
     failing, model, silent = Model(), Model(), Model()
     failing.after, silent.after = 9, 0
-    with pytest.raises(BadInput, match=r"data\.composer.*400.*answers so far are kept"):
+    with pytest.raises(UserError, match=r"data\.composer.*400.*answers so far are kept"):
         build(failing, "killed")
     made = build(model, "made")
     assert (len(made.admitted), {task.data_source for task in made.admitted}) == (10, {"torch#2"})
@@ -70,12 +108,18 @@ def test_a_model_composes_and_a_rerun_needs_no_server(tmp_path: Path, monkeypatc
 
 def test_a_model_that_writes_no_code_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "mined", lambda *_: FORMS)
-    with server(lambda number, body: (200, completion("No."), {})) as address, pytest.raises(BadInput, match=r"data\.composer.*no_code"):
+    with (
+        server(lambda number, body: (200, completion("No."), {})) as address,
+        pytest.raises(UserError, match=r"data\.composer.*no_code"),
+    ):
         dataset.build(composed(address), tmp_path / "out", InProcess(), Quiet(), tmp_path / "seeds")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("sets", "named"), [(("data.operators=core",), r"data\.operators"), (("data.composer_model=",), r"data\.composer_model")])
+@pytest.mark.parametrize(
+    ("sets", "named"),
+    [(("data.operators=core",), r"data\.operators"), (("data.composer_model=",), r"data\.composer_model")],
+)
 def test_what_a_model_composer_needs_is_named(sets: tuple[str, ...], named: str) -> None:
-    with pytest.raises(BadInput, match=named):
+    with pytest.raises(UserError, match=named):
         composed("http://127.0.0.1:9", *sets)

@@ -11,21 +11,31 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import judge_world as world
+import judge_fixtures as world
 import pytest
 
-from components.sandbox import baselines, buffers, correctness, isolation, nursery
-from components.sandbox import judge as judge_module
-from components.sandbox.baselines import Bench
+from components.judge import correctness, task_bench
+from components.judge import judge as judge_module
+from components.judge.input_mixing import Sets
+from components.judge.judge import Judge
+from components.judge.measurement import TimedRunner
+from components.judge.task_bench import Bench
+from components.judge.verdict import Verdict
+from components.sandbox import isolation, runner_factory, shared_memory
 from components.sandbox.build import SUFFIX
-from components.sandbox.judge import Judge
-from components.sandbox.mixing import Sets
-from components.sandbox.nursery import Nursery, Runner
-from components.sandbox.rounds import Arm
-from components.sandbox.verdict import Verdict
+from components.sandbox.runner_factory import Runner, RunnerFactory
 
-SANDBOX = Path(nursery.__file__).parent
-INSIDE = ("zygote.py", "runner.py", "arms.py", "oracle.py", "shared.py", "refusal.py", "families.py", "buffers.py")
+SANDBOX = Path(runner_factory.__file__).parent
+INSIDE = (
+    "zygote.py",
+    "runner.py",
+    "arms.py",
+    "oracle.py",
+    "shared.py",
+    "refusal.py",
+    "families.py",
+    "buffers.py",
+)
 
 
 @pytest.fixture
@@ -33,7 +43,9 @@ def own(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     """The session's judge with benches of its own, so that no other test meets what a mutation left in them."""
     other = copy.copy(judge)
     other.benches, other.bench_locks = OrderedDict(), {}
-    monkeypatch.setattr(judge_module, "MARGIN", math.inf)  # nothing here asks for the compile baseline, which takes seconds
+    monkeypatch.setattr(
+        judge_module, "MARGIN", math.inf
+    )  # nothing here asks for the compile baseline, which takes seconds
     yield other
     for bench in other.benches.values():
         bench.close()
@@ -53,8 +65,12 @@ def test_timed_outputs_unchecked(own: Judge, monkeypatch: pytest.MonkeyPatch) ->
     """The very outputs that were timed are checked, and once more after them."""
     verify, looks = Bench.verify, iter([True])
 
-    def first_only(self: Bench, arm: Arm, operation: str, *, loose: bool = False) -> str | None:
-        return verify(self, arm, operation, loose=loose) if arm.role != "candidate" or next(looks, False) else None
+    def first_only(self: Bench, arm: TimedRunner, operation: str, *, loose: bool = False) -> str | None:
+        return (
+            verify(self, arm, operation, loose=loose)
+            if arm.role != "candidate" or next(looks, False)
+            else None
+        )
 
     monkeypatch.setattr(Bench, "differs", lambda self, taken, reference, sets: None)
     assert verdict(own, "stale_after_calls").status == "wrong_output"
@@ -63,7 +79,7 @@ def test_timed_outputs_unchecked(own: Judge, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_inputs_not_compared(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arm, "_inputs_differ", lambda self, held, given: False)
+    monkeypatch.setattr(TimedRunner, "_inputs_differ", lambda self, held, given: False)
     assert verdict(own, "changed_input").status == "correct"
 
 
@@ -72,17 +88,17 @@ def test_inputs_not_marked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "owns", lambda self, address, size: True)
     assert verdict(own, "mapped_twice").status == "correct"
     assert verdict(own, "mapped_input").status == "wrong_output"
-    monkeypatch.setattr(buffers, "marked", lambda memory: contextlib.nullcontext())
+    monkeypatch.setattr(shared_memory, "marked", lambda memory: contextlib.nullcontext())
     assert verdict(own, "mapped_input").status == "correct"
 
 
 def test_one_family_of_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "FAMILIES", ("given",))
+    monkeypatch.setattr(task_bench, "FAMILIES", ("given",))
     assert verdict(own, "given_family_only").status == "correct"
 
 
 def test_no_inputs_of_wide_range(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "FAMILIES", [name for name in baselines.FAMILIES if name != "wide"])
+    monkeypatch.setattr(task_bench, "FAMILIES", [name for name in task_bench.FAMILIES if name != "wide"])
     assert verdict(own, "narrow_range").status == "correct"
 
 
@@ -120,7 +136,11 @@ def test_clock_of_one_thread(own: Judge, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_no_system_call_filter(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(own, "common_lock").status == "correct"  # it answers only if it gets no lock
     program = isolation.seccomp_program
-    monkeypatch.setattr(isolation, "seccomp_program", lambda role, device="cpu": b"" if role == "candidate" else program(role, device))
+    monkeypatch.setattr(
+        isolation,
+        "seccomp_program",
+        lambda role, device="cpu": b"" if role == "candidate" else program(role, device),
+    )
     assert verdict(own, "common_lock").status == "wrong_output"
 
 
@@ -130,7 +150,12 @@ def seconds_between_rounds(judge: Judge) -> float:
     library = judge.builder.build(files).library
     assert library is not None
     with judge._bench(world.TASK) as bench, library.open("rb") as file:
-        arm = Arm(bench, {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX}, file.fileno(), seconds=30)
+        arm = TimedRunner(
+            bench,
+            {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX},
+            file.fileno(),
+            seconds=30,
+        )
         try:
             bench.verify(arm, "check")
             assert arm.runner is not None
@@ -145,7 +170,7 @@ def seconds_between_rounds(judge: Judge) -> float:
 def test_no_stop_between_rounds(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its rounds a candidate stands still, whatever its threads would do to the baselines."""
     assert seconds_between_rounds(own) < 0.002
-    monkeypatch.setattr(Arm, "_freeze", lambda self: None)
+    monkeypatch.setattr(TimedRunner, "_freeze", lambda self: None)
     assert seconds_between_rounds(own) > 0.01
 
 
@@ -171,9 +196,11 @@ def test_runner_that_speaks_before_it_is_asked(own: Judge, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def mutated(own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], Judge]]:
+def mutated(
+    own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str, str], Judge]]:
     """A judge whose runners have `old` replaced by `new` in one file that runs inside the sandbox."""
-    nurseries: list[Nursery] = []
+    nurseries: list[RunnerFactory] = []
 
     def make(file: str, old: str, new: str) -> Judge:
         for inside in INSIDE:
@@ -181,9 +208,11 @@ def mutated(own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         text = (tmp_path / file).read_text()
         assert text.count(old) == 1, f"{file} has changed: {old}"
         (tmp_path / file).write_text(text.replace(old, new))
-        monkeypatch.setattr(nursery, "HERE", tmp_path)
-        nurseries.append(Nursery(own.params.sandbox, own.params.device, tmp_path / "home", own.nursery.native))
-        own.nursery = nurseries[-1]
+        monkeypatch.setattr(runner_factory, "HERE", tmp_path)
+        nurseries.append(
+            RunnerFactory(own.params.sandbox, own.params.device, tmp_path / "home", own.runner_factory.native)
+        )
+        own.runner_factory = nurseries[-1]
         return own
 
     yield make
@@ -199,8 +228,15 @@ def mutated(own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     [
         ("arms.py", "refuse_compute()", "pass", "torch_when_unwatched"),  # torch's kernels replaced
         ("arms.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
-        ("oracle.py", "if not value.is_floating_point() or (only", "if only is None or (only", "ignored_parameter"),  # randomised parameters
+        (
+            "oracle.py",
+            "if not value.is_floating_point() or (only",
+            "if only is None or (only",
+            "ignored_parameter",
+        ),  # randomised parameters
     ],
 )
-def test_without_a_defence_inside_the_runner(file: str, old: str, new: str, name: str, mutated: Callable[[str, str, str], Judge]) -> None:
+def test_without_a_defence_inside_the_runner(
+    file: str, old: str, new: str, name: str, mutated: Callable[[str, str, str], Judge]
+) -> None:
     assert verdict(mutated(file, old, new), name).status == "correct"

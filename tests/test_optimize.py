@@ -13,24 +13,25 @@ from typing import Any
 
 import pytest
 import torch
-from agent_world import EVIDENCE, MEASURE, TASK, Script, World, call, params, tokenizer, verdict_of, write
+from agent_fixtures import EVIDENCE, MEASURE, TASK, Script, World, call, params, tokenizer, verdict_of, write
 
-from components.agent.handover import check_out, drop_in, hand_over, headline
-from components.agent.loop import run_episodes
-from components.agent.modules import user_task
+from components.agent.export import check_out, drop_in, hand_over, headline
 from components.agent.optimize import NOT_LEARNED, Outcome, optimize
-from components.agent.policies import Effort, FolderPolicy, folder_policy, with_policy
+from components.agent.policies import FolderPolicy, SearchBudget, folder_policy, with_policy
+from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
-from components.cli import main
-from components.config import PROJECT, BadInput, Params
-from components.policy.composed_form import composed_form
-from components.policy.demonstrations import write_kernel
-from components.progress import Quiet
-from components.sandbox import pools
-from components.sandbox.judge import Judge
-from components.sandbox.pool import Job, LocalPool
-from components.sandbox.verdict import Admission, Verdict
-from components.task import KernelTask, load_task
+from components.agent.user_module import user_task
+from components.bootstrap.canonicalize import canonicalize
+from components.bootstrap.demonstrations import write_kernel
+from components.cli.main import main
+from components.core.config import PROJECT, Params
+from components.core.errors import UserError
+from components.core.progress import Quiet
+from components.core.task import KernelTask, load_task
+from components.judge import pool as pool_module
+from components.judge.judge import Judge
+from components.judge.pool import Job, LocalPool
+from components.judge.verdict import Admission, Verdict
 
 EXAMPLES = PROJECT / "docs" / "examples"
 TOKENIZER = tokenizer()
@@ -38,7 +39,15 @@ Lines = Callable[[int, int], str]
 
 
 def scripted(lines: Lines, params: Params, tokenizer: Any = TOKENIZER) -> Any:
-    def policy(task: KernelTask, count: int, pool: Any, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]) -> list[Trajectory]:
+    def policy(
+        task: KernelTask,
+        count: int,
+        pool: Any,
+        *,
+        epoch: str,
+        deadline: float | None,
+        on_progress: Callable[[int, int], None],
+    ) -> list[Trajectory]:
         return run_episodes(
             [task] * count,
             params=params,
@@ -60,7 +69,15 @@ def scripted(lines: Lines, params: Params, tokenizer: Any = TOKENIZER) -> Any:
 def search(lines: Lines, world: Any = None, attempts: int = 2, task: KernelTask = TASK) -> Outcome:
     settings = params(context=4096)
     return optimize(
-        settings, task, scripted(lines, settings), world or World(), attempts=attempts, budget_seconds=None, identity=["test"], origin="my.py", progress=Quiet()
+        settings,
+        task,
+        scripted(lines, settings),
+        world or World(),
+        attempts=attempts,
+        budget_seconds=None,
+        identity=["test"],
+        origin="my.py",
+        progress=Quiet(),
     )
 
 
@@ -71,13 +88,21 @@ def test_the_best_kernel_counts_also_when_a_trajectory_ends_worse() -> None:
     world = World()
     outcome = search(lambda i, t: f"{write([3.0, 1.2, 0.5][t] + i)}\n{call('Bash', command=MEASURE)}", world)
     assert outcome.found and outcome.files["kernels/forward.cpp"] == "// 4.0\n"
-    epochs = [epoch.rpartition("/")[0] for candidate, epoch in world.judged if dict(candidate.files) == outcome.files]
+    epochs = [
+        epoch.rpartition("/")[0]
+        for candidate, epoch in world.judged
+        if dict(candidate.files) == outcome.files
+    ]
     assert epochs == ["optimize", "evaluation/choice", "evaluation/reported"]
 
 
 @pytest.mark.parametrize(
     ("speed", "says"),
-    [(0.8, "runs at 0.80 times the speed of eager"), ("wrong", "no kernel was right"), (1.04, "runs at 1.04 times")],
+    [
+        (0.8, "runs at 0.80 times the speed of eager"),
+        ("wrong", "no kernel was right"),
+        (1.04, "runs at 1.04 times"),
+    ],
 )
 def test_what_is_no_gain_is_called_none(speed: float | str, says: str) -> None:
     outcome = search(lambda i, t: write(speed) if t == 0 else "Done.")
@@ -86,7 +111,10 @@ def test_what_is_no_gain_is_called_none(speed: float | str, says: str) -> None:
 
 def test_a_gain_that_torch_compile_gives_as_well_is_said_to_be_so() -> None:
     assert "torch.compile alone is the better choice" in headline(search(lambda i, t: write(1.5)))
-    assert headline(search(lambda i, t: write(4.0))) == "Found: 4.00 times as fast as eager PyTorch, 2.00 times as fast as torch.compile."
+    assert (
+        headline(search(lambda i, t: write(4.0)))
+        == "Found: 4.00 times as fast as eager PyTorch, 2.00 times as fast as torch.compile."
+    )
 
 
 def test_a_kernel_that_fails_when_measured_anew_is_no_gain() -> None:
@@ -94,23 +122,36 @@ def test_a_kernel_that_fails_when_measured_anew_is_no_gain() -> None:
         def submit(self, job: Job) -> Future[Verdict]:
             done: Future[Verdict] = Future()
             fails = job.epoch.startswith("evaluation/reported")
-            done.set_result(Verdict(status="wrong_output", reason="max_error:wide") if fails else verdict_of(dict(job.candidate.files)))
+            done.set_result(
+                Verdict(status="wrong_output", reason="max_error:wide")
+                if fails
+                else verdict_of(dict(job.candidate.files))
+            )
             return done
 
     outcome = search(lambda i, t: write(3.0), Fickle())
-    assert not outcome.found and "failed when it was measured again (wrong_output: max_error:wide)" in headline(outcome)
+    assert (
+        not outcome.found
+        and "failed when it was measured again (wrong_output: max_error:wide)" in headline(outcome)
+    )
 
 
 @pytest.mark.parametrize(
     ("reason", "evidence", "says"),
     [
-        ("does_not_run", {"detail": "No module named 'mine'"}, "the module does not run by itself (No module named 'mine')"),
+        (
+            "does_not_run",
+            {"detail": "No module named 'mine'"},
+            "the module does not run by itself (No module named 'mine')",
+        ),
         ("zeros_pass", EVIDENCE, "an output of zeros would pass as right"),
         ("not_deterministic", EVIDENCE, "dropout and batch norm belong in evaluation mode"),
     ],
 )
-def test_a_module_that_cannot_be_judged_is_refused_in_one_sentence(reason: str, evidence: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadInput, match=r"^my\.py: ") as raised:
+def test_a_module_that_cannot_be_judged_is_refused_in_one_sentence(
+    reason: str, evidence: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=r"^my\.py: ") as raised:
         search(lambda i, t: "Done.", World(Admission(False, reason, evidence)))
     assert says in str(raised.value)
 
@@ -141,7 +182,9 @@ def test_a_class_of_any_file_becomes_a_task(tmp_path: Path) -> None:
     for inputs in ("torch.ones(2, 3)", "[torch.ones(2, 3)]", "torch.ones(2, 3),"):
         space: dict[str, Any] = {}
         exec(user_task(file, "Layer", inputs, "[4]").code, space)
-        assert torch.equal(space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]()), torch.full((2, 3), 4.0))
+        assert torch.equal(
+            space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]()), torch.full((2, 3), 4.0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,10 +198,12 @@ def test_a_class_of_any_file_becomes_a_task(tmp_path: Path) -> None:
         (("", "", ""), "add Model, get_inputs(), get_init_inputs()"),
     ],
 )
-def test_a_mistake_in_what_is_given_is_one_sentence(tmp_path: Path, arguments: tuple[str, str, str], says: str) -> None:
+def test_a_mistake_in_what_is_given_is_one_sentence(
+    tmp_path: Path, arguments: tuple[str, str, str], says: str
+) -> None:
     file = tmp_path / "layer.py"
     file.write_text(LAYER)
-    with pytest.raises(BadInput) as raised:
+    with pytest.raises(UserError) as raised:
         user_task(file, *arguments)
     assert says in str(raised.value)
 
@@ -166,18 +211,22 @@ def test_a_mistake_in_what_is_given_is_one_sentence(tmp_path: Path, arguments: t
 @pytest.mark.parametrize("text", ["class Layer(:", "\0", "(" * 100_000])
 def test_a_file_that_is_no_python_is_bad_input(tmp_path: Path, text: str) -> None:
     (tmp_path / "layer.py").write_text(text)
-    with pytest.raises(BadInput, match="not valid Python"):
+    with pytest.raises(UserError, match="not valid Python"):
         user_task(tmp_path / "layer.py", "Layer", "torch.ones(2)", "")
 
 
 def example(name: str) -> KernelTask:
     path = EXAMPLES / f"{name}.py"
-    return user_task(path, "Block", "torch.randn(256, 1024)", "") if name == "normalised_mish" else load_task(path)
+    return (
+        user_task(path, "Block", "torch.randn(256, 1024)", "")
+        if name == "normalised_mish"
+        else load_task(path)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_the_examples_speak_the_language_of_the_small_policy(name: str) -> None:
-    form = composed_form(example(name).code)
+    form = canonicalize(example(name).code)
     assert form is not None and write_kernel(form, "simd", "cpu") is not None
 
 
@@ -185,13 +234,20 @@ def test_what_a_policy_was_made_for_comes_with_it_and_a_persons_choice_stays() -
     base = params()
     full = with_policy(base, {"prompt": "full", "context": 32_768}, frozenset())
     assert (full.policy.prompt, full.policy.context, full.evaluation.max_new_tokens) == ("full", 32_768, 8192)
-    chosen = with_policy(base, {"prompt": "full", "context": 32_768}, frozenset({"policy.context", "evaluation.max_new_tokens"}))
-    assert (chosen.policy.context, chosen.evaluation.max_new_tokens) == (base.policy.context, base.evaluation.max_new_tokens)
+    chosen = with_policy(
+        base,
+        {"prompt": "full", "context": 32_768},
+        frozenset({"policy.context", "evaluation.max_new_tokens"}),
+    )
+    assert (chosen.policy.context, chosen.evaluation.max_new_tokens) == (
+        base.policy.context,
+        base.evaluation.max_new_tokens,
+    )
 
 
 def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"config\.json is missing"):
-        folder_policy(tmp_path, params(), frozenset(), Effort())
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        folder_policy(tmp_path, params(), frozenset(), SearchBudget())
 
 
 # --- what it leaves ----------------------------------------------------------------------------------------------------
@@ -199,7 +255,7 @@ def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(BadInput, match="it holds other files"):
+    with pytest.raises(UserError, match="it holds other files"):
         check_out(tmp_path)
     check_out(tmp_path / "new")
 
@@ -208,7 +264,12 @@ def test_no_gain_leaves_a_report_of_what_was_tried(tmp_path: Path, judge: Judge)
     outcome = search(lambda i, t: write(["build_failed", 0.5][t]) if t < 2 else "Done.")
     record = hand_over(outcome, params(), tmp_path / "out", judge.builder.cache, "script")
     assert not record["found"] and record["speedup"]["eager"]["estimate"] == 0.5
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.py", "report.md", "result.json", "trajectories"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.py",
+        "report.md",
+        "result.json",
+        "trajectories",
+    ]
     text = (tmp_path / "out" / "report.md").read_text()
     assert "No gain found" in text and "| 1 | 3 | 1 | correct | 0.50 | stop |" in text
 
@@ -217,7 +278,11 @@ def test_the_drop_in_loads_its_library_before_anything_needs_it() -> None:
     source = '"""Words."""\nfrom __future__ import annotations\nimport torch\nimport cuda_extension\n'
     text = drop_in(source)
     compile(text, "model_new.py", "exec")
-    assert text.index("from __future__") < text.index("spec_from_file_location") < text.index("\nimport cuda_extension\n")
+    assert (
+        text.index("from __future__")
+        < text.index("spec_from_file_location")
+        < text.index("\nimport cuda_extension\n")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -232,11 +297,26 @@ def pool(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loc
 @pytest.fixture(scope="module")
 def optimised(judge: Judge, pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `out` of an optimisation under the real judge: a slow kernel first, then a fast one."""
-    task = example("energy_score")  # of the examples the one whose gain, 2.3 times, no load of the machine hides
-    kernels = {style: write_kernel(composed_form(task.code) or "", style, "cpu") for style in ("passes", "simd")}
-    said = [call("Write", file_path="kernels/forward.cpp", content=kernels[style]) for style in ("passes", "simd")]
-    outcome = search(lambda i, t: f"{said[t]}\n{call('Bash', command=MEASURE)}" if t < 2 else "Done.", pool, attempts=1, task=task)
-    assert outcome.verdict is not None and outcome.verdict.status == "correct" and outcome.files["kernels/forward.cpp"] == kernels["simd"]
+    task = example(
+        "energy_score"
+    )  # of the examples the one whose gain, 2.3 times, no load of the machine hides
+    kernels = {
+        style: write_kernel(canonicalize(task.code) or "", style, "cpu") for style in ("passes", "simd")
+    }
+    said = [
+        call("Write", file_path="kernels/forward.cpp", content=kernels[style]) for style in ("passes", "simd")
+    ]
+    outcome = search(
+        lambda i, t: f"{said[t]}\n{call('Bash', command=MEASURE)}" if t < 2 else "Done.",
+        pool,
+        attempts=1,
+        task=task,
+    )
+    assert (
+        outcome.verdict is not None
+        and outcome.verdict.status == "correct"
+        and outcome.files["kernels/forward.cpp"] == kernels["simd"]
+    )
     assert outcome.found, headline(outcome)
     out = tmp_path_factory.mktemp("optimised") / "out"
     record = hand_over(outcome, params(), out, judge.builder.cache, "script")
@@ -251,12 +331,16 @@ def test_a_module_of_ones_own_ends_as_a_drop_in_that_computes_the_same(optimised
         "old, new = Model(), ModelNew(); new.load_state_dict(old.state_dict()); x = get_inputs()\n"
         "torch.testing.assert_close(new(*x), old(*x)); print('same')"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=optimised.parent, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=optimised.parent, check=False
+    )
     assert done.stdout == "same\n", done.stderr
 
 
 @pytest.fixture
-def cuda_agent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def cuda_agent(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """The command in this process: exit code, standard output, standard error."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -270,12 +354,16 @@ def cuda_agent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
 
 def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_record(
-    tmp_path: Path, optimised: Path, pool: LocalPool, cuda_agent: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    optimised: Path,
+    pool: LocalPool,
+    cuda_agent: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(optimised / "trajectories", tmp_path / "trajectories")
     record = tmp_path / "trajectories" / "trajectories.jsonl"
     record.write_text(record.read_text().replace("Written kernels/forward.cpp.", "Written elsewhere.", 1))
-    monkeypatch.setattr(pools, "open_pool", lambda params, verdicts: pool)
+    monkeypatch.setattr(pool_module, "open_pool", lambda params, verdicts: pool)
     monkeypatch.setattr(pool, "close", lambda: None)
     measured = len(list(pool.verdicts.rglob("*.json")))
     code, _, said = cuda_agent("trajectory", "replay", str(tmp_path), "--profile", "ci")
@@ -286,9 +374,9 @@ def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_rec
 
 
 def test_the_loop_of_a_folder_policy_is_made_of_its_own_parameters() -> None:
-    policy = FolderPolicy(Path("nowhere"), params(prompt="compact"), "digest", Effort())
+    policy = FolderPolicy(Path("nowhere"), params(prompt="compact"), "digest", SearchBudget())
     assert (policy.attempts, policy.turns) == (24, params().evaluation.max_turns)
-    full = FolderPolicy(Path("nowhere"), params(prompt="full"), "digest", Effort(turns=7))
+    full = FolderPolicy(Path("nowhere"), params(prompt="full"), "digest", SearchBudget(turns=7))
     assert (full.attempts, full.turns) == (4, 7)
 
 
@@ -297,14 +385,24 @@ def test_the_loop_of_a_folder_policy_is_made_of_its_own_parameters() -> None:
     [
         (["nowhere.py"], "nowhere.py: the task file cannot be read"),
         ([str(EXAMPLES / "gated_gelu.py"), "--policy", "nowhere"], "--policy nowhere: no such folder"),
-        ([str(EXAMPLES / "gated_gelu.py"), "--model", "tiny"], "--model tiny: only a server has several models"),
-        ([str(EXAMPLES / "gated_gelu.py"), "--policy", "http://127.0.0.1:9", "--model", ""], "start the server or mend the address"),
+        (
+            [str(EXAMPLES / "gated_gelu.py"), "--model", "tiny"],
+            "--model tiny: only a server has several models",
+        ),
+        (
+            [str(EXAMPLES / "gated_gelu.py"), "--policy", "http://127.0.0.1:9", "--model", ""],
+            "start the server or mend the address",
+        ),
         ([str(EXAMPLES / "normalised_mish.py")], "a task needs class Model(nn.Module)"),
     ],
     ids=["no_file", "no_policy", "no_server", "server_is_down", "no_contract"],
 )
 def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
-    tmp_path: Path, cuda_agent: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+    tmp_path: Path,
+    cuda_agent: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, said = cuda_agent("optimize", *arguments, "--home", str(tmp_path / "home"))
@@ -314,5 +412,8 @@ def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
 
 def test_a_small_policy_says_when_a_module_is_none_that_it_has_learned() -> None:
     known = search(lambda i, t: "Done.")
-    other = search(lambda i, t: "Done.", task=TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", "torch.cumsum(x, 0)")}))
+    other = search(
+        lambda i, t: "Done.",
+        task=TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", "torch.cumsum(x, 0)")}),
+    )
     assert known.notes == () and other.notes == (NOT_LEARNED,)

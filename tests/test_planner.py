@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components import planner
-from components.config import PROJECT, BadInput, resolve
-from components.queueing import Load, enough_judges, simulate
+from components.core.config import PROJECT, resolve
+from components.core.errors import UserError
+from components.planning import capacity
+from components.planning.rollout_simulator import Load, enough_judges, simulate
 
 SMALL = Load(
     trajectories=40,
@@ -37,7 +38,9 @@ SMALL = Load(
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_memory_is_that_of_the_zero_papers_first_figure(stage: int, gigabytes: float) -> None:
-    assert planner.zero_memory(7.5e9, 64, stage, trained=1, frozen=0) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    assert capacity.zero_memory(7.5e9, 64, stage, trained=1, frozen=0) / 1e9 == pytest.approx(
+        gigabytes, abs=0.05
+    )
 
 
 def test_with_one_judge_the_step_lasts_as_long_as_all_judgements() -> None:
@@ -51,7 +54,11 @@ def test_with_one_judge_the_step_lasts_as_long_as_all_judgements() -> None:
 def test_without_a_queue_nobody_waits_and_time_is_the_longest_trajectory() -> None:
     load = replace(SMALL, turns=5, turns_spread=0, tokens_spread=0, judge_spread=0, judged_share=1.0)
     found = simulate(load, 40, seed=0)
-    assert found.seconds == pytest.approx(5 * (100 / 50 + 2), rel=0.03) and found.wait_p95 < 0.1 and found.longest_queue == 0
+    assert (
+        found.seconds == pytest.approx(5 * (100 / 50 + 2), rel=0.03)
+        and found.wait_p95 < 0.1
+        and found.longest_queue == 0
+    )
 
 
 def test_sequences_share_the_samplers_rate() -> None:
@@ -71,22 +78,28 @@ def test_more_judges_judge_the_same_and_hardly_ever_later(judges: int, seed: int
 def test_the_judges_needed_are_the_fewest_that_do() -> None:
     needed = enough_judges(SMALL, 1.05, seed=0)
     free = simulate(SMALL, SMALL.trajectories, seed=0).seconds
-    assert simulate(SMALL, needed, seed=0).seconds <= 1.05 * free < simulate(SMALL, needed - 1, seed=0).seconds
+    assert (
+        simulate(SMALL, needed, seed=0).seconds <= 1.05 * free < simulate(SMALL, needed - 1, seed=0).seconds
+    )
 
 
 def test_every_input_says_where_it_comes_from_and_can_be_replaced() -> None:
-    inputs = planner.default_inputs(resolve("h20-pool").params, planner.GPUS["h20"])
+    inputs = capacity.default_inputs(resolve("h20-pool").params, capacity.GPUS["h20"])
     assert {item.origin for item in inputs.values()} == {"parameter", "measured", "datasheet", "assumed"}
-    changed = planner.assume(inputs, ["parameters=230e9", "price=3"])
+    changed = capacity.assume(inputs, ["parameters=230e9", "price=3"])
     assert changed["active_parameters"].value == 230e9 and changed["price"].origin == "assumed"
     for wrong in ("prize=3", "price=cheap", "price=-1"):
-        with pytest.raises(BadInput, match="--assume"):
-            planner.assume(inputs, [wrong])
+        with pytest.raises(UserError, match="--assume"):
+            capacity.assume(inputs, [wrong])
 
 
 def test_a_slow_judge_is_named_as_the_bottleneck_and_more_judges_are_asked_for() -> None:
-    params = resolve("h20-pool", ("sandbox.judges=4", "warmup.rollouts.tasks=64", "agentic.rollouts.tasks=64")).params
-    found = planner.plan(params, planner.assume(planner.default_inputs(params, planner.GPUS["h20"]), ["judge_seconds=60"]))
+    params = resolve(
+        "h20-pool", ("sandbox.judges=4", "warmup.rollouts.tasks=64", "agentic.rollouts.tasks=64")
+    ).params
+    found = capacity.plan(
+        params, capacity.assume(capacity.default_inputs(params, capacity.GPUS["h20"]), ["judge_seconds=60"])
+    )
     assert found["stages"]["agentic"]["bottleneck"] == "judging" and found["judges"]["needed"] > 4
     assert found["cost"] == pytest.approx(found["gpu_hours"] * found["inputs"]["price"]["value"])
     tail = found["stages"]["agentic"]["tail"]
@@ -94,21 +107,48 @@ def test_a_slow_judge_is_named_as_the_bottleneck_and_more_judges_are_asked_for()
 
 
 def test_the_papers_model_does_not_fit_without_zero_3() -> None:
-    params = resolve("h20-pool", ("warmup.rollouts.tasks=8", "agentic.rollouts.tasks=8", "engine.tokens_per_microbatch=16384")).params
+    params = resolve(
+        "h20-pool",
+        ("warmup.rollouts.tasks=8", "agentic.rollouts.tasks=8", "engine.tokens_per_microbatch=16384"),
+    ).params
     choices = ["parameters=230e9", "active_parameters=23e9", "layers=60", "hidden=6144", "trainer_gpus=256"]
-    memory = planner.plan(params, planner.assume(planner.default_inputs(params, planner.GPUS["h20"]), choices))["memory_bytes_per_gpu"]
+    memory = capacity.plan(
+        params, capacity.assume(capacity.default_inputs(params, capacity.GPUS["h20"]), choices)
+    )["memory_bytes_per_gpu"]
     assert [memory[f"zero-{stage}"]["fits"] for stage in range(4)] == [False, False, False, True]
 
 
 def test_what_the_trajectories_of_a_home_measured_takes_the_place_of_what_was_assumed() -> None:
-    found = planner.measured_inputs([1, 4, 16], [100, 100, 100])
+    found = capacity.measured_inputs([1, 4, 16], [100, 100, 100])
     assert found["turns"].value == pytest.approx(4) and found["tokens_spread"].value == 0
     assert all(item.origin == "measured" for item in found.values())
 
 
 def test_the_command_prints_one_object_and_refuses_a_profile_of_the_cpu() -> None:
-    command = [sys.executable, "-m", "components.cli", "plan", "--json", "--set", "warmup.rollouts.tasks=16", "--set", "agentic.rollouts.tasks=16"]
+    command = [
+        sys.executable,
+        "-m",
+        "components.cli",
+        "plan",
+        "--json",
+        "--set",
+        "warmup.rollouts.tasks=16",
+        "--set",
+        "agentic.rollouts.tasks=16",
+    ]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert set(json.loads(done.stdout)) >= {"memory_bytes_per_gpu", "stages", "judges", "gpu_hours", "cost", "inputs", "left_out"}
-    refused = subprocess.run([*command, "--profile", "smoke"], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "device=cuda" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert set(json.loads(done.stdout)) >= {
+        "memory_bytes_per_gpu",
+        "stages",
+        "judges",
+        "gpu_hours",
+        "cost",
+        "inputs",
+        "left_out",
+    }
+    refused = subprocess.run(
+        [*command, "--profile", "smoke"], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert (
+        refused.returncode == 2 and "device=cuda" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    )

@@ -13,20 +13,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from components.config import BadInput, Params, resolve
-from components.policy import coldstart as cold
-from components.policy.corpus import plan
-from components.policy.demonstrations import demonstration
-from components.policy.generate import TransformersSampler, draw
-from components.policy.model import load_model, load_tokenizer, verify_checkpoint
-from components.policy.muon import Muon
-from components.policy.sampling import Completion
-from components.policy.tokenizer import encode_messages, train_tokenizer
-from components.progress import Quiet
+from components.bootstrap import cold_start
+from components.bootstrap.corpus import plan
+from components.bootstrap.demonstrations import demonstration
+from components.bootstrap.muon import Muon
+from components.bootstrap.tokenizer import encode_messages, train_tokenizer
+from components.core.config import Params, resolve
+from components.core.errors import UserError
+from components.core.progress import Quiet
+from components.core.task import KernelTask
+from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
+from components.policy.sampler import Completion
+from components.policy.transformers_sampler import TransformersSampler, draw
 from components.synthesis.compose import stream
-from components.task import KernelTask
 
-TINY = ("coldstart.steps=8", "coldstart.tokens_per_step=1024", "coldstart.demonstrations=60", "policy.hidden=32", "policy.layers=1", "policy.heads=2")
+TINY = (
+    "coldstart.steps=8",
+    "coldstart.tokens_per_step=1024",
+    "coldstart.demonstrations=60",
+    "policy.hidden=32",
+    "policy.layers=1",
+    "policy.heads=2",
+)
 TINY += ("policy.kv_heads=1", "policy.head_dim=16", "policy.feed_forward=64", "policy.vocabulary=512")
 
 
@@ -43,7 +51,11 @@ def tasks(params: Params) -> list[KernelTask]:
 @pytest.fixture(scope="module")
 def conversations(params: Params, tasks: list[KernelTask]) -> list[list[dict[str, str]]]:
     rng = random.Random(0)
-    return [demonstration(task, rng, params.coldstart.model_copy(update={"multi_turn_share": 0.5}), "cpu") for task in tasks for _ in range(3)]
+    return [
+        demonstration(task, rng, params.coldstart.model_copy(update={"multi_turn_share": 0.5}), "cpu")
+        for task in tasks
+        for _ in range(3)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +65,48 @@ def tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedTokenizerB
 
 @pytest.fixture(scope="module")
 def model(params: Params, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    model = cold.new_model(params, len(tokenizer), tokenizer).eval()
+    model = cold_start.new_model(params, len(tokenizer), tokenizer).eval()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(8)  # far from uniform, so that a wrong position or mask shows
     return model
 
 
-def sampler(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int = 8) -> TransformersSampler:
+def sampler(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int = 8
+) -> TransformersSampler:
     return TransformersSampler(model, tokenizer, batch=batch, device="cpu", version="test")
 
 
-def prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], count: int) -> list[list[int]]:
-    return [encode_messages(tokenizer, conversation[:1])[0] for conversation in conversations[: 3 * count : 3]]
+def prompts(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], count: int
+) -> list[list[int]]:
+    return [
+        encode_messages(tokenizer, conversation[:1])[0] for conversation in conversations[: 3 * count : 3]
+    ]
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["a\r\n\tb\n\n\n", "é 漢 🙂", "x = -0.75 * 1e-5 + 1024.5\n", " ", "<tool_call>\n<tool_call>", "", "0.1.2.3 10000000 v2.0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\r\n\tb\n\n\n",
+        "é 漢 🙂",
+        "x = -0.75 * 1e-5 + 1024.5\n",
+        " ",
+        "<tool_call>\n<tool_call>",
+        "",
+        "0.1.2.3 10000000 v2.0",
+    ],
+)
 def test_any_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_a_constant_is_one_token_the_same_in_task_and_kernel(tokenizer: PreTrainedTokenizerBase, tasks: list[KernelTask]) -> None:
+def test_a_constant_is_one_token_the_same_in_task_and_kernel(
+    tokenizer: PreTrainedTokenizerBase, tasks: list[KernelTask]
+) -> None:
     constants = {constant for task in tasks for constant in re.findall(r"\d\.\d+", task.code)}
     assert len(constants) > 5
     for constant in constants:
@@ -92,12 +123,18 @@ def test_conversation_is_the_chat_template_and_the_mask_what_the_assistant_says(
 ) -> None:
     for conversation in conversations:
         ids, mask = encode_messages(tokenizer, conversation)
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(conversation, tokenize=False).removesuffix("\n")
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+            conversation, tokenize=False
+        ).removesuffix("\n")
         own = tokenizer.decode([token for token, said in zip(ids, mask, strict=True) if said])
-        assert own == "".join(message["content"] + "<|im_end|>" for message in conversation if message["role"] == "assistant")
+        assert own == "".join(
+            message["content"] + "<|im_end|>" for message in conversation if message["role"] == "assistant"
+        )
 
 
-def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]]) -> None:
+def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]]
+) -> None:
     conversation = next(c for c in conversations if len(c) > 2)
     user, turn, tool = (message["content"] for message in conversation[:3])
     pieces = [f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", f"{turn}<|im_end|>"]
@@ -106,7 +143,9 @@ def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(tokenizer:
     assert encode_messages(tokenizer, conversation)[0][: len(grown)] == grown
 
 
-def test_tokenizer_is_the_same_after_saving(tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], tmp_path: Path) -> None:
+def test_tokenizer_is_the_same_after_saving(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], tmp_path: Path
+) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert encode_messages(loaded, conversations[0]) == encode_messages(tokenizer, conversations[0])
@@ -128,32 +167,47 @@ def test_tokenizer_is_the_same_after_saving(tokenizer: PreTrainedTokenizerBase, 
     ],
 )
 def test_a_damaged_model_folder_is_one_sentence(
-    params: Params, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str, content: str | None, said: str
+    params: Params,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    name: str,
+    content: str | None,
+    said: str,
 ) -> None:
     folder = tmp_path / "policy"
-    cold.new_model(params, len(tokenizer), tokenizer).save_pretrained(folder)
+    cold_start.new_model(params, len(tokenizer), tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     load_tokenizer(folder), load_model(folder)
     if content is None:
         (folder / name).unlink()
     else:
         (folder / name).write_text(content)
-    with pytest.raises(BadInput, match=rf"policy: .*{said}"):
+    with pytest.raises(UserError, match=rf"policy: .*{said}"):
         load_tokenizer(folder), load_model(folder)
 
 
 # --- sampler -------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_seeds_give_equal_completions_and_others_differ(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list) -> None:
+def test_equal_seeds_give_equal_completions_and_others_differ(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list
+) -> None:
     given = prompts(tokenizer, conversations, 6)
-    first, again, other = (sampler(model, tokenizer).generate(given, max_new_tokens=12, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        sampler(model, tokenizer).generate(given, max_new_tokens=12, temperature=1.0, seed=seed)
+        for seed in (1, 1, 2)
+    )
     assert first == again and first != other
 
 
-def test_a_sequence_does_not_depend_on_its_batch(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list) -> None:
+def test_a_sequence_does_not_depend_on_its_batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list
+) -> None:
     given = prompts(tokenizer, conversations, 12)
-    together, apart = (sampler(model, tokenizer, batch).generate(given, max_new_tokens=80, temperature=1.0, seed=5) for batch in (12, 1))
+    together, apart = (
+        sampler(model, tokenizer, batch).generate(given, max_new_tokens=80, temperature=1.0, seed=5)
+        for batch in (12, 1)
+    )
     assert [c.ids for c in together] == [c.ids for c in apart]
 
 
@@ -162,18 +216,26 @@ def test_logprobs_are_those_of_the_whole_sequence_at_once(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list, temperature: float
 ) -> None:
     given = prompts(tokenizer, conversations, 12)
-    completions = sampler(model, tokenizer).generate(given, max_new_tokens=80, temperature=temperature, seed=5)
+    completions = sampler(model, tokenizer).generate(
+        given, max_new_tokens=80, temperature=temperature, seed=5
+    )
     for prompt, completion in zip(given, completions, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *completion.ids]])).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(
+            1, torch.tensor(completion.ids)[:, None]
+        )[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-4, rtol=0)
         if temperature == 0:
             assert completion.ids == tuple(logits.argmax(-1).tolist())
 
 
-def test_a_turn_ends_with_its_end_token_or_at_the_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list) -> None:
-    for completion in sampler(model, tokenizer).generate(prompts(tokenizer, conversations, 20) * 4, max_new_tokens=200, temperature=2.0, seed=0):
+def test_a_turn_ends_with_its_end_token_or_at_the_limit(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list
+) -> None:
+    for completion in sampler(model, tokenizer).generate(
+        prompts(tokenizer, conversations, 20) * 4, max_new_tokens=200, temperature=2.0, seed=0
+    ):
         stopped = completion.finish_reason == "stop"
         assert completion.ids.count(tokenizer.eos_token_id) == (1 if stopped else 0)
         assert completion.ids[-1] == tokenizer.eos_token_id if stopped else len(completion.ids) == 200
@@ -182,7 +244,9 @@ def test_a_turn_ends_with_its_end_token_or_at_the_limit(model: PreTrainedModel, 
 
 def test_the_context_window_cuts_a_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     context = model.config.max_position_embeddings
-    almost, full = sampler(model, tokenizer).generate([[5] * (context - 2), [5] * context], max_new_tokens=9, temperature=0.0, seed=0)
+    almost, full = sampler(model, tokenizer).generate(
+        [[5] * (context - 2), [5] * context], max_new_tokens=9, temperature=0.0, seed=0
+    )
     assert len(almost.ids) <= 2
     assert full == Completion((), (), "length")
 
@@ -223,24 +287,30 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def run(params: Params, tasks: list[KernelTask], out: Path, progress: Watch | Quiet) -> dict[str, torch.Tensor]:
-    manifest = cold.coldstart(params, iter(tasks), out, dataset="d", code="c", progress=progress)
+def run(
+    params: Params, tasks: list[KernelTask], out: Path, progress: Watch | Quiet
+) -> dict[str, torch.Tensor]:
+    manifest = cold_start.coldstart(params, iter(tasks), out, dataset="d", code="c", progress=progress)
     assert verify_checkpoint(out) == manifest and not (out.parent / "state").exists()
     return weights(out)
 
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(cold, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(cold_start.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(cold_start, "SAVE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("one_core")
-def test_a_killed_cold_start_continues_to_the_same_weights(params: Params, tasks: list[KernelTask], tmp_path: Path) -> None:
+def test_a_killed_cold_start_continues_to_the_same_weights(
+    params: Params, tasks: list[KernelTask], tmp_path: Path
+) -> None:
     whole = run(params, tasks, tmp_path / "a/checkpoint", watch := Watch())
     assert watch.losses[8] < watch.losses[1]
     with pytest.raises(KeyboardInterrupt):
-        cold.coldstart(params, iter(tasks), tmp_path / "b/checkpoint", dataset="d", code="c", progress=Watch(die_at=5))
+        cold_start.coldstart(
+            params, iter(tasks), tmp_path / "b/checkpoint", dataset="d", code="c", progress=Watch(die_at=5)
+        )
     assert not (tmp_path / "b/checkpoint").exists()
     rest = run(params, [], tmp_path / "b/checkpoint", again := Watch())
     assert min(again.losses) == 5, "step 5 died after its update and before its state was kept"
@@ -248,18 +318,26 @@ def test_a_killed_cold_start_continues_to_the_same_weights(params: Params, tasks
 
 
 @pytest.mark.usefixtures("one_core")
-def test_state_of_other_parameters_is_not_continued(params: Params, tasks: list[KernelTask], tmp_path: Path) -> None:
+def test_state_of_other_parameters_is_not_continued(
+    params: Params, tasks: list[KernelTask], tmp_path: Path
+) -> None:
     with pytest.raises(KeyboardInterrupt):
-        cold.coldstart(params, iter(tasks), tmp_path / "checkpoint", dataset="d", code="c", progress=Watch(die_at=5))
-    changed = params.model_copy(update={"coldstart": params.coldstart.model_copy(update={"learning_rate": 0.001})})
+        cold_start.coldstart(
+            params, iter(tasks), tmp_path / "checkpoint", dataset="d", code="c", progress=Watch(die_at=5)
+        )
+    changed = params.model_copy(
+        update={"coldstart": params.coldstart.model_copy(update={"learning_rate": 0.001})}
+    )
     run(changed, tasks, tmp_path / "checkpoint", watch := Watch())
     assert min(watch.losses) == 1
 
 
-def test_two_processes_learn_what_one_does(params: Params, tasks: list[KernelTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_learn_what_one_does(
+    params: Params, tasks: list[KernelTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for count in (1, 2):
-        monkeypatch.setattr(cold.os, "cpu_count", lambda count=count: count)
+        monkeypatch.setattr(cold_start.os, "cpu_count", lambda count=count: count)
         results.append(run(params, tasks, tmp_path / str(count) / "checkpoint", Quiet()))
     for name, tensor in results[0].items():
         torch.testing.assert_close(results[1][name], tensor, atol=2e-3, rtol=0)
@@ -268,10 +346,15 @@ def test_two_processes_learn_what_one_does(params: Params, tasks: list[KernelTas
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("ends", "says"), [((), RuntimeError), ((KeyboardInterrupt(),), KeyboardInterrupt)])
 def test_a_second_process_killed_while_it_waits_ends_the_first_at_once(
-    params: Params, tasks: list[KernelTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[BaseException, ...], says: type[BaseException]
+    params: Params,
+    tasks: list[KernelTask],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: tuple[BaseException, ...],
+    says: type[BaseException],
 ) -> None:
     """As one signal to both does, or a kernel that is out of memory."""
-    monkeypatch.setattr(cold.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(cold_start.os, "cpu_count", lambda: 2)
 
     class Kill:
         def update(self, stage: str, step: int, total: int, **figures: float) -> None:
@@ -284,21 +367,29 @@ def test_a_second_process_killed_while_it_waits_ends_the_first_at_once(
                     raise error
 
     with pytest.raises(says):
-        cold.coldstart(params, iter(tasks), tmp_path / "checkpoint", dataset="d", code="c", progress=Kill())
+        cold_start.coldstart(
+            params, iter(tasks), tmp_path / "checkpoint", dataset="d", code="c", progress=Kill()
+        )
     assert not multiprocessing.active_children()
     run(params, [], tmp_path / "checkpoint", Quiet())
 
 
 @pytest.mark.usefixtures("one_core")
-def test_too_few_tasks_are_a_mistake_of_the_caller(params: Params, tasks: list[KernelTask], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"coldstart\.demonstrations"):
-        cold.coldstart(params, iter(tasks[:5]), tmp_path / "checkpoint", dataset="d", code="c", progress=Quiet())
+def test_too_few_tasks_are_a_mistake_of_the_caller(
+    params: Params, tasks: list[KernelTask], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"coldstart\.demonstrations"):
+        cold_start.coldstart(
+            params, iter(tasks[:5]), tmp_path / "checkpoint", dataset="d", code="c", progress=Quiet()
+        )
 
 
-def test_held_out_tasks_are_never_demonstrated(params: Params, tasks: list[KernelTask], tmp_path: Path) -> None:
+def test_held_out_tasks_are_never_demonstrated(
+    params: Params, tasks: list[KernelTask], tmp_path: Path
+) -> None:
     held_out = [task.model_copy(update={"split": "held_out"}) for task in tasks]
-    with pytest.raises(BadInput):
-        cold.make_corpus(params, iter(held_out), tmp_path / "corpus", Quiet())
+    with pytest.raises(UserError):
+        cold_start.make_corpus(params, iter(held_out), tmp_path / "corpus", Quiet())
 
 
 def test_the_plan_uses_every_conversation_once_an_epoch_and_fills_its_micro_batches() -> None:

@@ -16,45 +16,86 @@ from typing import Any
 import httpx
 import pytest
 from mlflow import MlflowClient
-from prefect_world import free_port, prefect_server
+from prefect_fixtures import free_port, prefect_server
 
-from components.config import PROJECT
+from components.core.config import PROJECT
 
 PROGRAMS = ("initdb", "postgres", "psql", "pg_dump", "pg_restore", "createdb", "dropdb")
 
 
 def programs() -> Path | None:
     """The folder of one release's programs: Debian keeps them off the path."""
-    places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True), *(Path(place) for place in os.environ.get("PATH", "").split(os.pathsep))]
+    places = [
+        *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),
+        *(Path(place) for place in os.environ.get("PATH", "").split(os.pathsep)),
+    ]
     return next((place for place in places if all((place / name).exists() for name in PROGRAMS)), None)
 
 
 @pytest.fixture(scope="module")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a client of a server with the project's two databases."""
-    pytest.importorskip("psycopg2", reason="psycopg2-binary (MLflow's driver for PostgreSQL) is not installed")
+    pytest.importorskip(
+        "psycopg2", reason="psycopg2-binary (MLflow's driver for PostgreSQL) is not installed"
+    )
     place = programs()
     if place is None:
-        pytest.skip(f"PostgreSQL's programs are not installed ({', '.join(PROGRAMS)}): apt-get install postgresql")
+        pytest.skip(
+            f"PostgreSQL's programs are not installed ({', '.join(PROGRAMS)}): apt-get install postgresql"
+        )
     # PostgreSQL refuses to run as root.
-    user = next((name for name in ("postgres", "nobody") if name in {entry.pw_name for entry in pwd.getpwall()}), None) if os.geteuid() == 0 else None
-    folder = Path(tempfile.mkdtemp(prefix="pg-"))  # its socket's path must be short, and reachable by another user
+    user = (
+        next(
+            (name for name in ("postgres", "nobody") if name in {entry.pw_name for entry in pwd.getpwall()}),
+            None,
+        )
+        if os.geteuid() == 0
+        else None
+    )
+    folder = Path(
+        tempfile.mkdtemp(prefix="pg-")
+    )  # its socket's path must be short, and reachable by another user
     if user is not None:
         shutil.chown(folder, user)
     data, port = folder / "data", str(free_port())
     environment = {**os.environ, "PATH": f"{place}{os.pathsep}{os.environ['PATH']}", "LC_ALL": "C"}
     environment |= {"PGHOST": "127.0.0.1", "PGPORT": port, "PGUSER": "cuda_agent"}
     quick = ["-c", "fsync=off", "-c", f"unix_socket_directories={folder}", "-p", port, "-h", "127.0.0.1"]
-    subprocess.run([place / "initdb", "-D", data, "-U", "cuda_agent", "-A", "trust"], user=user, env=environment, check=True, capture_output=True)
-    server = subprocess.Popen([place / "postgres", "-D", data, *quick], user=user, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [place / "initdb", "-D", data, "-U", "cuda_agent", "-A", "trust"],
+        user=user,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    server = subprocess.Popen(
+        [place / "postgres", "-D", data, *quick],
+        user=user,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         for _ in range(120):
-            if subprocess.run([place / "psql", "-d", "postgres", "-c", "select 1"], env=environment, capture_output=True, check=False).returncode == 0:
+            if (
+                subprocess.run(
+                    [place / "psql", "-d", "postgres", "-c", "select 1"],
+                    env=environment,
+                    capture_output=True,
+                    check=False,
+                ).returncode
+                == 0
+            ):
                 break
             assert server.poll() is None
             time.sleep(0.5)
         databases = PROJECT / "infra" / "postgres" / "databases.sql"
-        subprocess.run([place / "psql", "-d", "postgres", "-v", "ON_ERROR_STOP=1", "-f", databases], env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [place / "psql", "-d", "postgres", "-v", "ON_ERROR_STOP=1", "-f", databases],
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
         yield environment
     finally:
         server.send_signal(signal.SIGINT)  # fast: SIGTERM would wait for clients that keep their connection
@@ -68,7 +109,9 @@ def backup(environment: dict[str, str], act: str, folder: Path) -> subprocess.Co
 
 
 def mlflow_at(environment: dict[str, str]) -> MlflowClient:
-    return MlflowClient(tracking_uri=f"postgresql+psycopg2://cuda_agent@127.0.0.1:{environment['PGPORT']}/mlflow")
+    return MlflowClient(
+        tracking_uri=f"postgresql+psycopg2://cuda_agent@127.0.0.1:{environment['PGPORT']}/mlflow"
+    )
 
 
 def prefect_variables(environment: dict[str, str], folder: Path, write: bool) -> Any:
@@ -77,14 +120,18 @@ def prefect_variables(environment: dict[str, str], folder: Path, write: bool) ->
     url = f"postgresql+asyncpg://cuda_agent@127.0.0.1:{environment['PGPORT']}/prefect"
     with prefect_server(folder, PREFECT_SERVER_DATABASE_CONNECTION_URL=url) as client:
         if write:
-            httpx.post(f"{client['PREFECT_API_URL']}/variables/", json={"name": "kept", "value": "so"}, timeout=30).raise_for_status()
+            httpx.post(
+                f"{client['PREFECT_API_URL']}/variables/", json={"name": "kept", "value": "so"}, timeout=30
+            ).raise_for_status()
         answer = httpx.get(f"{client['PREFECT_API_URL']}/variables/name/kept", timeout=30)
         answer.raise_for_status()
         return answer.json()["value"]
 
 
 @pytest.mark.timeout(600)
-def test_both_make_their_tables_and_a_back_up_brings_everything_back(postgres: dict[str, str], tmp_path: Path) -> None:
+def test_both_make_their_tables_and_a_back_up_brings_everything_back(
+    postgres: dict[str, str], tmp_path: Path
+) -> None:
     client = mlflow_at(postgres)
     experiment = client.create_experiment("nights", artifact_location=(tmp_path / "artifacts").as_uri())
     run = client.create_run(experiment).info.run_id

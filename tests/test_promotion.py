@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promotion_world import PARAMS, WAITING, aliases, office_of, settle
-from promotion_world import blank as blank
-from promotion_world import home as home
+from promotion_fixtures import PARAMS, WAITING, aliases, office_of, settle
+from promotion_fixtures import blank as blank
+from promotion_fixtures import home as home
 from typer.testing import CliRunner
 
-from components.cli import app
-from components.config import BadInput
+from components.cli.main import app
+from components.core.errors import UserError
 from components.registry import models
-from components.registry.audit import BrokenChain
+from components.registry.audit import AuditChainError
 from components.registry.gates import Decision
 from components.registry.promotion import NotPassed
 
@@ -31,7 +31,11 @@ def test_promotion_then_rollback_and_the_chain_tells_who_and_on_what(home: Path)
     entries = office.chain.entries()
     assert [entry.action for entry in entries] == ["promoted", "promoted", "rolled_back"]
     assert entries[-1].who == "kim" and entries[-1].reason == "slow on the fleet"
-    assert entries[1].evidence["checkpoint.digest"] and entries[1].evidence["report.digest"] and entries[1].evidence["dataset.version"] == "d1"
+    assert (
+        entries[1].evidence["checkpoint.digest"]
+        and entries[1].evidence["report.digest"]
+        and entries[1].evidence["dataset.version"] == "d1"
+    )
     assert office.verify() == []
 
 
@@ -45,7 +49,7 @@ def test_a_person_approves_or_refuses_what_waits_and_nothing_else(home: Path) ->
     office = office_of(home)
     settle(office, "1", WAITING)
     assert aliases(office) == {} and models.decision_of(office.client, PARAMS.model, "1") == "waiting"
-    with pytest.raises(BadInput, match="use cuda-agent models approve 1"):
+    with pytest.raises(UserError, match="use cuda-agent models approve 1"):
         office.promote("1")
     assert office.approve("1", who="kim").action == "approved"
     assert aliases(office) == {"champion": "1"}
@@ -53,7 +57,7 @@ def test_a_person_approves_or_refuses_what_waits_and_nothing_else(home: Path) ->
     assert office.decline("2", reason="no").action == "declined"
     assert aliases(office) == {"champion": "1"}
     for act in (office.approve, office.decline):
-        with pytest.raises(BadInput, match="does not wait for a decision"):
+        with pytest.raises(UserError, match="does not wait for a decision"):
             act("2")
     with pytest.raises(NotPassed):
         office.promote("2")
@@ -67,7 +71,10 @@ def test_an_approval_that_comes_too_late_expires(home: Path) -> None:
     time.sleep(0.01)
     assert office.approve("2").action == "expired"
     assert [entry.version for entry in office.expire()] == ["3"] and office.expire() == []
-    assert aliases(office) == {"champion": "1"} and models.decision_of(office.client, PARAMS.model, "3") == "expired"
+    assert (
+        aliases(office) == {"champion": "1"}
+        and models.decision_of(office.client, PARAMS.model, "3") == "expired"
+    )
 
 
 def test_an_approval_is_void_when_another_champion_reigns_by_now(home: Path) -> None:
@@ -75,7 +82,7 @@ def test_an_approval_is_void_when_another_champion_reigns_by_now(home: Path) -> 
     settle(office, "1")
     settle(office, "2", WAITING, champion="1")
     settle(office, "3", champion="1")
-    with pytest.raises(BadInput, match=r"compared it with version 1, and now there is version 3"):
+    with pytest.raises(UserError, match=r"compared it with version 1, and now there is version 3"):
         office.approve("2")
     assert aliases(office)["champion"] == "3"
 
@@ -84,7 +91,7 @@ def test_a_report_changed_after_the_gates_passed_voids_the_approval(home: Path) 
     office = office_of(home)
     settle(office, "1", WAITING)
     (home / "report-1.html").write_text("<html>better</html>")
-    with pytest.raises(BadInput, match=r"report\.digest changed"):
+    with pytest.raises(UserError, match=r"report\.digest changed"):
         office.approve("1")
 
 
@@ -97,8 +104,11 @@ def test_a_checkpoint_with_one_flipped_byte_is_refused_by_name(home: Path, name:
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
-    for act in (lambda: settle(office, "2", champion="1"), lambda: office.promote("2", override=True, reason="x")):
-        with pytest.raises(BadInput, match=str(file).replace(".", r"\.")):
+    for act in (
+        lambda: settle(office, "2", champion="1"),
+        lambda: office.promote("2", override=True, reason="x"),
+    ):
+        with pytest.raises(UserError, match=str(file).replace(".", r"\.")):
             act()
     assert aliases(office) == {"champion": "1"} and len(office.chain.entries()) == 1
 
@@ -109,7 +119,7 @@ def test_a_damaged_previous_champion_is_not_returned_to(home: Path) -> None:
     settle(office, "2", champion="1")
     file = models.checkpoint(office.client, PARAMS.model, "1", home / "scratch") / "model.safetensors"
     file.write_bytes(b"other")
-    with pytest.raises(BadInput, match=r"model\.safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         office.rollback()
     assert aliases(office)["champion"] == "2"
     assert len(office.verify()) == 1 and "previous (version 1)" in office.verify()[0]
@@ -118,7 +128,7 @@ def test_a_damaged_previous_champion_is_not_returned_to(home: Path) -> None:
 def test_an_override_needs_a_reason_and_is_told(home: Path) -> None:
     office = office_of(home)
     settle(office, "1", Decision(verdict="refused", gates=(), reasons=("too slow.",)))
-    with pytest.raises(BadInput, match="--reason"):
+    with pytest.raises(UserError, match="--reason"):
         office.promote("1", override=True)
     assert office.promote("1", override=True, reason="the old one crashes").evidence["override"] is True
     assert aliases(office) == {"champion": "1"}
@@ -135,7 +145,10 @@ def changed(path: Path) -> None:
         (lambda folder: changed(folder / "000001.json"), "000001.json: this audit entry was changed"),
         (lambda folder: (folder / "000001.json").unlink(), "000001.json: this audit entry is missing"),
         (lambda folder: (folder / "000003.json").unlink(), "names entry 3, which the chain does not hold"),
-        (lambda folder: (folder / "000002.json").write_text("{"), "000002.json: this audit entry cannot be read"),
+        (
+            lambda folder: (folder / "000002.json").write_text("{"),
+            "000002.json: this audit entry cannot be read",
+        ),
     ],
 )
 def test_a_changed_audit_chain_is_noticed_and_stops_every_act(home: Path, tamper: Any, says: str) -> None:
@@ -145,7 +158,7 @@ def test_a_changed_audit_chain_is_noticed_and_stops_every_act(home: Path, tamper
     office.rollback()
     tamper(office.chain.folder)
     assert says in office.verify()[0]
-    with pytest.raises(BrokenChain, match=says.split(",")[0]):
+    with pytest.raises(AuditChainError, match=says.split(",")[0]):
         office.rollback()
 
 
@@ -156,7 +169,12 @@ def test_aliases_moved_by_other_means_get_an_entry_of_their_own(home: Path) -> N
     office.client.set_registered_model_alias(PARAMS.model, "champion", "3")
     assert "champion 3" in office.verify()[0]
     office.rollback()
-    assert [entry.action for entry in office.chain.entries()] == ["promoted", "promoted", "found", "rolled_back"]
+    assert [entry.action for entry in office.chain.entries()] == [
+        "promoted",
+        "promoted",
+        "found",
+        "rolled_back",
+    ]
     assert aliases(office) == {"champion": "1", "previous": "3"} and office.verify() == []
 
 
@@ -173,13 +191,24 @@ def test_a_release_manager_decides_by_commands_alone(home: Path) -> None:
     office = office_of(home)
     settle(office, "1")
     settle(office, "2", WAITING, champion="1")
-    code, found, people = command(home, "approve", "2", "--reason", "read")
-    assert code == 0 and found["aliases"]["champion"] == "2" and found["decision"] == "approved" and "version 2 is champion" in people
+    code, found, stderr_console = command(home, "approve", "2", "--reason", "read")
+    assert (
+        code == 0
+        and found["aliases"]["champion"] == "2"
+        and found["decision"] == "approved"
+        and "version 2 is champion" in stderr_console
+    )
     assert found["entry"]["reason"] == "read" and {"name", "version", "gates"} <= set(found)
     assert command(home, "rollback")[1]["aliases"]["champion"] == "1"
     assert command(home, "promote", "2")[1]["aliases"] == {"champion": "2", "previous": "1"}
     code, found, _ = command(home, "audit")
-    assert code == 0 and [entry["action"] for entry in found["entries"]] == ["promoted", "waiting", "approved", "rolled_back", "promoted"]
+    assert code == 0 and [entry["action"] for entry in found["entries"]] == [
+        "promoted",
+        "waiting",
+        "approved",
+        "rolled_back",
+        "promoted",
+    ]
     code, found, _ = command(home, "verify")
     assert code == 0 and found["intact"] is True
 
@@ -192,15 +221,15 @@ def test_what_is_not_done_has_its_own_exit_code(home: Path) -> None:
     time.sleep(0.01)
     code, found, _ = command(home, "approve", "1")
     assert code == 4 and found["decision"] == "expired"
-    code, found, people = command(home, "promote", "2")
-    assert code == 4 and found == {} and "its gates did not pass" in people
+    code, found, stderr_console = command(home, "promote", "2")
+    assert code == 4 and found == {} and "its gates did not pass" in stderr_console
     assert command(home, "refuse", "3", "--reason", "not now")[1]["decision"] == "declined"
-    with pytest.raises(BadInput, match="no version 9"):
+    with pytest.raises(UserError, match="no version 9"):
         command(home, "show", "9")
     office.client.set_model_version_tag(PARAMS.model, "3", "profile", "h20-pool")
-    with pytest.raises(BadInput, match=r"version 3 comes of a night of h20-pool.*give --profile h20-pool"):
+    with pytest.raises(UserError, match=r"version 3 comes of a night of h20-pool.*give --profile h20-pool"):
         command(home, "gate", "3")
-    with pytest.raises(BadInput, match="no previous champion"):
+    with pytest.raises(UserError, match="no previous champion"):
         command(home, "rollback")
     changed(office.chain.folder / "000002.json")
     code, found, _ = command(home, "verify")

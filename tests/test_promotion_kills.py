@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from forked import FORKS
-from promotion_world import aliases, make, office_of, settle
-from promotion_world import blank as blank
-from promotion_world import home as home
+from promotion_fixtures import aliases, make, office_of, settle
+from promotion_fixtures import blank as blank
+from promotion_fixtures import home as home
 
-from components.config import BadInput
-from components.files import write_json
+from components.core.errors import UserError
+from components.core.files import write_json
 from components.registry.gates import Decision
 
 
@@ -71,7 +71,7 @@ def worker(home: Path, number: int) -> None:
                 office.promote(str(chance.randint(1, 4)), reason=f"worker {number}", override=True)
             else:
                 office.rollback(who=f"worker {number}")
-        except BadInput as error:
+        except UserError as error:
             if "no previous champion" not in str(error):
                 raise
 
@@ -86,7 +86,10 @@ def final(home: Path) -> None:
     office.promote("4", override=True, reason="last")
     problems = office.verify()
     champion = aliases(office)["champion"]
-    write_json(home / "final.json", {"problems": problems, "champion": champion, "entries": len(office.chain.entries())})
+    write_json(
+        home / "final.json",
+        {"problems": problems, "champion": champion, "entries": len(office.chain.entries())},
+    )
 
 
 @pytest.mark.timeout(300)

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import judge_world as world
+import judge_fixtures as world
 import psutil
 import pytest
 import ray
-import training_world
-from prefect_world import wait_for
+import training_fixtures
+from prefect_fixtures import wait_for
 from safetensors.torch import load_file
 
-from components.config import BadInput, Params
-from components.sandbox import ray_pool
-from components.sandbox.pool import Candidate, Job, LocalPool
-from components.sandbox.pools import open_pool
+from components.core.config import Params
+from components.core.errors import UserError
+from components.judge import ray_pool
+from components.judge.pool import Candidate, Job, LocalPool, open_pool
 from components.training import critic, warmup
-from components.training.on_ray import run_on_ray
+from components.training.ray_launcher import run_on_ray
 
 SIMD = world.files("honest", "simd")
 MakePool = Callable[[Path], LocalPool]
@@ -31,7 +31,10 @@ def cluster() -> Iterator[str]:
 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_worker_niceness", "0")  # or they wait for the other tests
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False})
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False},
+        )
         made.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"H20": 2})
         yield made.address
         ray.shutdown()
@@ -67,7 +70,9 @@ def make_pool(request: pytest.FixtureRequest, ci_params: Params) -> Iterator[Mak
 
 
 @pytest.mark.timeout(300)
-def test_a_verdict_is_measured_once_per_epoch_and_journalled(make_pool: MakePool, ci_params: Params, tmp_path: Path) -> None:
+def test_a_verdict_is_measured_once_per_epoch_and_journalled(
+    make_pool: MakePool, ci_params: Params, tmp_path: Path
+) -> None:
     pool = make_pool(tmp_path)
     job = Job(world.TASK, Candidate.of(SIMD), "0")
     first = pool.submit(job).result(200)
@@ -80,10 +85,15 @@ def test_a_verdict_is_measured_once_per_epoch_and_journalled(make_pool: MakePool
 
 
 @pytest.mark.timeout(300)
-def test_what_does_not_build_or_cheats_is_told_from_what_is_right(make_pool: MakePool, tmp_path: Path) -> None:
+def test_what_does_not_build_or_cheats_is_told_from_what_is_right(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
     pool = make_pool(tmp_path)
     broken = dict(SIMD) | {"kernels/forward.cpp": "this is no C++"}
-    futures = [pool.submit(Job(world.TASK, Candidate.of(files), "0")) for files in (broken, world.files("exploits", "zeros"), SIMD)]
+    futures = [
+        pool.submit(Job(world.TASK, Candidate.of(files), "0"))
+        for files in (broken, world.files("exploits", "zeros"), SIMD)
+    ]
     assert [future.result(200).status for future in futures] == ["build_failed", "wrong_output", "correct"]
 
 
@@ -95,16 +105,25 @@ def test_a_task_is_admitted_or_refused_with_its_reason(make_pool: MakePool, tmp_
 
 
 @pytest.mark.timeout(300)
-def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(cluster: str, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(
+    cluster: str, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    params = ci_params.model_copy(update={"sandbox": ci_params.sandbox.model_copy(update={"pool": "ray", "judges": 2, "attempts": 5})})
+    params = ci_params.model_copy(
+        update={"sandbox": ci_params.sandbox.model_copy(update={"pool": "ray", "judges": 2, "attempts": 5})}
+    )
     pool = open_pool(params, tmp_path / "verdicts")
     try:
         future = pool.submit(Job(world.TASK, Candidate.of(SIMD), "0"))
         judges = pool.judge
         place = wait_for(lambda: 1 in judges.loads and judges.loads.index(1) + 1, 60) - 1
         # In the actor: whether it has started what builds and measures.
-        wait_for(lambda: ray.get(judges.actors[place].__ray_call__.remote(lambda _: bool(psutil.Process().children()))), 120)
+        wait_for(
+            lambda: ray.get(
+                judges.actors[place].__ray_call__.remote(lambda _: bool(psutil.Process().children()))
+            ),
+            120,
+        )
         ray.kill(judges.actors[place], no_restart=False)
         assert future.result(250).status == "correct"
         assert judges.failed == {world.TASK.task_id: place}, "the other one judged it"
@@ -112,11 +131,13 @@ def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(cluster: str, 
         pool.close()
 
 
-def test_without_a_cluster_the_sentence_says_what_to_start(ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_the_sentence_says_what_to_start(
+    ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
-    with pytest.raises(BadInput, match="ray start --head"):
+    with pytest.raises(UserError, match="ray start --head"):
         ray_pool.connect()
 
 
@@ -131,17 +152,32 @@ class Told:
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_that_ray_train_places_make_what_one_process_makes(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_that_ray_train_places_make_what_one_process_makes(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    sets = ("critic.epochs=2", "critic.learning_rate=0.01", "critic.min_explained_variance=-100", "critic.batch=8", "engine.tokens_per_microbatch=64")
-    sampled = training_world.stage(tmp_path, "warmup", "warmup.steps=1")
-    warmup.run(sampled, training_world.episodes)
-    alone = dataclasses.replace(training_world.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,))
-    placed = training_world.params(*sets, "engine.ranks=2")
+    sets = (
+        "critic.epochs=2",
+        "critic.learning_rate=0.01",
+        "critic.min_explained_variance=-100",
+        "critic.batch=8",
+        "engine.tokens_per_microbatch=64",
+    )
+    sampled = training_fixtures.stage(tmp_path, "warmup", "warmup.steps=1")
+    warmup.run(sampled, training_fixtures.episodes)
+    alone = dataclasses.replace(
+        training_fixtures.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,)
+    )
+    placed = training_fixtures.params(*sets, "engine.ranks=2")
     told = Told()
-    result = run_on_ray(dataclasses.replace(alone, params=placed, out=tmp_path / "ray", progress=told), tmp_path / "verdicts")
+    result = run_on_ray(
+        dataclasses.replace(alone, params=placed, out=tmp_path / "ray", progress=told), tmp_path / "verdicts"
+    )
     assert told.updates[-1] == ("critic", 2, 2)
     assert result.figures["trajectories"] == critic.run(alone).figures["trajectories"]
-    heads = [load_file(folder / "checkpoint" / "value_head.safetensors") for folder in (alone.out, tmp_path / "ray")]
+    heads = [
+        load_file(folder / "checkpoint" / "value_head.safetensors")
+        for folder in (alone.out, tmp_path / "ray")
+    ]
     for name, tensor in heads[0].items():
         assert float((tensor - heads[1][name]).abs().max()) < 1e-5, name

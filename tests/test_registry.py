@@ -7,21 +7,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-import agent_world
+import agent_fixtures
 import mlflow.pyfunc
 import pytest
-from agent_world import verdict_of
+from agent_fixtures import verdict_of
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
-from components.config import Gate as Thresholds
-from components.config import Registry
+from components.bootstrap.cold_start import new_model
+from components.core.config import Gate as Thresholds
+from components.core.config import Registry
+from components.core.files import verify_files
 from components.evaluation.metrics import TaskResult, summarise
-from components.files import verify_files
-from components.policy.coldstart import new_model
-from components.policy.model import save_checkpoint
+from components.judge.verdict import Ratio, Speedup
+from components.policy.checkpoint import save_checkpoint
 from components.registry import gates, models
-from components.registry.tracking import NightRun, connect, flatten, numbers
-from components.sandbox.verdict import Ratio, Speedup
+from components.registry.tracking import MlflowRun, connect, flatten, numbers
 
 PARAMS = Registry(tracking_uri="", experiment="nights", model="policy", audit="")
 LOW = Thresholds(
@@ -41,7 +41,9 @@ LOW = Thresholds(
 
 def result(index: int, speedup: float, status: str = "correct") -> TaskResult:
     ratio = Ratio(estimate=speedup, low=speedup, high=speedup)
-    return TaskResult.model_validate({"task_id": f"t{index}", "status": status, "speedup": Speedup(eager=ratio, compile=ratio)})
+    return TaskResult.model_validate(
+        {"task_id": f"t{index}", "status": status, "speedup": Speedup(eager=ratio, compile=ratio)}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def register(client: Any, home: Path, key: str, folder: Path | None = None) -> str:
-    run = NightRun(client, PARAMS, home, key, key)
+    run = MlflowRun(client, PARAMS, home, key, key)
     return models.register(
         client,
         model=PARAMS.model,
@@ -76,35 +78,45 @@ def register(client: Any, home: Path, key: str, folder: Path | None = None) -> s
 
 
 def test_a_night_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) -> None:
-    first = NightRun(client, PARAMS, home, "reopened", "n")
+    first = MlflowRun(client, PARAMS, home, "reopened", "n")
     first.describe({"a": {"b": 1}, "c": [1, 2]}, {"code": "x"})
-    again = NightRun(client, PARAMS, home, "reopened", "n")
+    again = MlflowRun(client, PARAMS, home, "reopened", "n")
     again.describe({"a": {"b": 1}, "c": [1, 2]}, {"code": "x"})
     again.finish()
     assert again.run_id == first.run_id
     assert client.get_run(first.run_id).data.params == {"a.b": "1", "c.0": "1", "c.1": "2"}
-    other = NightRun(client, PARAMS, home, "other night", "n")
+    other = MlflowRun(client, PARAMS, home, "other night", "n")
     assert other.run_id != first.run_id
 
 
-def test_the_machines_load_goes_on_where_a_killed_night_left_it(client: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_load_goes_on_where_a_killed_night_left_it(
+    client: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     for attempt in (1, 2):
-        night = NightRun(client, PARAMS, home, "load", "n")
+        night = MlflowRun(client, PARAMS, home, "load", "n")
         before = len(client.get_metric_history(night.run_id, "system/cpu_utilization_percentage"))
         night.watch()
         deadline = time.monotonic() + 30
-        while len(points := client.get_metric_history(night.run_id, "system/cpu_utilization_percentage")) == before and time.monotonic() < deadline:
+        while (
+            len(points := client.get_metric_history(night.run_id, "system/cpu_utilization_percentage"))
+            == before
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         night.finish()
-        assert len(points) > before and len({point.step for point in points}) == len(points), f"attempt {attempt}"
+        assert len(points) > before and len({point.step for point in points}) == len(points), (
+            f"attempt {attempt}"
+        )
 
 
 def test_a_stage_logged_twice_has_each_point_once(client: Any, home: Path) -> None:
     folder = home / "stages" / "warmup-1"
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward": step / 2}) + "\n" for step in range(3)))
-    night = NightRun(client, PARAMS, home, "curves", "n")
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "reward": step / 2}) + "\n" for step in range(3))
+    )
+    night = MlflowRun(client, PARAMS, home, "curves", "n")
     night.stage("warmup", "k", folder, {"reward_after": 1.5})
     # As after a kill between the points and the end: the child is open again and everything is logged once more.
     child = night._find("stage", "warmup")
@@ -120,45 +132,86 @@ def spoken(reward: float, *speeds: float) -> Trajectory:
     """A trajectory that measures a kernel of each speed in turn and ends with the last."""
     verdicts = [verdict_of({"kernels/forward.cpp": f"// {speed}"}) for speed in speeds]
     turns = [
-        Turn(f"turn {speed}", (ToolCall("Write", {"content": "x"}, "written"), ToolCall("Bash", {"command": "measure"}, "ok", verdicts=1))) for speed in speeds
+        Turn(
+            f"turn {speed}",
+            (
+                ToolCall("Write", {"content": "x"}, "written"),
+                ToolCall("Bash", {"command": "measure"}, "ok", verdicts=1),
+            ),
+        )
+        for speed in speeds
     ]
-    return Trajectory("t", (1, 2), (0, 1), (0.0, -1.0), tuple(turns), (*verdicts, verdicts[-1]), reward, "stop", "v", {"kernels/forward.cpp": "x"}, task="code")
+    return Trajectory(
+        "t",
+        (1, 2),
+        (0, 1),
+        (0.0, -1.0),
+        tuple(turns),
+        (*verdicts, verdicts[-1]),
+        reward,
+        "stop",
+        "v",
+        {"kernels/forward.cpp": "x"},
+        task="code",
+    )
 
 
-def test_a_trajectory_is_a_trace_with_its_verdicts_as_feedback_however_often_it_is_logged(client: Any, home: Path) -> None:
+def test_a_trajectory_is_a_trace_with_its_verdicts_as_feedback_however_often_it_is_logged(
+    client: Any, home: Path
+) -> None:
     folder = home / "stages" / "evaluation-1"
     save_trajectories(folder / "episodes" / "0000", [spoken(3.0, 0.5, 4.0), spoken(1.0, 1.0)])
     for step in range(3):
-        save_trajectories(folder / "trajectories" / f"step-{step:04d}", [spoken(reward, 1.0) for reward in (1.0, 3.0, -1.0)])
-    night = NightRun(client, PARAMS, home, "traces", "n")
+        save_trajectories(
+            folder / "trajectories" / f"step-{step:04d}", [spoken(reward, 1.0) for reward in (1.0, 3.0, -1.0)]
+        )
+    night = MlflowRun(client, PARAMS, home, "traces", "n")
     for _ in range(2):
         night.stage("evaluation", "k", folder, {})
         child = night._find("stage", "evaluation")
         client.update_run(child.info.run_id, status="RUNNING")
-    found = {trace.info.tags["mlflow.traceName"]: trace for trace in client.search_traces(locations=[night.experiment_id], run_id=child.info.run_id)}
+    found = {
+        trace.info.tags["mlflow.traceName"]: trace
+        for trace in client.search_traces(locations=[night.experiment_id], run_id=child.info.run_id)
+    }
     training = [f"evaluation step-000{step}/{index}" for step in range(3) for index in (1, 2)]
-    assert sorted(found) == ["evaluation 0000/0", "evaluation 0000/1", *training], "every episode of an evaluation, of a step the best and the worst"
+    assert sorted(found) == ["evaluation 0000/0", "evaluation 0000/1", *training], (
+        "every episode of an evaluation, of a step the best and the worst"
+    )
     trace = found["evaluation 0000/0"]
     spans = {span.span_id: span for span in trace.data.spans}
     assert [span.span_type for span in trace.data.spans].count("TOOL") == 4 and len(spans) == 7
-    assert {(span.span_type, spans[span.parent_id].span_type) for span in spans.values() if span.parent_id} == {("LLM", "AGENT"), ("TOOL", "LLM")}
+    assert {
+        (span.span_type, spans[span.parent_id].span_type) for span in spans.values() if span.parent_id
+    } == {("LLM", "AGENT"), ("TOOL", "LLM")}
     last = next(span for span in spans.values() if span.name == "turn 2")
     assert last.inputs == ["written", "ok"] and last.outputs == "turn 4.0"
     said = [(item.name, item.feedback.value, spans[item.span_id].name) for item in trace.info.assessments]
-    assert ("measured.speedup.eager", 0.5, "Bash") in said and ("verdict.speedup.eager", 4.0, "episode") in said and ("reward", 3.0, "episode") in said
+    assert (
+        ("measured.speedup.eager", 0.5, "Bash") in said
+        and ("verdict.speedup.eager", 4.0, "episode") in said
+        and ("reward", 3.0, "episode") in said
+    )
     assert len(said) == 3 * 3 + 1, "status and both ratios of three verdicts, and the reward"
 
 
 def test_the_figures_in_mlflow_are_those_of_the_record(client: Any, home: Path) -> None:
-    record = {"stages": [{"name": "warmup", "reward_after": 1.25, "cached": False}], "evaluation": {"pass_rate": 0.75, "geomean": {"eager": None}}}
-    night = NightRun(client, PARAMS, home, "figures", "n")
+    record = {
+        "stages": [{"name": "warmup", "reward_after": 1.25, "cached": False}],
+        "evaluation": {"pass_rate": 0.75, "geomean": {"eager": None}},
+    }
+    night = MlflowRun(client, PARAMS, home, "figures", "n")
     night.figures(record)
     night.figures(record)
-    assert client.get_run(night.run_id).data.metrics == numbers(record) == {"stages.warmup.reward_after": 1.25, "evaluation.pass_rate": 0.75}
+    assert (
+        client.get_run(night.run_id).data.metrics
+        == numbers(record)
+        == {"stages.warmup.reward_after": 1.25, "evaluation.pass_rate": 0.75}
+    )
 
 
 def test_a_data_set_is_an_input_of_the_run_by_its_digest(client: Any, home: Path) -> None:
-    night = NightRun(client, PARAMS, home, "data", "n")
+    night = MlflowRun(client, PARAMS, home, "data", "n")
     for _ in range(2):
         night.dataset("abc123", home, {"tasks": 12})
     inputs = client.get_run(night.run_id).inputs.dataset_inputs
@@ -166,7 +219,7 @@ def test_a_data_set_is_an_input_of_the_run_by_its_digest(client: Any, home: Path
 
 
 def test_a_table_logged_twice_has_its_rows_once(client: Any, home: Path) -> None:
-    night = NightRun(client, PARAMS, home, "table", "n")
+    night = MlflowRun(client, PARAMS, home, "table", "n")
     for _ in range(2):
         night.table("tasks", [{"task_id": "a", "speedup": 1.5}, {"task_id": "b", "speedup": None}])
     assert len(client.load_table(night.experiment_id, "tasks.json", run_ids=[night.run_id])) == 2
@@ -174,7 +227,10 @@ def test_a_table_logged_twice_has_its_rows_once(client: Any, home: Path) -> None
 
 def test_registering_a_night_twice_makes_one_version(client: Any, home: Path) -> None:
     assert register(client, home, "night-1") == register(client, home, "night-1")
-    assert len(client.search_model_versions(f"name = '{PARAMS.model}' and tag.`cuda_agent.run_key` = 'night-1'")) == 1
+    assert (
+        len(client.search_model_versions(f"name = '{PARAMS.model}' and tag.`cuda_agent.run_key` = 'night-1'"))
+        == 1
+    )
 
 
 def test_a_version_carries_the_evidence_of_its_decision(client: Any, home: Path, tmp_path: Path) -> None:
@@ -190,11 +246,21 @@ def test_a_version_carries_the_evidence_of_its_decision(client: Any, home: Path,
     assert (files / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_mlflow_loads_a_version_from_its_address_and_the_folder_is_the_checkpoint_as_it_was(client: Any, home: Path) -> None:
-    tokenizer = agent_world.tokenizer()
-    params = agent_world.params(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8)
+def test_mlflow_loads_a_version_from_its_address_and_the_folder_is_the_checkpoint_as_it_was(
+    client: Any, home: Path
+) -> None:
+    tokenizer = agent_fixtures.tokenizer()
+    params = agent_fixtures.params(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8)
     made = save_checkpoint(
-        home / "policy", new_model(params, len(tokenizer), tokenizer), tokenizer, stage="test", parent=None, dataset="", code="", params={}, figures={}
+        home / "policy",
+        new_model(params, len(tokenizer), tokenizer),
+        tokenizer,
+        stage="test",
+        parent=None,
+        dataset="",
+        code="",
+        params={},
+        figures={},
     )
     version = register(client, home, "night-4", home / "policy")
     loaded = mlflow.pyfunc.load_model(f"models:/{PARAMS.model}/{version}")
@@ -207,7 +273,16 @@ def test_a_person_is_asked_only_when_the_gates_pass() -> None:
     passing = gates.floors(summarise([result(i, 2.0) for i in range(8)]), {}, LOW)
     assert gates.decide(passing, "person").verdict == "waiting"
     assert (
-        gates.decide([*passing, *gates.integrity(summarise([]), LOW, digests_match=False, isolated=True, report_complete=True)], "person").verdict == "refused"
+        gates.decide(
+            [
+                *passing,
+                *gates.integrity(
+                    summarise([]), LOW, digests_match=False, isolated=True, report_complete=True
+                ),
+            ],
+            "person",
+        ).verdict
+        == "refused"
     )
 
 
@@ -221,10 +296,21 @@ def test_a_regression_on_the_same_tasks_refuses_and_noise_does_not() -> None:
 
 def test_nothing_correct_fails_a_floor_on_the_geomean_and_passes_none() -> None:
     none = summarise([result(0, 1.0, "crashed")])
-    free = LOW.model_copy(update={"pass_rate": 0.0, "faster_rate_eager": 0.0, "faster_rate_compile": 0.0, "geomean_eager": 0.0, "geomean_compile": 0.0})
+    free = LOW.model_copy(
+        update={
+            "pass_rate": 0.0,
+            "faster_rate_eager": 0.0,
+            "faster_rate_compile": 0.0,
+            "geomean_eager": 0.0,
+            "geomean_compile": 0.0,
+        }
+    )
     assert {gate.name: gate.passed for gate in gates.floors(none, {}, LOW)}["geomean.eager"] is False
     assert all(gate.passed for gate in gates.floors(none, {}, free))
 
 
 def test_flatten_names_list_items_by_their_name() -> None:
-    assert flatten({"stages": [{"name": "warmup", "seconds": 2}]}) == {"stages.warmup.name": "warmup", "stages.warmup.seconds": 2}
+    assert flatten({"stages": [{"name": "warmup", "seconds": 2}]}) == {
+        "stages.warmup.name": "warmup",
+        "stages.warmup.seconds": 2,
+    }

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from components.config import BadInput
+from components.core.errors import UserError
+from components.core.files import write_json
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
 from components.evaluation.report import collect, write_report
 from components.evaluation.results import Evaluation
-from components.files import write_json
-from components.sandbox.verdict import Ratio, Speedup, Status, milestone_of
+from components.judge.verdict import Ratio, Speedup, Status, milestone_of
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 * 7 }}'
 
@@ -24,7 +24,9 @@ EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a h
 def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
     rows = []
     for index, estimate in enumerate(eager):
-        ratio = None if estimate is None else Ratio(estimate=estimate, low=estimate * 0.9, high=estimate * 1.1)
+        ratio = (
+            None if estimate is None else Ratio(estimate=estimate, low=estimate * 0.9, high=estimate * 1.1)
+        )
         speedup = Speedup(eager=ratio, compile=ratio)
         status: Status = "wrong_output" if estimate is None else "correct"
         rows.append(
@@ -58,12 +60,19 @@ def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
     )
 
 
-def report(folder: Path, before: list[float | None] | None, after: list[float | None], hostile: str = "") -> str:
+def report(
+    folder: Path, before: list[float | None] | None, after: list[float | None], hostile: str = ""
+) -> str:
     """Write a run's files, collect them, and give the report's text."""
     dataset, stage = folder / "dataset", folder / "warmup"
-    write_json(dataset / "metrics.json", {"candidates": 40, "admitted": 28, "rejected": {"duplicate" + hostile: 12}, "version": "v"})
+    write_json(
+        dataset / "metrics.json",
+        {"candidates": 40, "admitted": 28, "rejected": {"duplicate" + hostile: 12}, "version": "v"},
+    )
     stage.mkdir()
-    steps = [{"step": i, "reward": 0.1 * i, "m_-1": 0.4, "m_1": 0.3, "m_2": 0.2, "m_3": 0.1} for i in range(5)]
+    steps = [
+        {"step": i, "reward": 0.1 * i, "m_-1": 0.4, "m_1": 0.3, "m_2": 0.2, "m_3": 0.1} for i in range(5)
+    ]
     (stage / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     write_json(stage / "stage.json", {"reward_before": 0.0, "reward_after": 0.4, "seconds": 12.5})
     write_json(folder / "after" / "results.json", evaluation(after, hostile).model_dump(mode="json"))
@@ -75,7 +84,12 @@ def report(folder: Path, before: list[float | None] | None, after: list[float | 
         folder / "before" if before is not None else None,
         folder / "after" / "results.json",
         [{"name": "pass_rate", "value": 0.5, "low": 0.25, "high": 0.75, "threshold": 0.75, "passed": False}],
-        {"run_id": "r1" + hostile, "verdict": "refused", "reasons": ["pass_rate fell short" + hostile], "environment": {"torch": "2" + hostile}},
+        {
+            "run_id": "r1" + hostile,
+            "verdict": "refused",
+            "reasons": ["pass_rate fell short" + hostile],
+            "environment": {"torch": "2" + hostile},
+        },
     )
     write_report(folder / "report.html", data)
     return (folder / "report.html").read_text()
@@ -121,7 +135,9 @@ def test_the_papers_rows_stand_beside_this_run_and_are_marked(tmp_path: Path) ->
     figures = json.loads((tmp_path / "report.json").read_text())
     rows = figures["table_1"]
     assert [row["set"] for row in rows] == ["overall"] * 8 + ["1"] * 8 + ["2"] * 8
-    assert {row["note"] for row in rows if not row["model"].startswith("this run")} == {"reported, not measured here"}
+    assert {row["note"] for row in rows if not row["model"].startswith("this run")} == {
+        "reported, not measured here"
+    }
     assert text.count("reported, not measured here") == 18 and "Claude Opus 4.5" in text
     mine = next(row for row in rows if row["model"] == "this run")
     assert mine["figures"]["pass_rate"] == figures["overall"]["pass_rate"] == 0.75
@@ -129,14 +145,23 @@ def test_the_papers_rows_stand_beside_this_run_and_are_marked(tmp_path: Path) ->
 
 def test_best_and_worst_are_shown_and_degenerate_tasks_apart(tmp_path: Path) -> None:
     found = evaluation([float(i) for i in range(1, 25)] + [None])
-    rows = [row.model_copy(update={"degenerate": "zeros_pass"}) if row.task_id == f"{23:016x}" else row for row in found.tasks]
-    write_json(tmp_path / "results.json", found.model_copy(update={"tasks": tuple(rows)}).model_dump(mode="json"))
+    rows = [
+        row.model_copy(update={"degenerate": "zeros_pass"}) if row.task_id == f"{23:016x}" else row
+        for row in found.tasks
+    ]
+    write_json(
+        tmp_path / "results.json", found.model_copy(update={"tasks": tuple(rows)}).model_dump(mode="json")
+    )
     write_json(tmp_path / "cost.json", {"episodes": 12.5})
     write_report(tmp_path / "report.html", collect(tmp_path, {}, None, tmp_path, [], {}))
     figures = json.loads((tmp_path / "report.json").read_text())
-    assert [int(task, 16) for task in figures["best"]] == list(range(22, 12, -1)), "the fastest of all is degenerate"
+    assert [int(task, 16) for task in figures["best"]] == list(range(22, 12, -1)), (
+        "the fastest of all is degenerate"
+    )
     assert [int(task, 16) for task in figures["worst"]] == [24, *range(9)]
-    assert figures["degenerate"] == {f"{23:016x}": "zeros_pass"} and figures["without_degenerate"]["tasks"] == 24
+    assert (
+        figures["degenerate"] == {f"{23:016x}": "zeros_pass"} and figures["without_degenerate"]["tasks"] == 24
+    )
     assert figures["device_seconds"] == {"evaluation after, episodes": 12.5}
     text = (tmp_path / "report.html").read_text()
     assert "<h2>Degenerate tasks</h2>" in text and "degenerate: zeros_pass" in text and "12.5" in text
@@ -144,7 +169,11 @@ def test_best_and_worst_are_shown_and_degenerate_tasks_apart(tmp_path: Path) -> 
 
 def test_every_picture_is_there(tmp_path: Path) -> None:
     text = report(tmp_path, [0.5, 0.5, None, 1.0], [4.0, 2.0, 0.5, None])
-    charts = [attributes["aria-label"] for tag, attributes in Tags(text).seen if tag == "svg" and attributes.get("class") == "chart"]
+    charts = [
+        attributes["aria-label"]
+        for tag, attributes in Tags(text).seen
+        if tag == "svg" and attributes.get("class") == "chart"
+    ]
     assert charts == [
         "speed-up against eager",
         "speed-up against torch.compile",
@@ -182,7 +211,11 @@ def test_its_own_script_is_the_only_one_that_may_run(tmp_path: Path) -> None:
     text = report(tmp_path, None, [2.0])
     script = text[text.rindex("<script>") + len("<script>") : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = next(attributes["content"] for tag, attributes in Tags(text).seen if attributes.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for tag, attributes in Tags(text).seen
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None and "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
 
 
@@ -191,9 +224,11 @@ def test_nothing_solved_and_extremes_still_give_a_report(tmp_path: Path, after: 
     assert not re.search(r"\b(nan|inf)\b", report(tmp_path, None, after).rpartition("<script>")[0])
 
 
-def test_a_run_without_figures_leaves_pictures_out_but_a_missing_evaluation_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_figures_leaves_pictures_out_but_a_missing_evaluation_is_refused(
+    tmp_path: Path,
+) -> None:
     write_json(tmp_path / "results.json", evaluation([2.0]).model_dump(mode="json"))
     write_report(tmp_path / "report.html", collect(tmp_path, {"warmup": tmp_path}, None, tmp_path, [], {}))
     assert "Not decided" in (tmp_path / "report.html").read_text()
-    with pytest.raises(BadInput, match="not the results of an evaluation"):
+    with pytest.raises(UserError, match="not the results of an evaluation"):
         collect(tmp_path, {}, None, tmp_path / "nothing", [], {})

@@ -5,22 +5,28 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import judge_world as world
+import judge_fixtures as world
 import pytest
 
-from components.config import BadInput, Params
-from components.sandbox import screen
+from components.core.config import Params
+from components.core.errors import UserError
+from components.judge import screen
+from components.judge.candidate_folder import read_workspace
+from components.judge.judge import Judge
+from components.judge.screen import screen_files, screen_symbols
 from components.sandbox.build import Builder
-from components.sandbox.judge import Judge
-from components.sandbox.screen import screen_files, screen_symbols
-from components.sandbox.workspace import read_workspace
 
 SIMD = world.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
 
 
 def test_symbols_of_other_libraries_are_refused() -> None:
-    assert screen_symbols(("malloc@GLIBC_2.2.5", "_ZNSt6thread4joinEv", "PyList_New", "expf@GLIBC_2.27"), frozenset()) is None
+    assert (
+        screen_symbols(
+            ("malloc@GLIBC_2.2.5", "_ZNSt6thread4joinEv", "PyList_New", "expf@GLIBC_2.27"), frozenset()
+        )
+        is None
+    )
     for symbol in ("dlopen@GLIBC_2.34", "_ZN2at5emptyE", "cblas_sgemm", "cudaIpcOpenMemHandle"):
         assert screen_symbols((symbol,), frozenset()) == f"symbol:{symbol.partition('@')[0]}"
 
@@ -28,8 +34,13 @@ def test_symbols_of_other_libraries_are_refused() -> None:
 def test_symbols_behind_a_megabyte_of_others_are_not_overlooked(judge: Judge) -> None:
     names = [f"PyA{'a' * 1000}{number:05d}" for number in range(1100)]
     declared = "".join(f'extern "C" void {name}() __attribute__((weak));\n' for name in names)
-    hidden = f'extern "C" int system(const char*);\nstatic void (*volatile kept[])() = {{{",".join(names)}}};\n'
-    code = SIMD[KERNEL].replace("KERNEL(forward) {", f"{declared}{hidden}KERNEL(forward) {{\n  if (kept[3] != nullptr) system(nullptr);")
+    hidden = (
+        f'extern "C" int system(const char*);\nstatic void (*volatile kept[])() = {{{",".join(names)}}};\n'
+    )
+    code = SIMD[KERNEL].replace(
+        "KERNEL(forward) {",
+        f"{declared}{hidden}KERNEL(forward) {{\n  if (kept[3] != nullptr) system(nullptr);",
+    )
     verdict = judge.verdict(world.TASK, SIMD | {KERNEL: code})
     assert (verdict.status, verdict.reason) == ("forbidden", "symbol:too_many_symbols")
 
@@ -41,22 +52,26 @@ def test_a_source_of_line_ends_holds_nobody_up(judge: Judge) -> None:
 
 
 def test_constructors_within_constructors_are_walked_once() -> None:
-    nested = "".join(f"{' ' * depth}def __init__():\n" for depth in range(90)) + "".join(f"{' ' * 90}a\n" for _ in range(500))
+    nested = "".join(f"{' ' * depth}def __init__():\n" for depth in range(90)) + "".join(
+        f"{' ' * 90}a\n" for _ in range(500)
+    )
     tree = ast.parse(nested)
     seen = list(screen._nodes(tree))
-    assert [node for node, _ in seen] == list(ast.walk(tree)) and [inside for node, inside in seen if isinstance(node, ast.Expr)] == [True] * 500
+    assert [node for node, _ in seen] == list(ast.walk(tree)) and [
+        inside for node, inside in seen if isinstance(node, ast.Expr)
+    ] == [True] * 500
 
 
 def test_kernels_behind_a_link_or_too_many_of_them_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "model_new.py").write_text(world.MODEL_NEW)
     (tmp_path / "kernels").symlink_to("/etc")
-    with pytest.raises(BadInput, match=r"kernels: a symbolic link"):
+    with pytest.raises(UserError, match=r"kernels: a symbolic link"):
         read_workspace(tmp_path)
     (tmp_path / "kernels").unlink()
     (tmp_path / "kernels").mkdir()
     for number in range(201):
         (tmp_path / "kernels" / f"{number}.cpp").touch()
-    with pytest.raises(BadInput, match=r"kernels: more than 200 files"):
+    with pytest.raises(UserError, match=r"kernels: more than 200 files"):
         read_workspace(tmp_path)
 
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_world import stage
+from training_fixtures import stage
 
-from components.config import PROJECT
-from components.files import digest_tree, read_json
-from components.training.launch import launch
-from components.training.stage import StageFailed
+from components.core.config import PROJECT
+from components.core.errors import StageFailed
+from components.core.files import digest_tree, read_json
+from components.training.launcher import launch
 
 PROGRAM = Path(__file__).parent / "stage_process.py"
 ENVIRONMENT = {"PYTHONPATH": f"{PROJECT}{os.pathsep}{PROGRAM.parent}", "OMP_NUM_THREADS": "1"}
@@ -22,7 +22,12 @@ ENVIRONMENT = {"PYTHONPATH": f"{PROJECT}{os.pathsep}{PROGRAM.parent}", "OMP_NUM_
 @pytest.mark.slow
 def test_every_stage_killed_twice_ends_with_equal_bits(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, str(PROGRAM), "kills", str(tmp_path)], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, str(PROGRAM), "kills", str(tmp_path)],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     for name, record in read_json(tmp_path / "kills.json").items():
@@ -33,12 +38,17 @@ def test_every_stage_killed_twice_ends_with_equal_bits(tmp_path: Path) -> None:
         assert digest_tree(killed / "checkpoint") == digest_tree(whole / "checkpoint"), (name, record)
         if name != "critic":
             assert digest_tree(killed / "trajectories") == digest_tree(whole / "trajectories"), (name, record)
-        figures = [{key: value for key, value in read_json(folder / "stage.json").items() if key != "seconds"} for folder in (whole, killed)]
+        figures = [
+            {key: value for key, value in read_json(folder / "stage.json").items() if key != "seconds"}
+            for folder in (whole, killed)
+        ]
         assert figures[0] == figures[1], (name, record)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_leaves_the_last_good_state_and_two_ranks_go_on_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_leaves_the_last_good_state_and_two_ranks_go_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     for kind in ("whole", "killed"):

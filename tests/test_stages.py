@@ -15,20 +15,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_world import episodes, params, stage
+from training_fixtures import episodes, params, stage
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories, save_trajectories
-from components.config import PROJECT, BadInput
-from components.files import digest_file
-from components.policy.model import load_model, verify_checkpoint
-from components.sandbox.verdict import Verdict
+from components.core.config import PROJECT
+from components.core.errors import StageFailed, UserError
+from components.core.files import digest_file
+from components.judge.verdict import Verdict
+from components.policy.checkpoint import load_model, verify_checkpoint
 from components.training import agentic, critic, rejection, warmup
 from components.training.critic import split_by_task
 from components.training.networks import load_critic
 from components.training.ppo import best_of_task
 from components.training.rejection import has_loop, schedule, select
-from components.training.rollouts import Solved, choose_tasks, step_folder
-from components.training.stage import StageFailed, load_result
+from components.training.rollouts import SolveRateTracker, choose_tasks, step_folder
+from components.training.stage import load_result
 
 
 class Killed(BaseException):
@@ -50,7 +51,13 @@ def weights(checkpoint: Path) -> str:
     return digest_file(checkpoint / "model.safetensors")
 
 
-FAST = ("warmup.steps=10", "warmup.learning_rate=0.01", "warmup.critic_learning_rate=0.01", "warmup.minibatches=4", "warmup.critic_warmup_steps=1")
+FAST = (
+    "warmup.steps=10",
+    "warmup.learning_rate=0.01",
+    "warmup.critic_learning_rate=0.01",
+    "warmup.minibatches=4",
+    "warmup.critic_warmup_steps=1",
+)
 
 
 def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> None:
@@ -58,10 +65,24 @@ def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> N
     assert result.stopped == ""
     assert result.reward_before is not None and result.reward_after is not None
     assert result.reward_after > result.reward_before + 1
-    assert verify_checkpoint(tmp_path / "warmup" / result.checkpoint).parent == verify_checkpoint(tmp_path / "start").digest
+    assert (
+        verify_checkpoint(tmp_path / "warmup" / result.checkpoint).parent
+        == verify_checkpoint(tmp_path / "start").digest
+    )
     records = [json.loads(line) for line in (tmp_path / "warmup" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(10))
-    logged = {"reward", "m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "clip_fraction", "clip_fraction_low", "clip_fraction_high"}
+    logged = {
+        "reward",
+        "m_-1",
+        "m_1",
+        "m_2",
+        "m_3",
+        "entropy",
+        "kl_start",
+        "clip_fraction",
+        "clip_fraction_low",
+        "clip_fraction_high",
+    }
     logged |= {"explained_variance", "gradient_norm", "truncated", "sampler_difference", "seconds"}
     logged |= {f"tokens_per_second_{phase}" for phase in ("rollout", "score", "critic", "actor")}
     assert logged <= set(records[1])
@@ -72,7 +93,12 @@ def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> N
 
 
 def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_path: Path) -> None:
-    short = ("warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=2", "warmup.solve_rate_share=0.5")
+    short = (
+        "warmup.steps=4",
+        "warmup.learning_rate=0.003",
+        "warmup.checkpoint_every=2",
+        "warmup.solve_rate_share=0.5",
+    )
     whole = warmup.run(stage(tmp_path / "whole", "warmup", *short), episodes)
     killed = stage(tmp_path / "killed", "warmup", *short)
     with pytest.raises(Killed):
@@ -85,7 +111,9 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
         return episodes(tasks, **arguments)
 
     resumed = warmup.run(killed, counting)
-    assert sampled == ["warmup/3"], "steps 0 to 2 are on disk; step 2 is trained again from there, since the state is older"
+    assert sampled == ["warmup/3"], (
+        "steps 0 to 2 are on disk; step 2 is trained again from there, since the state is older"
+    )
     assert weights(killed.out / "checkpoint") == weights(tmp_path / "whole" / "warmup" / "checkpoint")
     assert resumed.digest == whole.digest and resumed.figures == whole.figures
     lines = (killed.out / "metrics.jsonl").read_text().splitlines()
@@ -97,11 +125,18 @@ def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: P
     def truncating(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
         sampled = episodes(tasks, **arguments)
         bad = arguments["epoch"].endswith("/2")
-        return [dataclasses.replace(trajectory, finish_reason="length" if bad else "stop") for trajectory in sampled]
+        return [
+            dataclasses.replace(trajectory, finish_reason="length" if bad else "stop")
+            for trajectory in sampled
+        ]
 
-    collapsing = warmup.run(stage(tmp_path / "a", "warmup", "warmup.steps=4", "warmup.critic_warmup_steps=0"), truncating)
+    collapsing = warmup.run(
+        stage(tmp_path / "a", "warmup", "warmup.steps=4", "warmup.critic_warmup_steps=0"), truncating
+    )
     assert "max_truncated" in collapsing.stopped
-    one_update = warmup.run(stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episodes)
+    one_update = warmup.run(
+        stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episodes
+    )
     assert one_update.stopped == ""
     assert weights(tmp_path / "a/warmup/checkpoint") == weights(tmp_path / "b/warmup/checkpoint")
 
@@ -109,9 +144,14 @@ def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: P
 def test_a_policy_that_collapses_before_its_first_state_goes_back_to_its_start(tmp_path: Path) -> None:
     def truncating(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
         finish = "stop" if arguments["epoch"].endswith("/0") else "length"
-        return [dataclasses.replace(trajectory, finish_reason=finish) for trajectory in episodes(tasks, **arguments)]
+        return [
+            dataclasses.replace(trajectory, finish_reason=finish)
+            for trajectory in episodes(tasks, **arguments)
+        ]
 
-    made = stage(tmp_path, "warmup", "warmup.steps=3", "warmup.critic_warmup_steps=0", "warmup.checkpoint_every=3")
+    made = stage(
+        tmp_path, "warmup", "warmup.steps=3", "warmup.critic_warmup_steps=0", "warmup.checkpoint_every=3"
+    )
     assert "max_truncated" in warmup.run(made, truncating).stopped
     assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
 
@@ -119,10 +159,18 @@ def test_a_policy_that_collapses_before_its_first_state_goes_back_to_its_start(t
 def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None:
     digests = set()
     for zero_stage in (1, 3):
-        made = stage(tmp_path / str(zero_stage), "warmup", "warmup.steps=2", "warmup.critic_warmup_steps=0", f"engine.zero_stage={zero_stage}")
+        made = stage(
+            tmp_path / str(zero_stage),
+            "warmup",
+            "warmup.steps=2",
+            "warmup.critic_warmup_steps=0",
+            f"engine.zero_stage={zero_stage}",
+        )
         result = warmup.run(made, episodes)
         model = load_model(made.out / "checkpoint")
-        digests.add(round(sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters()), 2))
+        digests.add(
+            round(sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters()), 2)
+        )
         assert result.reward_after is not None
     assert len(digests) == 1
 
@@ -130,10 +178,12 @@ def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None
 def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Path) -> None:
     def failing(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
         broken = (Verdict(status="infrastructure", reason="no bubblewrap"),)
-        return [dataclasses.replace(trajectory, verdicts=broken) for trajectory in episodes(tasks, **arguments)]
+        return [
+            dataclasses.replace(trajectory, verdicts=broken) for trajectory in episodes(tasks, **arguments)
+        ]
 
     made = stage(tmp_path, "warmup", "warmup.steps=1")
-    with pytest.raises(BadInput, match="no bubblewrap"):
+    with pytest.raises(UserError, match="no bubblewrap"):
         warmup.run(made, failing)
     assert warmup.run(made, episodes).stopped == ""
 
@@ -144,18 +194,28 @@ def test_standard_output_stays_empty(tmp_path: Path) -> None:
 import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(PROJECT)!r}]
 from pathlib import Path
 from components.training import warmup
-from training_world import episodes, stage
+from training_fixtures import episodes, stage
 warmup.run(stage(Path({str(tmp_path)!r}), "warmup", "warmup.steps=1"), episodes)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False
+    )
     assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr[-2000:]
 
 
 def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp_path: Path) -> None:
-    fast = ("warmup.steps=4", "warmup.learning_rate=0.01", "warmup.critic_warmup_steps=0", "warmup.value_clip=0.5", "warmup.epochs=2")
+    fast = (
+        "warmup.steps=4",
+        "warmup.learning_rate=0.01",
+        "warmup.critic_warmup_steps=0",
+        "warmup.value_clip=0.5",
+        "warmup.epochs=2",
+    )
     free = warmup.run(stage(tmp_path / "free", "warmup", *fast), episodes)
     held = warmup.run(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episodes)
-    replayed = warmup.run(stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episodes)
+    replayed = warmup.run(
+        stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episodes
+    )
     assert held.figures["kl_start"] < 0.5 * free.figures["kl_start"]
     assert replayed.figures["entropy"] < free.figures["entropy"]
 
@@ -167,40 +227,73 @@ def test_replay_takes_the_best_of_each_task_and_never_a_failure() -> None:
 
 
 def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
-    small = ("warmup.steps=2", "agentic.steps=2", "critic.epochs=2", "rejection.learning_rate=0.003", "critic.min_explained_variance=-10")
+    small = (
+        "warmup.steps=2",
+        "agentic.steps=2",
+        "critic.epochs=2",
+        "rejection.learning_rate=0.003",
+        "critic.min_explained_variance=-10",
+    )
     warmup.run(stage(tmp_path, "warmup", *small), episodes)
-    tuned = rejection.run(stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes)
+    tuned = rejection.run(
+        stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes
+    )
     assert tuned.figures["trajectories_kept"] > 0
-    assert tuned.reward_after is not None and tuned.reward_before is not None and tuned.reward_after > tuned.reward_before
+    assert (
+        tuned.reward_after is not None
+        and tuned.reward_before is not None
+        and tuned.reward_after > tuned.reward_before
+    )
     folders = (tmp_path / "warmup/trajectories", tmp_path / "rejection/trajectories")
-    valued = critic.run(dataclasses.replace(stage(tmp_path, "critic", *small, actor=tmp_path / "rejection/checkpoint"), trajectories=folders))
+    valued = critic.run(
+        dataclasses.replace(
+            stage(tmp_path, "critic", *small, actor=tmp_path / "rejection/checkpoint"), trajectories=folders
+        )
+    )
     assert valued.figures["trajectories"] + valued.figures["held_out"] == 32 + 32 + 32 + 8
     assert -10 < valued.figures["explained_variance_held_out"] <= 1
-    last = dataclasses.replace(stage(tmp_path, "agentic", *small, actor=tmp_path / "rejection/checkpoint"), critic=tmp_path / "critic/checkpoint")
+    last = dataclasses.replace(
+        stage(tmp_path, "agentic", *small, actor=tmp_path / "rejection/checkpoint"),
+        critic=tmp_path / "critic/checkpoint",
+    )
     result = agentic.run(last, episodes)
     assert result.name == "agentic" and verify_checkpoint(last.out / "checkpoint").digest == result.digest
     trajectory = load_trajectories(last.out / "trajectories/step-0001")[0]
-    assert 0 in trajectory.action_mask[trajectory.action_mask.index(1) :], "an observation lies between two turns"
+    assert 0 in trajectory.action_mask[trajectory.action_mask.index(1) :], (
+        "an observation lies between two turns"
+    )
     load_model(last.out / "checkpoint")
 
 
 def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
-    small = ("warmup.steps=1", "critic.epochs=3", "critic.learning_rate=0.01", "critic.min_explained_variance=-10")
+    small = (
+        "warmup.steps=1",
+        "critic.epochs=3",
+        "critic.learning_rate=0.01",
+        "critic.min_explained_variance=-10",
+    )
     warmup.run(stage(tmp_path, "warmup", *small, "warmup.rollouts.samples=8"), episodes)
-    made = dataclasses.replace(stage(tmp_path, "critic", *small), trajectories=(tmp_path / "warmup/trajectories",))
+    made = dataclasses.replace(
+        stage(tmp_path, "critic", *small), trajectories=(tmp_path / "warmup/trajectories",)
+    )
     result = critic.run(made)
     assert result.figures["explained_variance"] > 0.05, "it explains some of what it was taught"
     loaded = load_critic(made.out / "checkpoint", torch.float32)
     tensors = load_file(made.out / "checkpoint/value_head.safetensors")
-    assert torch.equal(loaded.value_head.weight, tensors["weight"]) and float(loaded.baseline) == float(tensors["baseline"])
-    with pytest.raises(BadInput, match=r"value_head\.safetensors is missing"):
+    assert torch.equal(loaded.value_head.weight, tensors["weight"]) and float(loaded.baseline) == float(
+        tensors["baseline"]
+    )
+    with pytest.raises(UserError, match=r"value_head\.safetensors is missing"):
         load_critic(tmp_path / "start", torch.float32)
 
 
 def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     made = stage(tmp_path, "warmup")
     made = dataclasses.replace(made, params=made.params.model_copy(update={"device": "cuda"}))
-    with pytest.raises(BadInput, match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another policy"):
+    with pytest.raises(
+        UserError,
+        match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another policy",
+    ):
         warmup.run(made, episodes)
     assert not made.out.exists()
 
@@ -226,7 +319,7 @@ def test_a_trajectory_whose_mask_does_not_fit_is_named(tmp_path: Path) -> None:
     tensors["action_mask"][tensors["offsets"][3]] = 1
     save_file(tensors, folder / "tokens.safetensors")
     made = dataclasses.replace(stage(tmp_path, "critic"), trajectories=(tmp_path / "warmup/trajectories",))
-    with pytest.raises(BadInput, match=r"step-0000: action_mask .* of trajectory 3 does not fit"):
+    with pytest.raises(UserError, match=r"step-0000: action_mask .* of trajectory 3 does not fit"):
         critic.run(made)
     assert not made.out.exists()
 
@@ -245,9 +338,21 @@ def call(text: str, valid: bool = True) -> ToolCall:
     return ToolCall("Write", {"content": text}, "ok", valid)
 
 
-def example(task: str, reward: float, *calls: ToolCall, ids: tuple[int, ...] = (1, 2, 3), finish: str = "stop") -> Trajectory:
+def example(
+    task: str, reward: float, *calls: ToolCall, ids: tuple[int, ...] = (1, 2, 3), finish: str = "stop"
+) -> Trajectory:
     verdict = Verdict(status="correct" if reward > 0 else "build_failed")
-    return Trajectory(task, ids, (0, *(1 for _ in ids[1:])), (0.0,) * len(ids), (Turn("", calls),), (verdict,), reward, finish, "v")
+    return Trajectory(
+        task,
+        ids,
+        (0, *(1 for _ in ids[1:])),
+        (0.0,) * len(ids),
+        (Turn("", calls),),
+        (verdict,),
+        reward,
+        finish,
+        "v",
+    )
 
 
 def test_rejection_counts_every_trajectory_under_one_reason() -> None:
@@ -264,10 +369,21 @@ def test_rejection_counts_every_trajectory_under_one_reason() -> None:
     ]
     kept, reasons = select(trajectories, limits)
     assert [(t.task_id, t.ids) for t in kept] == [("a", (1, 3)), ("c", (1, 7))]
-    assert reasons == {"kept": 2, "low_reward": 1, "over_task_limit": 1, "duplicate": 1, "redundant_call": 1, "invalid_call": 1, "length_clipped": 1}
+    assert reasons == {
+        "kept": 2,
+        "low_reward": 1,
+        "over_task_limit": 1,
+        "duplicate": 1,
+        "redundant_call": 1,
+        "invalid_call": 1,
+        "length_clipped": 1,
+    }
 
 
-@pytest.mark.parametrize(("calls", "loops"), [("ab", False), ("abcb", False), ("aa", True), ("abab", True), ("abcbdb", False), ("abcc", True)])
+@pytest.mark.parametrize(
+    ("calls", "loops"),
+    [("ab", False), ("abcb", False), ("aa", True), ("abab", True), ("abcbdb", False), ("abcc", True)],
+)
 def test_measuring_again_after_an_edit_is_no_loop(calls: str, loops: bool) -> None:
     assert has_loop(list(calls)) is loops
 
@@ -278,7 +394,7 @@ def test_every_batch_holds_its_share_of_demonstrations() -> None:
     batches = schedule(kept, limits, lambda count: [((0, 0), (0, 1))] * count, seed=0)
     assert [len(batch) for batch in batches] == [8, 8, 4, 8, 8, 4]
     assert all(sum(ids == (0, 0) for ids, _ in batch) * 2 == len(batch) for batch in batches)
-    with pytest.raises(BadInput, match="replay_share"):
+    with pytest.raises(UserError, match="replay_share"):
         schedule(kept, limits, None, seed=0)
 
 
@@ -302,11 +418,25 @@ def test_tasks_come_in_shuffled_passes_that_depend_on_seed_and_step_alone(tmp_pa
 def test_a_share_of_a_step_is_drawn_by_how_often_the_policy_solves_the_tasks(tmp_path: Path) -> None:
     tasks = stage(tmp_path, "warmup").tasks()
     never, sometimes = (task.task_id for task in tasks[:2])
-    for step, rewards in enumerate([{never: [1] * 8, sometimes: [-1] * 8}, {never: [-1] * 8, sometimes: [1, -1] * 4}]):
-        save_trajectories(step_folder(tmp_path, step), [example(name, reward) for name in rewards for reward in rewards[name]])
-    solved = Solved.before(tmp_path, 2)
-    assert solved.weight(tasks[1]) == solved.weight(tasks[2]) == 0.25 > 2 * solved.weight(tasks[0]), "the policy of step 0 is not the present one"
-    drawn = Counter(task.task_id for step in range(200) for task in choose_tasks(tasks, 8, seed=3, step=step, solved=solved, share=0.5)[4:])
+    for step, rewards in enumerate(
+        [{never: [1] * 8, sometimes: [-1] * 8}, {never: [-1] * 8, sometimes: [1, -1] * 4}]
+    ):
+        save_trajectories(
+            step_folder(tmp_path, step),
+            [example(name, reward) for name in rewards for reward in rewards[name]],
+        )
+    solved = SolveRateTracker.before(tmp_path, 2)
+    assert solved.weight(tasks[1]) == solved.weight(tasks[2]) == 0.25 > 2 * solved.weight(tasks[0]), (
+        "the policy of step 0 is not the present one"
+    )
+    drawn = Counter(
+        task.task_id
+        for step in range(200)
+        for task in choose_tasks(tasks, 8, seed=3, step=step, solved=solved, share=0.5)[4:]
+    )
     assert drawn[never] < 0.6 * drawn[sometimes] and len(drawn) == 12 and drawn.total() == 800
-    once, again = (choose_tasks(tasks, 8, seed=3, step=2, solved=known, share=0.5) for known in (solved, Solved.before(tmp_path, 2)))
+    once, again = (
+        choose_tasks(tasks, 8, seed=3, step=2, solved=known, share=0.5)
+        for known in (solved, SolveRateTracker.before(tmp_path, 2))
+    )
     assert once == again and once[:4] == choose_tasks(tasks, 4, seed=3, step=2)

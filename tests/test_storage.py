@@ -17,16 +17,22 @@ import boto3
 import pytest
 from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
-from prefect_world import free_port
+from prefect_fixtures import free_port
 
-from components.config import PROJECT, BadInput
-from components.config import Store as StoreParams
-from components.files import digest_bytes
+from components.core.config import PROJECT
+from components.core.config import Store as StoreParams
+from components.core.errors import UserError
+from components.core.files import digest_bytes
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
-from components.storage.collect import damaged
-from flows.faults import SERVICE, kind_of
+from components.storage.gc import damaged
+from flows.retry_policy import SERVICE, kind_of
 
-KEYS = {"AWS_ACCESS_KEY_ID": "team:person", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "team:person",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +56,27 @@ class Swift:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, PROJECT / "infra" / "swift" / "serve.py", self.folder, "--port", str(self.port), "--bucket", "kept"]
+        command = [
+            sys.executable,
+            PROJECT / "infra" / "swift" / "serve.py",
+            self.folder,
+            "--port",
+            str(self.port),
+            "--bucket",
+            "kept",
+        ]
         with (self.folder.parent / "swift.log").open("ab") as log:
-            self.process = subprocess.Popen(command, env=os.environ | KEYS, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-        assert self.process.stdout is not None and self.process.stdout.readline().startswith("S3 on"), (self.folder.parent / "swift.log").read_text()[-2000:]
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | KEYS,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None and self.process.stdout.readline().startswith("S3 on"), (
+            self.folder.parent / "swift.log"
+        ).read_text()[-2000:]
 
     def end(self, how: signal.Signals) -> None:
         os.killpg(self.process.pid, how)
@@ -114,7 +137,7 @@ def test_a_missing_object_is_a_key_error(store: Store, tmp_path: Path) -> None:
 def test_equal_bytes_may_be_put_again_and_others_never(store: Store, tmp_path: Path) -> None:
     store.put("a/b", file(tmp_path, b"one"))
     store.put("a/b", file(tmp_path, b"one"))
-    with pytest.raises(BadInput, match="never overwritten"):
+    with pytest.raises(UserError, match="never overwritten"):
         store.put("a/b", file(tmp_path, b"two"))
     store.get("a/b", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == b"one"
@@ -123,7 +146,10 @@ def test_equal_bytes_may_be_put_again_and_others_never(store: Store, tmp_path: P
 def test_objects_are_listed_by_prefix_and_removed(store: Store, tmp_path: Path) -> None:
     for key in ("runs/1/a", "runs/2/b", "checkpoints/c"):
         store.put(key, file(tmp_path, key.encode()))
-    assert [(entry.key, entry.bytes) for entry in store.entries("runs/")] == [("runs/1/a", 8), ("runs/2/b", 8)]
+    assert [(entry.key, entry.bytes) for entry in store.entries("runs/")] == [
+        ("runs/1/a", 8),
+        ("runs/2/b", 8),
+    ]
     store.remove("runs/1/a")
     store.remove("runs/1/a")
     assert [entry.key for entry in store.entries()] == ["checkpoints/c", "runs/2/b"]
@@ -131,11 +157,13 @@ def test_objects_are_listed_by_prefix_and_removed(store: Store, tmp_path: Path) 
 
 def test_a_key_cannot_leave_the_store(store: Store, tmp_path: Path) -> None:
     for key in ("../x", "/x", "a/../../x", "a//b", ""):
-        with pytest.raises(BadInput, match="not a key"):
+        with pytest.raises(UserError, match="not a key"):
             store.put(key, file(tmp_path, b"x"))
 
 
-def test_a_checkpoint_is_stored_file_by_file_with_its_manifest_last(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_stored_file_by_file_with_its_manifest_last(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tree" / "inner").mkdir(parents=True)
     file(tmp_path / "tree", b"1", "manifest.json")
     file(tmp_path / "tree", b"2", "weights")
@@ -186,7 +214,9 @@ def test_a_large_object_goes_up_in_parts_and_comes_back(bucket: Any, tmp_path: P
     assert not list((tmp_path / "uploads").glob("*")), "a finished upload is forgotten"
 
 
-def test_an_interrupted_upload_sends_only_the_parts_that_are_missing(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_upload_sends_only_the_parts_that_are_missing(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, source, sent = bucket(), file(tmp_path, LARGE), []
     send = store.client.upload_part
 
@@ -203,16 +233,26 @@ def test_an_interrupted_upload_sends_only_the_parts_that_are_missing(bucket: Any
 
     later, again = bucket(), []
     resume = later.client.upload_part
-    monkeypatch.setattr(later.client, "upload_part", lambda **request: (again.append(request["PartNumber"]), resume(**request))[1])
+    monkeypatch.setattr(
+        later.client,
+        "upload_part",
+        lambda **request: (again.append(request["PartNumber"]), resume(**request))[1],
+    )
     later.put("weights", source)
     assert again == [3]
     later.get("weights", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == LARGE and not later.abandoned(timedelta(0))
 
 
-def test_an_interrupted_upload_of_other_bytes_is_not_continued(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_upload_of_other_bytes_is_not_continued(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = bucket()
-    monkeypatch.setattr(store.client, "complete_multipart_upload", lambda **_: (_ for _ in ()).throw(EndpointConnectionError(endpoint_url="http://gone")))
+    monkeypatch.setattr(
+        store.client,
+        "complete_multipart_upload",
+        lambda **_: (_ for _ in ()).throw(EndpointConnectionError(endpoint_url="http://gone")),
+    )
     with pytest.raises(StoreUnavailable):
         store.put("weights", file(tmp_path, LARGE))
     other = LARGE[::-1]
@@ -223,7 +263,9 @@ def test_an_interrupted_upload_of_other_bytes_is_not_continued(bucket: Any, tmp_
 
 
 @pytest.mark.parametrize("size", [1000, len(LARGE)])
-def test_of_two_writers_that_both_saw_nothing_one_is_refused(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_of_two_writers_that_both_saw_nothing_one_is_refused(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     first, second = bucket("first"), bucket("second")
     mine, theirs = file(tmp_path, LARGE[:size], "mine"), file(tmp_path, LARGE[::-1][:size], "theirs")
     looked = second._recorded
@@ -235,12 +277,14 @@ def test_of_two_writers_that_both_saw_nothing_one_is_refused(bucket: Any, tmp_pa
         return None
 
     monkeypatch.setattr(second, "_recorded", late)
-    with pytest.raises(BadInput, match="never overwritten"):
+    with pytest.raises(UserError, match="never overwritten"):
         second.put("weights", theirs)
     assert first.digests("weights")[0] == digest_bytes(LARGE[:size])
 
 
-def test_an_interrupted_download_goes_on_where_it_was(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_goes_on_where_it_was(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = bucket()
     store.put("weights", file(tmp_path, LARGE))
     fetch, asked = store.client.get_object, []
@@ -261,7 +305,11 @@ def test_an_interrupted_download_goes_on_where_it_was(bucket: Any, tmp_path: Pat
     with pytest.raises(StoreUnavailable):
         store.get("weights", tmp_path / "back")
     assert not (tmp_path / "back").exists()
-    monkeypatch.setattr(store.client, "get_object", lambda **request: (asked.append(request.get("Range")), fetch(**request))[1])
+    monkeypatch.setattr(
+        store.client,
+        "get_object",
+        lambda **request: (asked.append(request.get("Range")), fetch(**request))[1],
+    )
     store.get("weights", tmp_path / "back")
     assert asked == ["bytes=5000000-"] and (tmp_path / "back").read_bytes() == LARGE
     assert [path.name for path in tmp_path.glob(".back*")] == []
@@ -270,10 +318,12 @@ def test_an_interrupted_download_goes_on_where_it_was(bucket: Any, tmp_path: Pat
 def test_a_store_that_is_away_is_a_fault_that_passes(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable) as raised:
         S3Store("s3://bucket", "http://127.0.0.1:9").put("weights", file(tmp_path, b"x"))
-    assert kind_of(raised.value) is SERVICE and kind_of(BadInput("a mistake")) is None
+    assert kind_of(raised.value) is SERVICE and kind_of(UserError("a mistake")) is None
 
 
-def test_the_endpoint_may_come_from_the_standard_variable(endpoint: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_may_come_from_the_standard_variable(
+    endpoint: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
     store = S3Store(f"s3://{bucket.name}", "")
     store.put("weights", file(tmp_path, b"x"))
@@ -285,7 +335,7 @@ def test_damage_in_s3_is_noticed(tmp_path: Path, bucket: Any) -> None:
     store.put("weights", file(tmp_path, b"good"))
     sha256 = client.head_object(Bucket=bucket.name, Key="team/weights")["Metadata"]["sha256"]
     client.put_object(Bucket=bucket.name, Key="team/weights", Body=b"evil", Metadata={"sha256": sha256})
-    with pytest.raises(BadInput, match="does not match its SHA-256"):
+    with pytest.raises(UserError, match="does not match its SHA-256"):
         store.get("weights", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -297,14 +347,23 @@ def test_damage_in_a_folder_is_noticed(tmp_path: Path) -> None:
         assert list(damaged(store, key)) == [(key, "")]
         (tmp_path / "store" / key).write_bytes(b"evil")
         assert list(damaged(store, key)) == [(key, "is not what was written")]
-        with pytest.raises(BadInput, match="does not match its SHA-256"):
+        with pytest.raises(UserError, match="does not match its SHA-256"):
             store.get(key, tmp_path / "back")
         store.remove(key)
     assert not (tmp_path / "back").exists() and not list((tmp_path / "store").iterdir())
 
 
-@pytest.mark.parametrize(("name", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong"), ("AWS_ACCESS_KEY_ID", "team:nobody"), ("AWS_ACCESS_KEY_ID", "others:person")])
-def test_who_has_not_the_key_neither_writes_nor_reads(swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "wrong"),
+        ("AWS_ACCESS_KEY_ID", "team:nobody"),
+        ("AWS_ACCESS_KEY_ID", "others:person"),
+    ],
+)
+def test_who_has_not_the_key_neither_writes_nor_reads(
+    swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     key = uuid4().hex
     owner = S3Store("s3://kept", swift.url)
     owner.put(f"{key}/mine", file(tmp_path, b"mine"))
@@ -316,7 +375,7 @@ def test_who_has_not_the_key_neither_writes_nor_reads(swift: Swift, tmp_path: Pa
         lambda: stranger.get(f"{key}/mine", tmp_path / "x"),
         lambda: list(stranger.entries()),
     ):
-        with pytest.raises(BadInput, match=r"refused the .*check the bucket and the credentials") as raised:
+        with pytest.raises(UserError, match=r"refused the .*check the bucket and the credentials") as raised:
             act()
         assert kind_of(raised.value) is None, "waiting does not mend a wrong key"
     assert [entry.key for entry in owner.entries(key)] == [f"{key}/mine"]
@@ -336,12 +395,19 @@ def test_a_server_that_is_killed_has_everything_when_it_is_back(swift: Swift, tm
 
 @pytest.mark.parametrize(
     ("folder", "key", "named"),
-    [("kept", "nobody", "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON"), ("file", "team:person", "file: cannot keep objects .File exists.")],
+    [
+        ("kept", "nobody", "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON"),
+        ("file", "team:person", "file: cannot keep objects .File exists."),
+    ],
 )
-def test_a_server_that_cannot_start_says_why_in_one_sentence(tmp_path: Path, folder: str, key: str, named: str) -> None:
+def test_a_server_that_cannot_start_says_why_in_one_sentence(
+    tmp_path: Path, folder: str, key: str, named: str
+) -> None:
     file(tmp_path, b"")
     command = [sys.executable, PROJECT / "infra" / "swift" / "serve.py", tmp_path / folder]
-    done = subprocess.run(command, env=os.environ | {"AWS_ACCESS_KEY_ID": key}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"AWS_ACCESS_KEY_ID": key}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and re.search(named, done.stderr.splitlines()[-1]), done.stderr
 
 
@@ -351,7 +417,7 @@ def test_without_an_address_the_store_is_in_the_home(tmp_path: Path) -> None:
 
 
 def test_an_unknown_address_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"store\.url"):
+    with pytest.raises(UserError, match=r"store\.url"):
         open_store(StoreParams(url="ftp://somewhere", endpoint=""), tmp_path)
-    with pytest.raises(BadInput, match="no bucket"):
+    with pytest.raises(UserError, match="no bucket"):
         open_store(StoreParams(url="s3://", endpoint=""), tmp_path)

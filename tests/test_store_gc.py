@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.cli_store import store_gc
-from components.config import BadInput, resolve
-from components.files import digest_file, digest_json, write_json
+from components.cli.store import store_gc
+from components.core.config import resolve
+from components.core.errors import UserError
+from components.core.files import digest_file, digest_json, write_json
 from components.registry import models
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
-from components.registry.tracking import NightRun, connect
+from components.registry.tracking import MlflowRun, connect
 from components.storage import FolderStore
-from components.storage.collect import damaged, plan, reason_to_keep
+from components.storage.gc import damaged, plan, reason_to_keep
 
 OLD = timedelta(days=90)
 NAMES = ("predecessor", "champion", "declined", "undecided", "running", "forgotten")
@@ -43,7 +44,10 @@ def checkpoint(folder: Path, store: FolderStore, content: str) -> str:
 def publish(home: Path, store: FolderStore, name: str) -> str:
     """A night's run and its two checkpoints as it leaves them, ninety days old; the last checkpoint's digest."""
     folder = home / "made" / name
-    digest, warm_up = checkpoint(folder / "agentic", store, name), checkpoint(folder / "warm_up", store, f"{name} warm-up")
+    digest, warm_up = (
+        checkpoint(folder / "agentic", store, name),
+        checkpoint(folder / "warm_up", store, f"{name} warm-up"),
+    )
     write_json(folder / "run-manifest.json", {"checkpoint.warm_up": warm_up, "checkpoint.agentic": digest})
     store.put(f"runs/{key_of(name)[:12]}/0/manifest.json", folder / "run-manifest.json")
     then = (datetime.now(UTC) - OLD).timestamp()
@@ -67,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         digest = publish(tmp_path, store, name)
         if name == "forgotten":
             continue
-        night = NightRun(client, registry, tmp_path, key_of(name), name)
+        night = MlflowRun(client, registry, tmp_path, key_of(name), name)
         tags = {"checkpoint.digest": digest}
         version = models.register(
             client,
@@ -103,11 +107,16 @@ def digest_of(home: Path, name: str, stage: str) -> str:
 def stored(home: Path) -> dict[str, set[str]]:
     """What is still in the store, by kind: names of nights."""
     present = {"/".join(entry.key.split("/")[:2]) for entry in FolderStore(home / "store").entries()}
-    found = {stage: {name for name in NAMES if f"checkpoints/{digest_of(home, name, stage)}" in present} for stage in ("warm_up", "agentic")}
+    found = {
+        stage: {name for name in NAMES if f"checkpoints/{digest_of(home, name, stage)}" in present}
+        for stage in ("warm_up", "agentic")
+    }
     return found | {"runs": {name for name in NAMES if f"runs/{key_of(name)[:12]}" in present}}
 
 
-def test_what_an_alias_or_a_night_refers_to_stays_whole_and_evidence_keeps_what_was_decided(home: Path) -> None:
+def test_what_an_alias_or_a_night_refers_to_stays_whole_and_evidence_keeps_what_was_decided(
+    home: Path,
+) -> None:
     store_gc(profile="ci", home=str(home), as_json=False)
     assert stored(home) == ALL  # only said what would go
     store_gc(delete=True, profile="ci", home=str(home), as_json=False)
@@ -116,7 +125,9 @@ def test_what_an_alias_or_a_night_refers_to_stays_whole_and_evidence_keeps_what_
     assert stored(home)["warm_up"] == {"predecessor", "champion", "running"}
 
 
-def test_evidence_is_found_in_the_folder_that_the_parameters_name(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_evidence_is_found_in_the_folder_that_the_parameters_name(
+    home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("shared") / "audit"
     (home / "audit").rename(elsewhere)
     store_gc(delete=True, profile="ci", home=str(home), sets=[f"registry.audit={elsewhere}"], as_json=False)
@@ -126,7 +137,7 @@ def test_evidence_is_found_in_the_folder_that_the_parameters_name(home: Path, tm
 def test_a_broken_chain_stops_the_removal(home: Path) -> None:
     entry = next((home / "audit").rglob("000002.json"))
     entry.write_text(entry.read_text().replace("for the test", "for the best"))
-    with pytest.raises(BadInput, match="was changed after it was written"):
+    with pytest.raises(UserError, match="was changed after it was written"):
         store_gc(delete=True, profile="ci", home=str(home), as_json=False)
     assert stored(home)["agentic"] == set(NAMES)
 
@@ -138,7 +149,7 @@ def test_what_is_young_stays(home: Path) -> None:
 
 def test_without_a_registry_nothing_can_go(tmp_path: Path) -> None:
     publish(tmp_path, FolderStore(tmp_path / "store"), "alone")
-    with pytest.raises(BadInput, match="no run was registered here"):
+    with pytest.raises(UserError, match="no run was registered here"):
         store_gc(delete=True, profile="ci", home=str(tmp_path), as_json=False)
     assert len(list(FolderStore(tmp_path / "store").entries())) == 5
 
@@ -153,7 +164,9 @@ def test_objects_of_others_in_the_bucket_are_never_touched(tmp_path: Path) -> No
 
 def test_verify_names_what_is_damaged_missing_or_unfinished(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
-    sound, flipped, short, unfinished = (checkpoint(tmp_path / name, store, name) for name in ("sound", "flipped", "short", "unfinished"))
+    sound, flipped, short, unfinished = (
+        checkpoint(tmp_path / name, store, name) for name in ("sound", "flipped", "short", "unfinished")
+    )
     weights = tmp_path / "store" / "checkpoints" / flipped / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     store.remove(f"checkpoints/{short}/model.safetensors")

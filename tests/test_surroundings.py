@@ -14,20 +14,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import judge_world as world
+import judge_fixtures as world
 import psutil
 import pytest
 from surroundings import Surroundings, run
 
-from components import files
-from components.config import PROJECT, BadInput, Params, resolve
-from components.files import remove_tree, scratch_folder, user_cache
-from components.sandbox import isolation, nursery, preflight
+from components.core import files
+from components.core.config import PROJECT, Params, resolve
+from components.core.errors import InfrastructureError, UserError
+from components.core.files import remove_tree, scratch_folder, user_cache
+from components.judge.judge import Judge
+from components.sandbox import isolation, preflight, runner_factory
 from components.sandbox.build import native
 from components.sandbox.clock import charged
-from components.sandbox.judge import Judge
-from components.sandbox.nursery import InfrastructureError, Nursery
 from components.sandbox.preflight import System, explain
+from components.sandbox.runner_factory import RunnerFactory
 
 CLI = [sys.executable, "-m", "components.cli"]
 KEPT = {str(PROJECT): str(PROJECT)}
@@ -59,7 +60,9 @@ def judged(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.slow
-def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_or_others_read(place: Path) -> None:
+def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_or_others_read(
+    place: Path,
+) -> None:
     place.chmod(0o700)
     checkout = place / "Über uns" / "a b"
     checkout.mkdir(parents=True)
@@ -70,7 +73,17 @@ def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_o
     for path in (checkout, *checkout.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
     around = Surroundings(bound={str(environment): sys.prefix}, read_only=(str(checkout),), umask=0o077)
-    command = [str(environment / "bin" / "python"), "-B", "-m", "components.cli", "judge", "agent_workdir", "--json", "--home", str(place / "der Ort")]
+    command = [
+        str(environment / "bin" / "python"),
+        "-B",
+        "-m",
+        "components.cli",
+        "judge",
+        "agent_workdir",
+        "--json",
+        "--home",
+        str(place / "der Ort"),
+    ]
     judged(run(command, around, checkout))
 
 
@@ -85,9 +98,16 @@ def test_a_night_on_a_small_system_behind_a_proxy(place: Path) -> None:
         sizes={"/dev/shm": 64 << 20},
         limits={"RLIMIT_NOFILE": 1024},
         variables={"HOME": None, "LC_ALL": "C", "LANG": None}
-        | dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
+        | dict.fromkeys(
+            ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"
+        ),
     )
-    done = run([*CLI, "run", "--profile", "ci", "--home", str(place / "home"), "--json"], around, PROJECT, seconds=900)
+    done = run(
+        [*CLI, "run", "--profile", "ci", "--home", str(place / "home"), "--json"],
+        around,
+        PROJECT,
+        seconds=900,
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["gate"]["verdict"] == "promoted" and record["evaluation"]["pass_rate"] > 0
@@ -109,7 +129,9 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_where_user_namespaces_are_switched_off_every_command_says_so_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_where_user_namespaces_are_switched_off_every_command_says_so_at_once(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     around = Surroundings(settings={"user/max_user_namespaces": "0"})
     words = [str(tmp_path / "out") if word == "OUT" else word for word in command]
     said = one_sentence(run([*CLI, *words, "--home", str(tmp_path)], around, PROJECT, seconds=60), code=3)
@@ -119,7 +141,9 @@ def test_where_user_namespaces_are_switched_off_every_command_says_so_at_once(co
 
 def test_where_a_container_refuses_namespaces_the_mend_is_the_containers(tmp_path: Path) -> None:
     around = Surroundings(refused=("unshare", "mount", "setns", "pivot_root", "umount2"))
-    said = one_sentence(run([*CLI, "judge", "agent_workdir", "--home", str(tmp_path)], around, PROJECT, seconds=60), code=3)
+    said = one_sentence(
+        run([*CLI, "judge", "agent_workdir", "--home", str(tmp_path)], around, PROJECT, seconds=60), code=3
+    )
     assert "seccomp=unconfined" in said and "infra/prefect/kubernetes.json" in said
     doctor = run([*CLI, "doctor", "--json"], around, PROJECT, seconds=60)
     found = {finding["name"]: finding for finding in json.loads(doctor.stdout)["findings"]}
@@ -130,17 +154,54 @@ def test_where_a_container_refuses_namespaces_the_mend_is_the_containers(tmp_pat
 @pytest.mark.parametrize(
     ("files", "said", "root", "mend"),
     [
-        ({"proc/sys/user/max_user_namespaces": "0"}, "bwrap: No space left", False, "user.max_user_namespaces=15000"),
-        ({"proc/sys/kernel/unprivileged_userns_clone": "0"}, "bwrap: No permissions to create new namespace", False, "unprivileged_userns_clone=1"),
-        ({"proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"}, "bwrap: setting up uid map: Permission denied", False, "infra/apparmor/bwrap"),
-        ({"proc/self/status": "Name:\tpython\nSeccomp:\t2\n"}, "bwrap: Creating new namespace failed: Operation not permitted", True, "seccomp=unconfined"),
-        ({"proc/sys/kernel/yama/ptrace_scope": "3"}, "reading a runner's memory: refused", False, "ptrace_scope"),
-        ({"proc/self/status": "Seccomp:\t0\n"}, "bwrap: Creating new namespace failed: Operation not permitted", True, "SYS_ADMIN"),
-        ({"proc/self/status": "Seccomp:\t0\n"}, "bwrap: Can't mount proc on /newroot/proc: Operation not permitted", False, "procMount: Unmasked"),
+        (
+            {"proc/sys/user/max_user_namespaces": "0"},
+            "bwrap: No space left",
+            False,
+            "user.max_user_namespaces=15000",
+        ),
+        (
+            {"proc/sys/kernel/unprivileged_userns_clone": "0"},
+            "bwrap: No permissions to create new namespace",
+            False,
+            "unprivileged_userns_clone=1",
+        ),
+        (
+            {"proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"},
+            "bwrap: setting up uid map: Permission denied",
+            False,
+            "infra/apparmor/bwrap",
+        ),
+        (
+            {"proc/self/status": "Name:\tpython\nSeccomp:\t2\n"},
+            "bwrap: Creating new namespace failed: Operation not permitted",
+            True,
+            "seccomp=unconfined",
+        ),
+        (
+            {"proc/sys/kernel/yama/ptrace_scope": "3"},
+            "reading a runner's memory: refused",
+            False,
+            "ptrace_scope",
+        ),
+        (
+            {"proc/self/status": "Seccomp:\t0\n"},
+            "bwrap: Creating new namespace failed: Operation not permitted",
+            True,
+            "SYS_ADMIN",
+        ),
+        (
+            {"proc/self/status": "Seccomp:\t0\n"},
+            "bwrap: Can't mount proc on /newroot/proc: Operation not permitted",
+            False,
+            "procMount: Unmasked",
+        ),
         ({}, "bwrap: something new", False, "something new"),
     ],
 )
-def test_each_case_has_its_own_mend(files: dict[str, str], said: str, root: bool, mend: str, tmp_path: Path) -> None:
+def test_each_case_has_its_own_mend(
+    files: dict[str, str], said: str, root: bool, mend: str, tmp_path: Path
+) -> None:
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,30 +228,39 @@ def test_an_old_bubblewrap_is_named_with_its_version(tmp_path: Path, monkeypatch
         preflight.check_installed()
 
 
-def test_another_users_cache_is_neither_used_nor_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_cache_is_neither_used_nor_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (user_cache("binding") / "made").write_text("by the first user")
     monkeypatch.setattr(files.os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(BadInput, match=r"binding: belongs to another user \(uid \d+\).*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"binding: belongs to another user \(uid \d+\).*XDG_CACHE_HOME"):
         user_cache("binding")
 
 
-def test_a_cache_that_cannot_be_made_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_made_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cuda-agent").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BadInput, match=r"cannot be made .*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"cannot be made .*XDG_CACHE_HOME"):
         user_cache("binding")
 
 
 def test_a_home_whose_programs_cannot_be_loaded_is_one_sentence(place: Path) -> None:
     home = place / "home"
     home.mkdir()
-    done = run([*CLI, "judge", "agent_workdir", "--home", str(home)], Surroundings(noexec=(str(home),)), PROJECT, seconds=60)
+    done = run(
+        [*CLI, "judge", "agent_workdir", "--home", str(home)],
+        Surroundings(noexec=(str(home),)),
+        PROJECT,
+        seconds=60,
+    )
     assert "noexec" in one_sentence(done, code=2) and "--home" in done.stderr
 
 
 def test_scratch_folders_avoid_a_place_without_execution() -> None:
-    print_it = "from components.files import scratch_folder; print(scratch_folder())"
+    print_it = "from components.core.files import scratch_folder; print(scratch_folder())"
     done = run([sys.executable, "-c", print_it], Surroundings(bound=KEPT, noexec=("/tmp",)), PROJECT)
     assert done.stdout.strip() == str(user_cache("tmp")), done.stderr
     assert scratch_folder() == Path(tempfile.gettempdir())
@@ -208,18 +278,20 @@ def test_folders_that_are_closed_to_their_owner_are_removed_and_links_not_follow
     assert not (tmp_path / "made").exists() and stat.S_IMODE(kept.stat().st_mode) == 0o500
 
 
-def test_a_zygote_that_cannot_start_is_told_with_its_log(ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zygote_that_cannot_start_is_told_with_its_log(
+    ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was started again and again before, and only the clock told."""
     sources = tmp_path / "sources"
-    shutil.copytree(Path(nursery.__file__).parent, sources)
+    shutil.copytree(Path(runner_factory.__file__).parent, sources)
     with (sources / "runner.py").open("a") as file:
         file.write("\nraise RuntimeError('no compiler here')\n")
-    monkeypatch.setattr(nursery, "HERE", sources)
-    runners = Nursery(ci_params.sandbox, "cpu", tmp_path / "home", native())
+    monkeypatch.setattr(runner_factory, "HERE", sources)
+    runners = RunnerFactory(ci_params.sandbox, "cpu", tmp_path / "home", native())
     try:
         with pytest.raises(InfrastructureError, match="no compiler here"):
             runners.spawn({"role": "noop"}, seconds=30)
-        with pytest.raises(BadInput, match=r"plain\.log: .*no compiler here.*run the same command again"):
+        with pytest.raises(UserError, match=r"plain\.log: .*no compiler here.*run the same command again"):
             runners.spawn({"role": "noop"}, seconds=30)
     finally:
         runners.close()
@@ -234,7 +306,9 @@ def test_a_machine_that_sleeps_in_a_measurement_times_nobody_out(tmp_path: Path)
     """Every process below a judge is stopped for longer than a candidate's limit, and goes on."""
     limits = ["--set", "sandbox.run_seconds=6", "--profile", "ci"]
     command = [*CLI, "judge", "agent_workdir", "--json", "--home", str(tmp_path), *limits]
-    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as judge:
+    with subprocess.Popen(
+        command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as judge:
         deadline = time.monotonic() + 120
         while not any("zygote.py" in " ".join(words) for words in _command_lines(judge.pid)):
             assert judge.poll() is None and time.monotonic() < deadline
@@ -268,28 +342,39 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def test_few_descriptors_keep_fewer_tasks_warm(tmp_path: Path) -> None:
-    count = "from components.config import resolve; from components.sandbox.judge import Judge; from pathlib import Path; import sys\n"
-    count += "judge = Judge(resolve('smoke').params, Path(sys.argv[1])); print(judge.warm_tasks); judge.close()"
-    done = run([sys.executable, "-c", count, str(tmp_path)], Surroundings(limits={"RLIMIT_NOFILE": 1024}), PROJECT)
+    count = "from components.core.config import resolve; from components.judge.judge import Judge; from pathlib import Path; import sys\n"
+    count += (
+        "judge = Judge(resolve('smoke').params, Path(sys.argv[1])); print(judge.warm_tasks); judge.close()"
+    )
+    done = run(
+        [sys.executable, "-c", count, str(tmp_path)], Surroundings(limits={"RLIMIT_NOFILE": 1024}), PROJECT
+    )
     assert 1 <= int(done.stdout) < resolve("smoke").params.sandbox.warm_tasks, done.stderr
 
 
 def test_a_warm_task_holds_no_more_descriptors_than_are_counted_for_it(judge: Judge) -> None:
-    from components.sandbox.judge import TASK_DESCRIPTORS
+    from components.judge.judge import TASK_DESCRIPTORS
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     other = world.TASK.model_copy(update={"code": world.CODE.replace("- 0.3", "- 0.4")})
     kernel = {name: text.replace("0.3f", "0.4f") for name, text in world.files("honest", "simd").items()}
-    judge.verdict(world.TASK, world.files("honest", "simd"), always_compile=True)  # what all tasks share is there now
+    judge.verdict(
+        world.TASK, world.files("honest", "simd"), always_compile=True
+    )  # what all tasks share is there now
     before = descriptors()
     assert judge.verdict(other, kernel, always_compile=True).status == "correct"
     assert 0 < descriptors() - before <= TASK_DESCRIPTORS
 
 
 @pytest.mark.parametrize(
-    ("manager", "mend"), [("", "package manager of this system"), ("dnf", "sudo dnf install -y bubblewrap gcc-c++"), ("pacman", "sudo pacman -S")]
+    ("manager", "mend"),
+    [
+        ("", "package manager of this system"),
+        ("dnf", "sudo dnf install -y bubblewrap gcc-c++"),
+        ("pacman", "sudo pacman -S"),
+    ],
 )
 def test_without_apt_and_sudo_the_missing_packages_are_named(manager: str, mend: str, tmp_path: Path) -> None:
     for name in ("bash", "sed", "grep", "id", "env"):
@@ -297,7 +382,9 @@ def test_without_apt_and_sudo_the_missing_packages_are_named(manager: str, mend:
     if manager:
         (tmp_path / manager).symlink_to("/bin/true")
     script = [str(PROJECT / ".ci" / "system-packages")]
-    done = subprocess.run(["/bin/bash", *script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["/bin/bash", *script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and mend in done.stderr, done.stderr
     assert "missing: bubblewrap g++" in done.stderr
 
@@ -305,5 +392,11 @@ def test_without_apt_and_sudo_the_missing_packages_are_named(manager: str, mend:
 def test_nothing_waits_for_a_package_that_only_saves_time(tmp_path: Path) -> None:
     for name in ("bash", "sed", "grep", "id", "env", "bwrap", "g++"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
-    done = subprocess.run(["/bin/bash", str(PROJECT / ".ci" / "system-packages")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["/bin/bash", str(PROJECT / ".ci" / "system-packages")],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -15,25 +15,27 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
-from synthesis_world import CI, InProcess, parameters
+from synthesis_fixtures import CI, InProcess, parameters
 from typer.testing import CliRunner
 
-from components.cli import app
-from components.config import PROJECT, BadInput, resolve
-from components.progress import Quiet
-from components.sandbox.nursery import InfrastructureError
-from components.sandbox.verdict import Admission
+from components.cli.main import app
+from components.core.config import PROJECT, resolve
+from components.core.errors import InfrastructureError, UserError
+from components.core.progress import Quiet
+from components.core.task import check_contract, dataset_version, read_tasks
+from components.judge.verdict import Admission
 from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
 from components.synthesis.contamination import Programs, graph, similarity, subtrees
 from components.synthesis.dataset import build
-from components.synthesis.stages import main
-from components.task import check_contract, dataset_version, read_tasks
+from components.synthesis.dvc_stages import main
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_equal_seeds_compose_equal_tasks(device: str) -> None:
     data = parameters().data
-    one, two, other = ([task.task_id for task in itertools.islice(stream(seed, data, device), 20)] for seed in (7, 7, 8))
+    one, two, other = (
+        [task.task_id for task in itertools.islice(stream(seed, data, device), 20)] for seed in (7, 7, 8)
+    )
     assert one == two != other
 
 
@@ -54,11 +56,15 @@ def test_composed_tasks_keep_the_contract_and_run() -> None:
 def test_operator_counts_follow_the_mix() -> None:
     data = parameters("data.operator_mix={1: 0.1, 2: 0.5, 3: 0.4}").data
     counts = [len(task.ops) for task in itertools.islice(stream(2, data), 400)]
-    assert abs(counts.count(1) / 400 - 0.1) < 0.06 and abs(counts.count(2) / 400 - 0.5) < 0.09 and max(counts) == 3
+    assert (
+        abs(counts.count(1) / 400 - 0.1) < 0.06
+        and abs(counts.count(2) / 400 - 0.5) < 0.09
+        and max(counts) == 3
+    )
 
 
 def test_a_window_without_shapes_is_refused() -> None:
-    with pytest.raises(BadInput, match="numel"):
+    with pytest.raises(UserError, match="numel"):
         compose(random.Random(0), parameters("data.numel=[10, 20]").data)
 
 
@@ -114,20 +120,31 @@ def test_the_same_program_in_other_words_is_similar() -> None:
 
 def test_other_operators_or_orders_are_not_similar() -> None:
     program = subtrees(EVALUATION_PROGRAM)
-    for steps in ((("softmax", ()), ("gelu", ())), (("silu", ()), ("softmax", ())), (("gelu", ()),), (("gelu", ()), ("softmax", ()), ("tanh", ()))):
+    for steps in (
+        (("softmax", ()), ("gelu", ())),
+        (("silu", ()), ("softmax", ())),
+        (("gelu", ()),),
+        (("gelu", ()), ("softmax", ()), ("tanh", ())),
+    ):
         assert 0 < similarity(program, subtrees(write_source(steps, 64, 256))) <= 0.9
 
 
 def test_graphs_differ_in_constants_and_shapes_only_when_they_do() -> None:
     code = write_source((("leaky_relu", ("0.1",)),), 64, 256)
-    assert graph(code) == graph(code.replace("x = F.leaky_relu(x, 0.1)\n        return x", "return torch.nn.functional.leaky_relu(x, 0.1)"))
+    assert graph(code) == graph(
+        code.replace(
+            "x = F.leaky_relu(x, 0.1)\n        return x", "return torch.nn.functional.leaky_relu(x, 0.1)"
+        )
+    )
     assert graph(code) != graph(code.replace("0.1", "0.2"))
     assert graph(code) != graph(code.replace("64", "128"))
 
 
 def test_self_substitution_stays_small() -> None:
     lines = "\n".join("        x = x * x" for _ in range(40))
-    assert subtrees(f"class Model:\n    def forward(self, x):\n{lines}\n        return x\n").total() < 1_000_000
+    assert (
+        subtrees(f"class Model:\n    def forward(self, x):\n{lines}\n        return x\n").total() < 1_000_000
+    )
 
 
 def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> None:
@@ -139,7 +156,7 @@ def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> No
     for against in (tmp_path / "level1", tmp_path / "suite.parquet"):
         value, origin = Programs([str(against)]).nearest(ours)
         assert value == 1.0 and origin in ("level1/88_Gelu_Softmax.py", "suite.parquet:0")
-    with pytest.raises(BadInput, match=r"data\.against"):
+    with pytest.raises(UserError, match=r"data\.against"):
         Programs([str(tmp_path / "nowhere")])
 
 
@@ -176,9 +193,17 @@ def test_no_held_out_sequence_is_trained_on(tmp_path: Path) -> None:
 
 def test_the_data_set_does_not_depend_on_the_order_of_verdicts(tmp_path: Path) -> None:
     params = parameters("sandbox.build_workers=6")
-    versions = {build(params, tmp_path / str(i), InProcess(shuffled=True, refuse="gelu"), Quiet()).version for i in range(3)}
+    versions = {
+        build(params, tmp_path / str(i), InProcess(shuffled=True, refuse="gelu"), Quiet()).version
+        for i in range(3)
+    }
     assert len(versions) == 1
-    assert build(parameters("sandbox.build_workers=1"), tmp_path / "narrow", InProcess(refuse="gelu"), Quiet()).version in versions
+    assert (
+        build(
+            parameters("sandbox.build_workers=1"), tmp_path / "narrow", InProcess(refuse="gelu"), Quiet()
+        ).version
+        in versions
+    )
 
 
 def test_nothing_is_judged_that_is_not_needed(tmp_path: Path) -> None:
@@ -239,7 +264,9 @@ def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:
     first = next(task for task in stream(params.data.seed, params.data) if task.split == "train")
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite" / "1.py").write_text(first.code.replace("x = x", "x  =  x  # noted"))
-    summary = build(parameters(f"data.against=[{tmp_path / 'suite'}]"), tmp_path / "tasks", InProcess(), Quiet())
+    summary = build(
+        parameters(f"data.against=[{tmp_path / 'suite'}]"), tmp_path / "tasks", InProcess(), Quiet()
+    )
     assert first.task_id not in {task.task_id for task in summary.admitted}
     assert "similar_to_evaluation" in summary.reasons
 
@@ -247,7 +274,11 @@ def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:
 def test_a_set_does_not_depend_on_what_failed_beside_it(tmp_path: Path) -> None:
     class Failing(InProcess):
         def admission(self, code: str, *, headroom: bool = False) -> Admission:
-            return Admission(False, "infrastructure", {"detail": "the zygote is gone"}) if len(self.asked) > 5 else super().admission(code)
+            return (
+                Admission(False, "infrastructure", {"detail": "the zygote is gone"})
+                if len(self.asked) > 5
+                else super().admission(code)
+            )
 
     with pytest.raises(InfrastructureError, match="zygote"):
         build(parameters(), tmp_path / "tasks", Failing(), Quiet())
@@ -255,31 +286,53 @@ def test_a_set_does_not_depend_on_what_failed_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_hopeless_window_ends_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"half_precision_passes.*data\.eager_seconds"):
+    with pytest.raises(UserError, match=r"half_precision_passes.*data\.eager_seconds"):
         build(parameters(), tmp_path / "tasks", InProcess(refuse="class Model"), Quiet())
     assert not (tmp_path / "tasks").exists()
 
 
 def test_dvc_accepts_the_stages(tmp_path: Path) -> None:
     (tmp_path / "dvc.yaml").write_text((PROJECT / "dvc.yaml").read_text())
-    CliRunner().invoke(app, ["params", "--profile", "ci", "--write", str(tmp_path / "params.yaml"), *(f"--set={item}" for item in CI)])
+    CliRunner().invoke(
+        app,
+        [
+            "params",
+            "--profile",
+            "ci",
+            "--write",
+            str(tmp_path / "params.yaml"),
+            *(f"--set={item}" for item in CI),
+        ],
+    )
     assert resolve(path=tmp_path / "params.yaml").params == parameters()
     assert main(["tasks", "--params", str(tmp_path / "missing.yaml"), "--out", str(tmp_path / "x")]) == 2
 
     def run(*command: str) -> str:
-        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": str(PROJECT)}
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, env=environment).stdout
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "DVC_NO_ANALYTICS": "1",
+            "PYTHONPATH": str(PROJECT),
+        }
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True, env=environment
+        ).stdout
 
     def dvc(*arguments: str) -> str:
         return run(sys.executable, "-m", "dvc", *arguments)
 
     run("git", "init", "--quiet")
     dvc("init", "--quiet")
-    assert main(["seeds", "--params", str(tmp_path / "params.yaml"), "--out", str(tmp_path / "data" / "seeds")]) == 0
+    assert (
+        main(["seeds", "--params", str(tmp_path / "params.yaml"), "--out", str(tmp_path / "data" / "seeds")])
+        == 0
+    )
     build(parameters(), tmp_path / "data" / "tasks", InProcess(), Quiet())
     dvc("commit", "--force", "--quiet", "seeds", "tasks")
     assert "up to date" in dvc("status")
-    assert json.loads(dvc("metrics", "show", "--json"))[""]["data"]["data/tasks/metrics.json"]["data"]["train"] == 12
+    assert (
+        json.loads(dvc("metrics", "show", "--json"))[""]["data"]["data/tasks/metrics.json"]["data"]["train"]
+        == 12
+    )
     dvc("plots", "show", "--out", "plots")
     assert "Funnel" in (tmp_path / "plots" / "index.html").read_text()
     run("git", "add", "--all")
@@ -288,4 +341,6 @@ def test_dvc_accepts_the_stages(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         dvc("exp", "run", "-S", "data.numel=[10, 20]", "-S", "data.seed=5")
     told = failed.value.stdout + failed.value.stderr
-    assert "data.numel: no shape between 10 and 20" in told and "Stage 'seeds' didn't change, skipping" in told
+    assert (
+        "data.numel: no shape between 10 and 20" in told and "Stage 'seeds' didn't change, skipping" in told
+    )

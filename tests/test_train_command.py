@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from training_world import episodes, stage
+from training_fixtures import episodes, stage
 
-from components.config import PROJECT, resolve
+from components.core.config import PROJECT, resolve
 from components.training import critic, warmup
 
 SETS = (
@@ -23,7 +23,7 @@ SETS = (
     *("engine.tokens_per_microbatch=64", "policy.batch=64"),
 )
 # A node without an orchestrator: an import of one of these fails.
-BARE = "import sys; sys.modules.update(dict.fromkeys(('prefect', 'mlflow', 'dvc')))\nfrom components.cli import main\nmain()"
+BARE = "import sys; sys.modules.update(dict.fromkeys(('prefect', 'mlflow', 'dvc')))\nfrom components.cli.main import main\nmain()"
 
 
 def train(*words: str, program: tuple[str, ...] = ("-c", BARE)) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(world: Path, out: Path, name: str = "critic") -> list[str]:
-    inputs = ["--input", str(world / "start"), "--dataset", str(world / "data"), "--trajectories", str(world / "warmup")]
+    inputs = [
+        "--input",
+        str(world / "start"),
+        "--dataset",
+        str(world / "data"),
+        "--trajectories",
+        str(world / "warmup"),
+    ]
     return [name, *inputs, "--output", str(out / name), "--home", str(out / "home"), "--json"]
 
 
@@ -54,14 +61,25 @@ def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, json.loads(ran.stdout)
 
 
-def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(world: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(
+    world: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder, result = alone
-    assert result["name"] == "critic" and result["checkpoint"] == "checkpoint" and result["figures"]["trajectories"] > 0
+    assert (
+        result["name"] == "critic"
+        and result["checkpoint"] == "checkpoint"
+        and result["figures"]["trajectories"] > 0
+    )
     made = dataclasses.replace(
-        stage(tmp_path / "here", "critic", actor=world / "start"), dataset=world / "data", trajectories=(world / "warmup",), params=resolve("ci", SETS).params
+        stage(tmp_path / "here", "critic", actor=world / "start"),
+        dataset=world / "data",
+        trajectories=(world / "warmup",),
+        params=resolve("ci", SETS).params,
     )
     critic.run(made)
-    here, there = (load_file(place / "checkpoint" / "value_head.safetensors") for place in (made.out, folder / "critic"))
+    here, there = (
+        load_file(place / "checkpoint" / "value_head.safetensors") for place in (made.out, folder / "critic")
+    )
     assert all(tensor.equal(there[name]) for name, tensor in here.items())
     again = train(*words(world, folder))
     assert json.loads(again.stdout) == result, "a finished stage is only reported"
@@ -71,22 +89,44 @@ def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(world: Path, a
         ("critic", ("--set", "seed=9"), "seed"),
     ):
         other = [*words(world, folder, name), "--output", str(folder / "critic"), *more]
-        ran = train(*[word for word in other if name == "critic" or word not in ("--trajectories", str(world / "warmup"))])
+        ran = train(
+            *[
+                word
+                for word in other
+                if name == "critic" or word not in ("--trajectories", str(world / "warmup"))
+            ]
+        )
         said = rf"holds the finished stage critic of another .*{differs}.*; give another folder"
         assert ran.returncode == 2 and re.search(said, ran.stderr), ran.stderr[-500:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["--ranks", "torchrun"])
-def test_two_ranks_make_what_one_makes(launcher: str, world: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_two_ranks_make_what_one_makes(
+    launcher: str, world: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     both = words(world, tmp_path)
     if launcher == "torchrun":
-        two = train(*both, program=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "components.cli"))
+        two = train(
+            *both,
+            program=(
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "components.cli",
+            ),
+        )
     else:
         two = train(*both, "--ranks", "2", program=("-m", "components.cli"))
     assert two.returncode == 0, two.stderr[-3000:]
     assert json.loads(two.stdout)["figures"]["trajectories"] == alone[1]["figures"]["trajectories"]
-    heads = [load_file(folder / "critic" / "checkpoint" / "value_head.safetensors") for folder in (alone[0], tmp_path)]
+    heads = [
+        load_file(folder / "critic" / "checkpoint" / "value_head.safetensors")
+        for folder in (alone[0], tmp_path)
+    ]
     for name, tensor in heads[0].items():
         assert float((tensor - heads[1][name]).abs().max()) < 1e-5, name
 

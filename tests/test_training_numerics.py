@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
-from components.sandbox.verdict import Verdict
+from components.judge.verdict import Verdict
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import collate, pad, plan
-from components.training.losses import importance_weights, kl_k2, kl_k3, likelihood_loss_sum, policy_loss, policy_loss_sum, value_loss
+from components.training.losses import (
+    importance_weights,
+    kl_k2,
+    kl_k3,
+    likelihood_loss_sum,
+    policy_loss,
+    policy_loss_sum,
+    value_loss,
+)
 from components.training.networks import Critic
 
 REWARDS = torch.tensor([[0.0, 0, 0, 0, 0, 1]])
@@ -42,7 +50,9 @@ def test_gae_skips_observations(gamma: float, lam: float, expected: list[float])
 
 def test_gae_returns_are_golden() -> None:
     _, returns = gae(REWARDS, VALUES, MASK, 1.0, 0.95)
-    torch.testing.assert_close(returns, torch.tensor([[0.932713, 0.96075, 0, 0, 0.985, 1]]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        returns, torch.tensor([[0.932713, 0.96075, 0, 0, 0.985, 1]]), atol=1e-6, rtol=0
+    )
 
 
 def test_gae_without_observations_is_the_textbook_one() -> None:
@@ -52,11 +62,16 @@ def test_gae_without_observations_is_the_textbook_one() -> None:
     torch.testing.assert_close(gae(rewards, values, mask, 1.0, 0.5)[1], torch.tensor([[3.625, 4.25, 3.0]]))
 
 
-@given(st.floats(allow_nan=True, allow_infinity=True, width=32), st.floats(allow_nan=True, allow_infinity=True, width=32))
+@given(
+    st.floats(allow_nan=True, allow_infinity=True, width=32),
+    st.floats(allow_nan=True, allow_infinity=True, width=32),
+)
 def test_values_of_observations_change_nothing_to_the_last_bit(first: float, second: float) -> None:
     other = VALUES.clone()
     other[0, 2], other[0, 3] = first, second
-    for expected, found in zip(gae(REWARDS, VALUES, MASK, 0.99, 0.95), gae(REWARDS, other, MASK, 0.99, 0.95), strict=True):
+    for expected, found in zip(
+        gae(REWARDS, VALUES, MASK, 0.99, 0.95), gae(REWARDS, other, MASK, 0.99, 0.95), strict=True
+    ):
         assert torch.equal(expected, found)
 
 
@@ -66,7 +81,10 @@ def test_padding_and_row_order_change_no_advantage() -> None:
     advantages, returns = gae(rewards, values, mask, 1.0, 0.95)
     order = torch.tensor([2, 0, 3, 1])
     assert torch.equal(gae(rewards[order], values[order], mask[order], 1.0, 0.95)[0], advantages[order])
-    padded = [torch.cat([x, torch.full((4, 3), fill, dtype=x.dtype)], 1) for x, fill in ((rewards, 7.0), (values, -3.0), (mask, False))]
+    padded = [
+        torch.cat([x, torch.full((4, 3), fill, dtype=x.dtype)], 1)
+        for x, fill in ((rewards, 7.0), (values, -3.0), (mask, False))
+    ]
     assert torch.equal(gae(padded[0], padded[1], padded[2], 1.0, 0.95)[1][:, :9], returns)
 
 
@@ -79,7 +97,11 @@ def test_whitening_is_biased_over_own_tokens_and_leaves_zeros() -> None:
 
 
 def test_explained_variance_is_golden_and_undefined_for_equal_returns() -> None:
-    values, returns, mask = torch.tensor([[0.1, 0.4, 0.35, 0.8]]), torch.tensor([[0.0, 1, 0, 1]]), torch.ones(1, 4)
+    values, returns, mask = (
+        torch.tensor([[0.1, 0.4, 0.35, 0.8]]),
+        torch.tensor([[0.0, 1, 0, 1]]),
+        torch.ones(1, 4),
+    )
     assert explained_variance(values, returns, mask) == pytest.approx(0.498, abs=1e-3)
     assert math.isnan(explained_variance(values, torch.ones(1, 4), mask))
 
@@ -90,7 +112,10 @@ ADVANTAGES = torch.tensor([[1, -0.5, 0.8, 9], [0.3, 1.2, -1.5, -0.7]])
 FIRST, SECOND = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 1]])
 
 
-@pytest.mark.parametrize(("mask", "mean", "clip_fraction", "kl"), [(FIRST, -0.513142, 0.5, -0.0125), (SECOND, -0.481428, 0.5, -0.05)])
+@pytest.mark.parametrize(
+    ("mask", "mean", "clip_fraction", "kl"),
+    [(FIRST, -0.513142, 0.5, -0.0125), (SECOND, -0.481428, 0.5, -0.05)],
+)
 def test_policy_loss_is_golden(mask: Tensor, mean: float, clip_fraction: float, kl: float) -> None:
     loss, metrics = policy_loss(ACTOR, OLD, ADVANTAGES, mask, 0.2, 0.28)
     assert float(loss) == pytest.approx(mean, abs=1e-6)
@@ -104,7 +129,10 @@ V_OLD = torch.tensor([[0.3, 0.2, 0.5, 0], [0.2, 0.4, 0, 0.1]])
 G = torch.tensor([[1.0, 1, 1, 7], [0, 0, 0, 0]])
 
 
-@pytest.mark.parametrize(("mask", "clipped", "unclipped", "fraction"), [(FIRST, 0.19625, 0.1525, 0.25), (SECOND, 0.138333, 0.109167, 0.166667)])
+@pytest.mark.parametrize(
+    ("mask", "clipped", "unclipped", "fraction"),
+    [(FIRST, 0.19625, 0.1525, 0.25), (SECOND, 0.138333, 0.109167, 0.166667)],
+)
 def test_value_loss_is_golden(mask: Tensor, clipped: float, unclipped: float, fraction: float) -> None:
     loss, metrics = value_loss(V, V_OLD, G, mask, 0.2)
     assert float(loss) == pytest.approx(clipped, abs=1e-6)
@@ -115,7 +143,12 @@ def test_value_loss_is_golden(mask: Tensor, clipped: float, unclipped: float, fr
 def test_kl_estimators_are_golden() -> None:
     difference = torch.tensor([0.3, -0.4, 0.05, 0.1])
     torch.testing.assert_close(kl_k2(difference, torch.zeros(4)), torch.tensor([0.045, 0.08, 0.00125, 0.005]))
-    torch.testing.assert_close(kl_k3(difference, torch.zeros(4)), torch.tensor([0.040818, 0.091825, 0.001229, 0.004837]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        kl_k3(difference, torch.zeros(4)),
+        torch.tensor([0.040818, 0.091825, 0.001229, 0.004837]),
+        atol=1e-6,
+        rtol=0,
+    )
 
 
 def test_nan_at_masked_positions_reaches_neither_loss_nor_gradient() -> None:
@@ -141,7 +174,17 @@ def test_likelihood_counts_own_tokens_only() -> None:
 
 
 def trajectory(mask: list[int], reward: float) -> Trajectory:
-    return Trajectory("task", tuple(range(len(mask))), tuple(mask), tuple(-0.5 * m for m in mask), (), (Verdict(status="correct"),), reward, "stop", "v0")
+    return Trajectory(
+        "task",
+        tuple(range(len(mask))),
+        tuple(mask),
+        tuple(-0.5 * m for m in mask),
+        (),
+        (Verdict(status="correct"),),
+        reward,
+        "stop",
+        "v0",
+    )
 
 
 def test_reward_stands_on_the_last_own_token_not_on_a_later_observation() -> None:
@@ -159,10 +202,18 @@ def test_a_row_without_own_tokens_or_with_one_before_any_state_is_refused(mask: 
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 120), st.integers(1, 4))
-def test_a_plan_computes_each_row_once_within_the_budget_and_in_step_on_all_ranks(lengths: list[int], budget: int, world: int) -> None:
+def test_a_plan_computes_each_row_once_within_the_budget_and_in_step_on_all_ranks(
+    lengths: list[int], budget: int, world: int
+) -> None:
     plans = [plan(lengths, range(len(lengths)), budget, rank, world) for rank in range(world)]
     assert len({len(microbatches) for microbatches in plans}) == 1
-    counted = [row for microbatches in plans for microbatch in microbatches if microbatch.counted for row in microbatch.rows]
+    counted = [
+        row
+        for microbatches in plans
+        for microbatch in microbatches
+        if microbatch.counted
+        for row in microbatch.rows
+    ]
     assert sorted(counted) == list(range(len(lengths)))
     for microbatches in plans:
         for microbatch in microbatches:

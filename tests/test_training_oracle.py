@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from components.training.advantages import explained_variance, gae, whiten
-from components.training.losses import effective_share, importance_weights, kl_k3, policy_loss, value_loss
+from components.training.losses import (
+    effective_sample_size,
+    importance_weights,
+    kl_k3,
+    policy_loss,
+    value_loss,
+)
 
 Array = NDArray[np.float64]
 
@@ -28,7 +34,10 @@ def batches(draw: st.DrawFn) -> dict[str, Array]:
     source = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     mask = source.random((rows, width)) < draw(st.floats(0.2, 1.0))
     mask[np.arange(rows), source.integers(0, width, rows)] = True
-    numbers = {name: source.normal(size=(rows, width)) for name in ("rewards", "values", "old", "actor", "advantages", "old_values", "returns")}
+    numbers = {
+        name: source.normal(size=(rows, width))
+        for name in ("rewards", "values", "old", "actor", "advantages", "old_values", "returns")
+    }
     return {"mask": mask, **numbers}
 
 
@@ -38,7 +47,9 @@ def expected_gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: 
     for row in range(len(values)):
         own = np.flatnonzero(mask[row])
         deltas = [
-            rewards[row, t] + (gamma * values[row, own[i + 1]] if i + 1 < len(own) else 0.0) - values[row, t]  # the end is worth nothing
+            rewards[row, t]
+            + (gamma * values[row, own[i + 1]] if i + 1 < len(own) else 0.0)
+            - values[row, t]  # the end is worth nothing
             for i, t in enumerate(own)
         ]
         for i, t in enumerate(own):
@@ -52,18 +63,28 @@ def tensor(x: Array) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.sampled_from([1.0, 0.99, 0.5]), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
-def test_gae_is_the_sum_of_discounted_errors_along_the_own_tokens(batch: dict[str, Array], gamma: float, lam: float) -> None:
+def test_gae_is_the_sum_of_discounted_errors_along_the_own_tokens(
+    batch: dict[str, Array], gamma: float, lam: float
+) -> None:
     found = gae(tensor(batch["rewards"]), tensor(batch["values"]), tensor(batch["mask"]), gamma, lam)
-    for one, other in zip(found, expected_gae(batch["rewards"], batch["values"], batch["mask"], gamma, lam), strict=True):
+    for one, other in zip(
+        found, expected_gae(batch["rewards"], batch["values"], batch["mask"], gamma, lam), strict=True
+    ):
         np.testing.assert_allclose(one.numpy(), other, atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 2**32 - 1))
-def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(batch: dict[str, Array], seed: int) -> None:
+def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(
+    batch: dict[str, Array], seed: int
+) -> None:
     mask = tensor(batch["mask"])
     source = np.random.default_rng(seed)
-    junk = {name: np.where(batch["mask"], x, source.choice([np.nan, np.inf, -1e30, 7.0], x.shape)) for name, x in batch.items() if name != "mask"}
+    junk = {
+        name: np.where(batch["mask"], x, source.choice([np.nan, np.inf, -1e30, 7.0], x.shape))
+        for name, x in batch.items()
+        if name != "mask"
+    }
 
     def results(x: dict[str, Array]) -> list[torch.Tensor]:
         t = {name: tensor(value) for name, value in x.items() if name != "mask"}
@@ -76,7 +97,7 @@ def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(batch: 
             surrogate,
             error,
             torch.tensor(explained_variance(t["values"], t["returns"], mask)),
-            torch.tensor(effective_share(t["old"], t["actor"], mask)),
+            torch.tensor(effective_sample_size(t["old"], t["actor"], mask)),
         ]
 
     for one, other in zip(results(batch), results(junk), strict=True):
@@ -85,7 +106,9 @@ def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(batch: 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.sampled_from([0.0, 0.2]), st.sampled_from([0.28, 1.0]))
-def test_the_policy_loss_is_the_clipped_surrogate_of_each_token(batch: dict[str, Array], low: float, high: float) -> None:
+def test_the_policy_loss_is_the_clipped_surrogate_of_each_token(
+    batch: dict[str, Array], low: float, high: float
+) -> None:
     total, clipped = 0.0, 0
     tokens = list(zip(*np.nonzero(batch["mask"]), strict=True))
     for place in tokens:
@@ -93,21 +116,27 @@ def test_the_policy_loss_is_the_clipped_surrogate_of_each_token(batch: dict[str,
         inside = min(max(ratio, 1 - low), 1 + high)
         total += max(-advantage * ratio, -advantage * inside)
         clipped += -advantage * inside > -advantage * ratio
-    loss, metrics = policy_loss(*(tensor(batch[name]) for name in ("actor", "old", "advantages")), tensor(batch["mask"]), low, high)
+    loss, metrics = policy_loss(
+        *(tensor(batch[name]) for name in ("actor", "old", "advantages")), tensor(batch["mask"]), low, high
+    )
     assert float(loss) == pytest.approx(total / len(tokens), abs=1e-9)
     assert metrics["clip_fraction"] == pytest.approx(clipped / len(tokens))
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.sampled_from([None, 0.0, 0.2, 5.0]))
-def test_the_value_loss_takes_the_larger_error_of_each_token(batch: dict[str, Array], clip: float | None) -> None:
+def test_the_value_loss_takes_the_larger_error_of_each_token(
+    batch: dict[str, Array], clip: float | None
+) -> None:
     total = 0.0
     tokens = list(zip(*np.nonzero(batch["mask"]), strict=True))
     for place in tokens:
         value, old, target = (batch[name][place] for name in ("values", "old_values", "returns"))
         held = old + min(max(value - old, -clip), clip) if clip is not None else value
         total += 0.5 * max((value - target) ** 2, (held - target) ** 2)
-    loss, _ = value_loss(*(tensor(batch[name]) for name in ("values", "old_values", "returns")), tensor(batch["mask"]), clip)
+    loss, _ = value_loss(
+        *(tensor(batch[name]) for name in ("values", "old_values", "returns")), tensor(batch["mask"]), clip
+    )
     assert float(loss) == pytest.approx(total / len(tokens), abs=1e-9)
 
 
@@ -126,11 +155,15 @@ def test_statistics_are_those_of_the_own_tokens(batch: dict[str, Array]) -> None
     else:
         assert explained == pytest.approx(1 - (returns - values).var() / (returns.var() + 1e-5))
     weights = np.exp(batch["old"][mask] - batch["actor"][mask])
-    assert effective_share(tensor(batch["old"]), tensor(batch["actor"]), tensor(mask)) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+    assert effective_sample_size(tensor(batch["old"]), tensor(batch["actor"]), tensor(mask)) == pytest.approx(
+        weights.sum() ** 2 / (weights**2).sum() / len(weights)
+    )
     truncated = importance_weights(tensor(batch["old"]), tensor(batch["actor"]), tensor(mask), 2.0).numpy()
     np.testing.assert_allclose(truncated[mask], np.minimum(weights, 2.0), atol=1e-9)
     k1 = batch["actor"][mask] - batch["old"][mask]
-    np.testing.assert_allclose(kl_k3(tensor(batch["actor"]), tensor(batch["old"])).numpy()[mask], np.exp(-k1) + k1 - 1, atol=1e-9)
+    np.testing.assert_allclose(
+        kl_k3(tensor(batch["actor"]), tensor(batch["old"])).numpy()[mask], np.exp(-k1) + k1 - 1, atol=1e-9
+    )
 
 
 def test_equal_rewards_have_no_explained_variance_whatever_the_critic_says() -> None:

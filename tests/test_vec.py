@@ -28,9 +28,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("vec")
-    loop = (
-        '\nextern "C" void each_{0}(const float* x, float* out, int64_t n) {{\n  #pragma omp simd\n  for (int64_t i = 0; i < n; ++i) out[i] = {0}(x[i]);\n}}\n'
-    )
+    loop = '\nextern "C" void each_{0}(const float* x, float* out, int64_t n) {{\n  #pragma omp simd\n  for (int64_t i = 0; i < n; ++i) out[i] = {0}(x[i]);\n}}\n'
     (folder / "all.cpp").write_text('#include "vec.h"' + "".join(loop.format(name) for name in FUNCTIONS))
     subprocess.run(["g++", *FLAGS, "-I", str(WORKDIR), "all.cpp", "-o", "all.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))
@@ -38,7 +36,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def each(library: ctypes.CDLL, name: str, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    getattr(library, f"each_{name}")(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(x.numel()))
+    getattr(library, f"each_{name}")(
+        ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(x.numel())
+    )
     return out
 
 
@@ -46,14 +46,25 @@ def each(library: ctypes.CDLL, name: str, x: Tensor) -> Tensor:
 def test_a_function_is_exact_to_four_units_in_the_last_place(library: ctypes.CDLL, name: str) -> None:
     exact, low, high = FUNCTIONS[name]
     sizes = torch.logspace(-44, 38.4, 400_000, dtype=torch.float64)
-    x = torch.cat([sizes, -sizes, torch.linspace(-20, 20, 400_000, dtype=torch.float64), torch.linspace(-90, 90, 200_000, dtype=torch.float64)]).float()
+    x = torch.cat(
+        [
+            sizes,
+            -sizes,
+            torch.linspace(-20, 20, 400_000, dtype=torch.float64),
+            torch.linspace(-90, 90, 200_000, dtype=torch.float64),
+        ]
+    ).float()
     x = x[(x >= low) & (x <= high)]
     expected = exact(x.double())
-    unit = torch.nextafter(expected.float().abs(), torch.tensor(INF)).double() - expected.float().abs().double()
+    unit = (
+        torch.nextafter(expected.float().abs(), torch.tensor(INF)).double() - expected.float().abs().double()
+    )
     assert ((each(library, name, x).double() - expected).abs() / unit).max() <= 4
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_right_at_its_ends(library: ctypes.CDLL, name: str) -> None:
     x = torch.tensor(SPECIAL)
-    torch.testing.assert_close(each(library, name, x), FUNCTIONS[name][0](x), rtol=1e-6, atol=2.0**-125, equal_nan=True)
+    torch.testing.assert_close(
+        each(library, name, x), FUNCTIONS[name][0](x), rtol=1e-6, atol=2.0**-125, equal_nan=True
+    )

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_world import episodes, params, stage, tiny_policy, tiny_tokenizer
+from training_fixtures import episodes, params, stage, tiny_policy, tiny_tokenizer
 from vllm_double import Worker, serving
 
 from components.agent.trajectory import load_trajectories
-from components.config import BadInput, Params
+from components.core.config import Params
+from components.core.errors import UserError
 from components.policy.backends import open_sampler
-from components.policy.generate import TransformersSampler
-from components.policy.model import save_checkpoint
+from components.policy.checkpoint import save_checkpoint
+from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
 from components.policy.weights import fingerprint
@@ -50,15 +51,21 @@ def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, worker: Wor
         ids = torch.tensor([[*prompt, *completion.ids]])
         with torch.no_grad():
             logprobs = torch.log_softmax(worker.model(ids).logits[0].double(), -1)
-        expected = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(completion.ids)]
+        expected = [
+            float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(completion.ids)
+        ]
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
-        assert completion.finish_reason == ("stop" if completion.ids[-1] == 2 else "length") and (len(completion.ids) == 12 or completion.ids[-1] == 2)
+        assert completion.finish_reason == ("stop" if completion.ids[-1] == 2 else "length") and (
+            len(completion.ids) == 12 or completion.ids[-1] == 2
+        )
     assert sampler(url).generate(PROMPTS, max_new_tokens=12, temperature=1.0, seed=4) == found
 
 
 def test_greedy_equals_the_transformers_backend(url: str, worker: Worker) -> None:
     own = TransformersSampler(worker.model, tiny_tokenizer(), batch=8, device="cpu", version="")
-    there, here = (one.generate(PROMPTS, max_new_tokens=9, temperature=0.0, seed=0) for one in (sampler(url), own))
+    there, here = (
+        one.generate(PROMPTS, max_new_tokens=9, temperature=0.0, seed=0) for one in (sampler(url), own)
+    )
     assert [completion.ids for completion in there] == [completion.ids for completion in here]
 
 
@@ -81,11 +88,13 @@ def test_a_push_replaces_every_weight(transfer: str, url: str, worker: Worker, t
 
 def test_a_push_that_did_not_arrive_is_noticed(url: str, worker: Worker) -> None:
     worker.loses_updates = True
-    with pytest.raises(BadInput, match="does not hold the weights"):
+    with pytest.raises(UserError, match="does not hold the weights"):
         sampler(url).push(list(tiny_policy(seed=8).named_parameters()), version="v1")
 
 
-def test_an_update_that_a_killed_trainer_left_open_is_closed_first_and_a_sleeping_server_woken(url: str, worker: Worker) -> None:
+def test_an_update_that_a_killed_trainer_left_open_is_closed_first_and_a_sleeping_server_woken(
+    url: str, worker: Worker
+) -> None:
     worker.updating = worker.asleep = True
     trained = tiny_policy(seed=8)
     sampler(url).push(list(trained.named_parameters()), version="v1")
@@ -111,44 +120,78 @@ def test_a_server_sleeps_between_rollouts_and_wakes_for_the_next_weights(url: st
 
 
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
-def test_a_stage_trains_with_a_server_that_follows_every_update(transfer: str, url: str, worker: Worker, tmp_path: Path) -> None:
-    chosen = ("policy.backend=vllm-server", f"policy.server={url}", "policy.context=128", f"policy.weight_transfer={transfer}", "policy.sleep=true")
-    made = stage(tmp_path, "warmup", *chosen, "warmup.steps=3", "warmup.learning_rate=0.01", "warmup.critic_warmup_steps=0")
+def test_a_stage_trains_with_a_server_that_follows_every_update(
+    transfer: str, url: str, worker: Worker, tmp_path: Path
+) -> None:
+    chosen = (
+        "policy.backend=vllm-server",
+        f"policy.server={url}",
+        "policy.context=128",
+        f"policy.weight_transfer={transfer}",
+        "policy.sleep=true",
+    )
+    made = stage(
+        tmp_path,
+        "warmup",
+        *chosen,
+        "warmup.steps=3",
+        "warmup.learning_rate=0.01",
+        "warmup.critic_warmup_steps=0",
+    )
     result = warmup.run(made, episodes)
     assert result.stopped == "" and worker.asleep
     records = [json.loads(line) for line in (made.out / "metrics.jsonl").read_text().splitlines()]
     # Only a sampler with the newest weights agrees with the trainer to rounding: the learning rate moves them by more.
     assert max(record["sampler_difference"] for record in records) < 1e-4
     assert all(record["seconds_publish"] > 0 for record in records)
-    versions = [load_trajectories(made.out / "trajectories" / f"step-{step:04d}")[0].policy_version for step in range(3)]
+    versions = [
+        load_trajectories(made.out / "trajectories" / f"step-{step:04d}")[0].policy_version
+        for step in range(3)
+    ]
     assert [version.rpartition("+")[2] for version in versions] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
-def test_an_evaluation_gives_the_server_the_checkpoint_that_it_evaluates(transfer: str, url: str, worker: Worker, tmp_path: Path) -> None:
+def test_an_evaluation_gives_the_server_the_checkpoint_that_it_evaluates(
+    transfer: str, url: str, worker: Worker, tmp_path: Path
+) -> None:
     policy, tokenizer = tiny_policy(seed=8), tiny_tokenizer()
-    save_checkpoint(tmp_path / "policy", policy, tokenizer, stage="agentic", parent=None, dataset="", code="", params={}, figures={})
-    one = open_sampler(settings(url, f"policy.weight_transfer={transfer}"), tmp_path / "policy", tokenizer, version="digest")
+    save_checkpoint(
+        tmp_path / "policy",
+        policy,
+        tokenizer,
+        stage="agentic",
+        parent=None,
+        dataset="",
+        code="",
+        params={},
+        figures={},
+    )
+    one = open_sampler(
+        settings(url, f"policy.weight_transfer={transfer}"), tmp_path / "policy", tokenizer, version="digest"
+    )
     own = TransformersSampler(policy, tokenizer, batch=8, device="cpu", version="")
     there, here = (each.generate(PROMPTS, max_new_tokens=6, temperature=0.0, seed=0) for each in (one, own))
-    assert [completion.ids for completion in there] == [completion.ids for completion in here] and one.version == "digest"
+    assert [completion.ids for completion in there] == [
+        completion.ids for completion in here
+    ] and one.version == "digest"
 
 
 def test_a_server_that_is_not_there_or_cannot_be_trained_with_is_one_sentence(worker: Worker) -> None:
-    with pytest.raises(BadInput, match="no vLLM server answers"):
+    with pytest.raises(UserError, match="no vLLM server answers"):
         VllmServer("http://127.0.0.1:9")
-    with pytest.raises(BadInput, match=r"policy\.server: is empty"):
+    with pytest.raises(UserError, match=r"policy\.server: is empty"):
         VllmServer("")
-    with serving(worker, development=False) as url, pytest.raises(BadInput, match="VLLM_SERVER_DEV_MODE=1"):
+    with serving(worker, development=False) as url, pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE=1"):
         sampler(url)
 
 
 def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(worker: Worker) -> None:
     worker.context = 20
-    with serving(worker) as url, pytest.raises(BadInput, match="maximum context length is 20"):
+    with serving(worker) as url, pytest.raises(UserError, match="maximum context length is 20"):
         sampler(url).generate([[1] * 19], max_new_tokens=9, temperature=1.0, seed=0)
 
 
 def test_vllm_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"policy\.backend: vLLM cannot be imported"):
+    with pytest.raises(UserError, match=r"policy\.backend: vLLM cannot be imported"):
         warmup.run(stage(tmp_path, "warmup", "policy.backend=vllm"), episodes)

@@ -22,8 +22,8 @@ import torch
 from torch.multiprocessing.reductions import rebuild_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from components.policy.generate import TransformersSampler
-from components.policy.model import load_model
+from components.policy.checkpoint import load_model
+from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_worker import Fingerprint
 
 
@@ -63,11 +63,16 @@ class Worker(Fingerprint):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         assert self.initialised and self.updating and not self.asleep
-        assert set(update_info) == {"names", "dtype_names", "shapes", "packed", "ipc_handles_pickled"} and update_info["packed"] is False
+        assert (
+            set(update_info) == {"names", "dtype_names", "shapes", "packed", "ipc_handles_pickled"}
+            and update_info["packed"] is False
+        )
         handles = pickle.loads(base64.b64decode(update_info["ipc_handles_pickled"]))
         tensors = [rebuild_tensor(*handle["cpu"]) for handle in handles]
         assert [list(tensor.shape) for tensor in tensors] == update_info["shapes"]
-        assert [str(tensor.dtype) for tensor in tensors] == [f"torch.{name}" for name in update_info["dtype_names"]]
+        assert [str(tensor.dtype) for tensor in tensors] == [
+            f"torch.{name}" for name in update_info["dtype_names"]
+        ]
         self._load(dict(zip(update_info["names"], tensors, strict=True)))
 
     def finish_weight_update(self) -> None:
@@ -83,12 +88,30 @@ class Worker(Fingerprint):
         prompt, limit = body["prompt"], body["max_tokens"]
         if len(prompt) + limit > self.context:
             raise ValueError(f"This model's maximum context length is {self.context} tokens.")
-        assert body["return_token_ids"] and body["stop_token_ids"] == [self.sampler.end_of_turn] and (body["top_p"], body["top_k"]) == (1.0, 0)
+        assert (
+            body["return_token_ids"]
+            and body["stop_token_ids"] == [self.sampler.end_of_turn]
+            and (body["top_p"], body["top_k"]) == (1.0, 0)
+        )
         with self.lock:
-            (found,) = self.sampler.generate([prompt], max_new_tokens=limit, temperature=body["temperature"], seed=body["seed"])
+            (found,) = self.sampler.generate(
+                [prompt], max_new_tokens=limit, temperature=body["temperature"], seed=body["seed"]
+            )
         names = [f"token_id:{token}" for token in found.ids]
-        logprobs = {"tokens": names, "token_logprobs": list(found.logprobs), "text_offset": [], "top_logprobs": [{} for _ in names]}
-        choice = {"index": 0, "text": "", "finish_reason": found.finish_reason, "logprobs": logprobs, "token_ids": list(found.ids), "prompt_token_ids": prompt}
+        logprobs = {
+            "tokens": names,
+            "token_logprobs": list(found.logprobs),
+            "text_offset": [],
+            "top_logprobs": [{} for _ in names],
+        }
+        choice = {
+            "index": 0,
+            "text": "",
+            "finish_reason": found.finish_reason,
+            "logprobs": logprobs,
+            "token_ids": list(found.ids),
+            "prompt_token_ids": prompt,
+        }
         return {"object": "text_completion", "choices": [choice]}
 
     def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -116,7 +139,15 @@ class Worker(Fingerprint):
         return {"message": "done"}
 
 
-ROUTES = {"/health", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/v1/completions", "/collective_rpc"}
+ROUTES = {
+    "/health",
+    "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/v1/completions",
+    "/collective_rpc",
+}
 ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 
 

@@ -9,7 +9,7 @@ def ask(question: str) -> None:
     """Print the judge's words and leave with its exit code: 0 done, 1 failed, 2 not answered."""
     path = os.environ.get("JUDGE_SOCKET", "")
     if not path:
-        from components.agent import commands
+        from components.agent import workspace_cli as commands
 
         {"compile": commands.compile, "verification": commands.verification, "profiling": commands.profiling}[question]()
         return

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from components.agent.calls import Request
 from components.agent.reward import milestone
+from components.agent.tool_parser import Request
 from components.agent.tools import Tools
 from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.agent.workspace import Workspace
-from components.config import Params
-from components.sandbox.pool import Candidate, Job, JudgePool
-from components.sandbox.verdict import Verdict
-from components.task import KernelTask
+from components.bootstrap.canonicalize import canonicalize
+from components.core.config import Params
+from components.core.task import KernelTask
+from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.verdict import Verdict
+from components.policy.prompts import user_message
 
 SHORTENED = "[an older observation, shortened]"
 
@@ -43,11 +45,25 @@ class Episode:
         self.in_turns = in_turns
         self.workspace = Workspace(task, params.device)
         self.start = self.workspace.candidate()
-        self.tools = Tools(self.workspace, params.sandbox, self.judge, context=params.policy.context, read_first=in_turns)
+        self.tools = Tools(
+            self.workspace, params.sandbox, self.judge, context=params.policy.context, read_first=in_turns
+        )
         self.turns: list[Turn] = []
         self.finish_reason = ""
         self.error = ""
         self.abandoned = False
+
+    def first_message(self) -> dict[str, str]:
+        """Return the user message that states the task.
+
+        For the compact prompt a source that computes the same as a composed task is written as that task would be,
+        since a policy made from scratch has seen no other layout.
+        """
+        policy, code = self.params.policy, self.task.code
+        if policy.prompt == "compact":
+            code = canonicalize(code) or code
+        content = user_message(policy, code, in_turns=self.in_turns, device=self.params.device)
+        return {"role": "user", "content": content}
 
     def judge(self) -> Verdict:
         """The verdict on the files as they are; equal files in one epoch are measured once. CancelledError when it is abandoned."""
@@ -56,7 +72,9 @@ class Episode:
             asked.cancel()
         return asked.result()
 
-    def perform(self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0) -> tuple[ToolCall, ...]:
+    def perform(
+        self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0
+    ) -> tuple[ToolCall, ...]:
         """Run the calls of a sampled turn and say whether it ends the trajectory. `cut`: the turn met its token limit."""
         calls = tuple(self.tools.run(request) for request in requests)
         self.turns.append(Turn(text, calls, shortened))
@@ -68,7 +86,9 @@ class Episode:
             self.finish_reason = "turns"
         return calls
 
-    def finish(self, version: str, ids: Sequence[int] = (), mask: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Trajectory:
+    def finish(
+        self, version: str, ids: Sequence[int] = (), mask: Sequence[int] = (), logprobs: Sequence[float] = ()
+    ) -> Trajectory:
         """The trajectory with the verdict on the files as the episode leaves them."""
         self.tools.close()
         final = self.judge()
@@ -86,7 +106,11 @@ class Episode:
             error=self.error,
             task=self.task.code,
             start=self.start,
-            settings={"device": self.params.device, "in_turns": self.in_turns, "context": self.params.policy.context},
+            settings={
+                "device": self.params.device,
+                "in_turns": self.in_turns,
+                "context": self.params.policy.context,
+            },
         )
 
 

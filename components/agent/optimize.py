@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from components.agent.trajectory import Trajectory
-from components.config import BadInput, Params
-from components.files import digest_json
-from components.policy.composed_form import composed_form
-from components.progress import Progress
-from components.sandbox.pool import EVALUATION, Candidate, Job, JudgePool
-from components.sandbox.verdict import Admission, Verdict
-from components.task import KernelTask
+from components.bootstrap.canonicalize import canonicalize
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.files import digest_json
+from components.core.progress import Progress
+from components.core.task import KernelTask
+from components.judge.pool import EVALUATION, Candidate, Job, JudgePool
+from components.judge.verdict import Admission, Verdict
 
 FINALISTS = 3
 WHATEVER_TIME = (1e-9, 1e9)
@@ -50,11 +51,18 @@ class Policy(Protocol):
     """Samples the trajectories of one task: `count` of them, no new turn after `deadline` (time.monotonic)."""
 
     def __call__(
-        self, task: KernelTask, count: int, pool: JudgePool, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]
+        self,
+        task: KernelTask,
+        count: int,
+        pool: JudgePool,
+        *,
+        epoch: str,
+        deadline: float | None,
+        on_progress: Callable[[int, int], None],
     ) -> list[Trajectory]: ...
 
 
-class Recorder:
+class RecordingPool:
     """A judge pool that remembers which candidate got which verdict: the best one may not be a trajectory's last."""
 
     def __init__(self, pool: JudgePool):
@@ -74,7 +82,11 @@ class Recorder:
     def judged(self) -> dict[Candidate, Verdict]:
         """The verdicts that there are by now."""
         with self.lock:
-            done = {candidate: future for candidate, future in self.asked.items() if future.done() and not future.cancelled()}
+            done = {
+                candidate: future
+                for candidate, future in self.asked.items()
+                if future.done() and not future.cancelled()
+            }
         return {candidate: future.result() for candidate, future in done.items()}
 
     def drop(self) -> None:
@@ -104,22 +116,28 @@ class Outcome:
 
 
 def admitted_task(params: Params, task: KernelTask, origin: str, pool: Bench) -> tuple[KernelTask, list[str]]:
-    """The task with what the judge found out about it, and notes; BadInput when the judge could not tell right from wrong.
+    """The task with what the judge found out about it, and notes; UserError when the judge could not tell right from wrong.
 
     `pool` must have been made for params with `any_time`, so that the module may take as long as it likes.
     """
     admission = pool.admit(task.code).result()
     detail = " ".join(str(admission.evidence.get("detail", "")).split())
     if admission.reason == "infrastructure":
-        raise BadInput(f"{origin}: the judge failed ({detail}); run cuda-agent doctor.")
+        raise UserError(f"{origin}: the judge failed ({detail}); run cuda-agent doctor.")
     if admission.reason == "does_not_run":
-        raise BadInput(f"{origin}: the module does not run by itself ({detail}); mend it: it may import torch, and nothing of your own.")
+        raise UserError(
+            f"{origin}: the module does not run by itself ({detail}); mend it: it may import torch, and nothing of your own."
+        )
     notes = []
     if not admission.admitted and not admission.reason.endswith(UNSURE):
         why = UNJUDGEABLE.get(admission.reason, admission.reason)
-        raise BadInput(f"{origin}: the judge could not tell a wrong kernel from a right one: {why}; give other inputs or another module.")
+        raise UserError(
+            f"{origin}: the judge could not tell a wrong kernel from a right one: {why}; give other inputs or another module."
+        )
     if admission.reason.endswith(UNSURE):
-        notes.append(f"{admission.reason.removesuffix(UNSURE).replace('_', ' ', 1)} makes no difference to the output, so nothing about it was checked.")
+        notes.append(
+            f"{admission.reason.removesuffix(UNSURE).replace('_', ' ', 1)} makes no difference to the output, so nothing about it was checked."
+        )
     if admission.evidence["eager_seconds"] < SHORT_SECONDS:
         notes.append(
             f"One call takes {admission.evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call dominates, larger inputs would be more telling."
@@ -148,10 +166,10 @@ def optimize(
     interrupted one goes on with the verdicts that it had; `origin` names the module in messages."""
     begun = time.monotonic()
     task, notes = admitted_task(params, task, origin, pool)
-    if params.policy.prompt == "compact" and composed_form(task.code) is None:
+    if params.policy.prompt == "compact" and canonicalize(task.code) is None:
         notes.append(NOT_LEARNED)
     epoch = digest_json([task.task_id, *identity])[:16]
-    recorder = Recorder(pool)
+    recorder = RecordingPool(pool)
     deadline = None if budget_seconds is None else begun + budget_seconds
     trajectories = policy(
         task,
@@ -159,23 +177,37 @@ def optimize(
         recorder,
         epoch=f"optimize/{epoch}",
         deadline=deadline,
-        on_progress=lambda done, of: progress.update("attempts", done, of, correct=float(len(_correct(recorder)))),
+        on_progress=lambda done, of: progress.update(
+            "attempts", done, of, correct=float(len(_correct(recorder)))
+        ),
     )
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
-    if failed and len(failed) == len(trajectories) and not any(trajectory.turns for trajectory in trajectories):
-        raise BadInput(f"--policy: {failed[0]}; mend the server or give another policy.")
+    if (
+        failed
+        and len(failed) == len(trajectories)
+        and not any(trajectory.turns for trajectory in trajectories)
+    ):
+        raise UserError(f"--policy: {failed[0]}; mend the server or give another policy.")
     if failed:
-        notes.append(f"The policy's server failed in {len(failed)} of {len(trajectories)} attempts: {failed[0]}.")
+        notes.append(
+            f"The policy's server failed in {len(failed)} of {len(trajectories)} attempts: {failed[0]}."
+        )
     broken = sum(verdict.status == "infrastructure" for verdict in recorder.judged.values())
     if broken:
-        notes.append(f"The judge itself failed on {broken} candidates; they count as neither right nor wrong.")
+        notes.append(
+            f"The judge itself failed on {broken} candidates; they count as neither right nor wrong."
+        )
 
     finalists = sorted(_correct(recorder).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
     again: dict[Candidate, Verdict] = {}
     for number, (candidate, _) in enumerate(finalists):
         progress.update("measuring anew", number, len(finalists) + 1)
         again[candidate] = pool.submit(Job(task, candidate, f"{EVALUATION}/choice/{epoch}")).result()
-    chosen = max((item for item in again.items() if item[1].status == "correct"), key=lambda item: _speed(item[1]), default=None)
+    chosen = max(
+        (item for item in again.items() if item[1].status == "correct"),
+        key=lambda item: _speed(item[1]),
+        default=None,
+    )
     verdict = None
     if chosen is not None:
         verdict = pool.submit(Job(task, chosen[0], f"{EVALUATION}/reported/{epoch}")).result()
@@ -193,8 +225,10 @@ def optimize(
     )
 
 
-def _correct(recorder: Recorder) -> dict[Candidate, Verdict]:
-    return {candidate: verdict for candidate, verdict in recorder.judged.items() if verdict.status == "correct"}
+def _correct(recorder: RecordingPool) -> dict[Candidate, Verdict]:
+    return {
+        candidate: verdict for candidate, verdict in recorder.judged.items() if verdict.status == "correct"
+    }
 
 
 def _speed(verdict: Verdict) -> float:

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.agent.chats import Chat, run_chats
+from components.agent.chat_rollout import Chat, run_chats
 from components.agent.episode import Limits
-from components.agent.loop import run_episodes
+from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
-from components.config import BadInput, Params
-from components.files import digest_json, digest_tree, read_json
-from components.policy.model import MANIFEST, load_model, load_tokenizer, loading, verify_checkpoint
-from components.sandbox.pool import JudgePool
-from components.task import KernelTask
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.files import digest_json, digest_tree, read_json
+from components.core.task import KernelTask
+from components.judge.pool import JudgePool
+from components.policy.checkpoint import MANIFEST, load_model, load_tokenizer, loading, verify_checkpoint
 
 LONG_CONTEXT = 32_768
 LONG_TURN = 8192
@@ -23,7 +24,7 @@ FULL_ATTEMPTS, COMPACT_ATTEMPTS = 4, 24
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchBudget:
     """How hard to try; None stands for what suits the policy."""
 
     attempts: int | None = None
@@ -38,7 +39,7 @@ class FolderPolicy:
     folder: Path
     params: Params
     digest: str
-    effort: Effort
+    effort: SearchBudget
 
     @property
     def name(self) -> str:
@@ -57,9 +58,16 @@ class FolderPolicy:
         return self.effort.turns or (self.params.evaluation.max_turns if self.compact else MANY_TURNS)
 
     def __call__(
-        self, task: KernelTask, count: int, pool: JudgePool, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]
+        self,
+        task: KernelTask,
+        count: int,
+        pool: JudgePool,
+        *,
+        epoch: str,
+        deadline: float | None,
+        on_progress: Callable[[int, int], None],
     ) -> list[Trajectory]:
-        from components.policy.generate import TransformersSampler
+        from components.policy.transformers_sampler import TransformersSampler
 
         params = self.params
         tokenizer = load_tokenizer(self.folder)
@@ -67,7 +75,9 @@ class FolderPolicy:
         return run_episodes(
             [task] * count,
             params=params,
-            sampler=TransformersSampler(model, tokenizer, batch=params.policy.batch, device=params.device, version=self.digest),
+            sampler=TransformersSampler(
+                model, tokenizer, batch=params.policy.batch, device=params.device, version=self.digest
+            ),
             tokenizer=tokenizer,
             pool=pool,
             epoch=epoch,
@@ -87,7 +97,7 @@ class ServerPolicy:
 
     chat: Chat
     params: Params
-    effort: Effort
+    effort: SearchBudget
 
     @property
     def name(self) -> str:
@@ -102,7 +112,14 @@ class ServerPolicy:
         return self.effort.turns or MANY_TURNS
 
     def __call__(
-        self, task: KernelTask, count: int, pool: JudgePool, *, epoch: str, deadline: float | None, on_progress: Callable[[int, int], None]
+        self,
+        task: KernelTask,
+        count: int,
+        pool: JudgePool,
+        *,
+        epoch: str,
+        deadline: float | None,
+        on_progress: Callable[[int, int], None],
     ) -> list[Trajectory]:
         return run_chats(
             [task] * count,
@@ -117,17 +134,19 @@ class ServerPolicy:
         )
 
 
-def folder_policy(folder: Path, params: Params, chosen: frozenset[str], effort: Effort) -> FolderPolicy:
+def folder_policy(folder: Path, params: Params, chosen: frozenset[str], effort: SearchBudget) -> FolderPolicy:
     """The policy in `folder`. What it was trained with (its prompt, its window) comes from its manifest; a Hugging Face
     folder without one gets the full prompt and its own window. `chosen` names parameters that a person has set."""
     if not (folder / "config.json").is_file():
-        raise BadInput(
+        raise UserError(
             f"--policy {folder}: no model in this folder, config.json is missing; give champion, a checkpoint, a Hugging Face folder, or an http address."
         )
     if (folder / MANIFEST).is_file():
         manifest = verify_checkpoint(folder, params.device)
         digest, made_for = manifest.digest, manifest.params
-        policy = {key: made_for["policy"][key] for key in ("prompt", "context") if key in made_for.get("policy", {})}
+        policy = {
+            key: made_for["policy"][key] for key in ("prompt", "context") if key in made_for.get("policy", {})
+        }
     else:
         digest = digest_json(digest_tree(folder))
         with loading(folder, "config.json"):
@@ -136,13 +155,17 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str], effort: 
     return FolderPolicy(folder, with_policy(params, policy, chosen), digest, effort)
 
 
-def server_policy(chat: Chat, params: Params, chosen: frozenset[str], effort: Effort) -> ServerPolicy:
-    return ServerPolicy(chat, with_policy(params, {"prompt": "full", "context": LONG_CONTEXT}, chosen), effort)
+def server_policy(chat: Chat, params: Params, chosen: frozenset[str], effort: SearchBudget) -> ServerPolicy:
+    return ServerPolicy(
+        chat, with_policy(params, {"prompt": "full", "context": LONG_CONTEXT}, chosen), effort
+    )
 
 
 def with_policy(params: Params, values: dict[str, object], chosen: frozenset[str]) -> Params:
     """`params` with the policy's own prompt and window, and long turns for the full prompt; what a person chose stays."""
-    policy = params.policy.model_copy(update={key: value for key, value in values.items() if f"policy.{key}" not in chosen})
+    policy = params.policy.model_copy(
+        update={key: value for key, value in values.items() if f"policy.{key}" not in chosen}
+    )
     evaluation = params.evaluation
     if policy.prompt == "full" and "evaluation.max_new_tokens" not in chosen:
         evaluation = evaluation.model_copy(update={"max_new_tokens": min(LONG_TURN, policy.context // 4)})

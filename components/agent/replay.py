@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from components.agent.calls import Request
 from components.agent.episode import Episode
+from components.agent.tool_parser import Request
 from components.agent.tools import FAILURE
 from components.agent.trajectory import Trajectory
-from components.config import BadInput, Params
-from components.sandbox.pool import JudgePool
-from components.task import KernelTask
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.task import KernelTask
+from components.judge.pool import JudgePool
 
 MEASURED = re.compile(r"^(?:Torch Baseline: .*|Speed-up: .*)$", re.MULTILINE)
 
@@ -34,9 +35,15 @@ class Difference:
 def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: str) -> list[Difference]:
     """Execute every recorded call again and compare. `params.device` must be that of the record."""
     if not trajectory.task:
-        raise BadInput("trajectory: the record holds no task source, it was written by an older version; it cannot be replayed.")
-    params = params.model_copy(update={"policy": params.policy.model_copy(update={"context": trajectory.settings["context"]})})
-    episode = Episode(KernelTask(code=trajectory.task), params, pool, epoch, in_turns=trajectory.settings["in_turns"])
+        raise UserError(
+            "trajectory: the record holds no task source, it was written by an older version; it cannot be replayed."
+        )
+    params = params.model_copy(
+        update={"policy": params.policy.model_copy(update={"context": trajectory.settings["context"]})}
+    )
+    episode = Episode(
+        KernelTask(code=trajectory.task), params, pool, epoch, in_turns=trajectory.settings["in_turns"]
+    )
     episode.workspace.files = dict(trajectory.start)
     found = []
     try:
@@ -52,10 +59,26 @@ def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: st
     finally:
         episode.tools.close()
     if end.final.status != trajectory.final.status or end.final.reason != trajectory.final.reason:
-        found.append(Difference(0, 1, "verdict", f"{trajectory.final.status} {trajectory.final.reason}", f"{end.final.status} {end.final.reason}"))
+        found.append(
+            Difference(
+                0,
+                1,
+                "verdict",
+                f"{trajectory.final.status} {trajectory.final.reason}",
+                f"{end.final.status} {end.final.reason}",
+            )
+        )
     for path in sorted(end.files.keys() | trajectory.files.keys()):
         if end.files.get(path) != trajectory.files.get(path):
-            found.append(Difference(0, 2, path, trajectory.files.get(path, "[no such file]"), end.files.get(path, "[no such file]")))
+            found.append(
+                Difference(
+                    0,
+                    2,
+                    path,
+                    trajectory.files.get(path, "[no such file]"),
+                    end.files.get(path, "[no such file]"),
+                )
+            )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.sandbox.verdict import Verdict, milestone_of
+from components.judge.verdict import Verdict, milestone_of
 
 
 def milestone(verdict: Verdict) -> int:
@@ -12,4 +12,8 @@ def milestone(verdict: Verdict) -> int:
 
 def raw_speedup(verdict: Verdict) -> float:
     """What the paper's ablation without the milestones gives: the measured ratio to eager; -1 for what is not correct."""
-    return verdict.speedup.eager.estimate if verdict.status == "correct" and verdict.speedup.eager is not None else -1.0
+    return (
+        verdict.speedup.eager.estimate
+        if verdict.status == "correct" and verdict.speedup.eager is not None
+        else -1.0
+    )

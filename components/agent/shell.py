@@ -2,7 +2,7 @@
 
 Commands run in that very bash, so directory, variables and functions persist. Each command's output goes to a file,
 so nothing that it leaves behind can block its end. What the shell may write is /workspace, /output and /tmp; the
-judge is reached through the socket in /control, which only asks (components/agent/asking.py).
+judge is reached through the socket in /control, which only asks (components/agent/judge_socket.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.agent import folder
-from components.config import PROJECT, Sandbox
-from components.files import remove_tree, scratch_folder
+from components.agent import untrusted_folder
+from components.core.config import PROJECT, Sandbox
+from components.core.files import remove_tree, scratch_folder
 from components.sandbox import clock, isolation
 
 TEMPLATE = PROJECT / "agent_workdir"
@@ -53,7 +53,7 @@ done
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """How a command ended: its exit code, or why it has none."""
 
     output: str
@@ -69,8 +69,15 @@ class Shell:
         self.sandbox = sandbox
         self.waited = waited
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
-        self.workspace, self.control, self.output = (self.base / name for name in ("workspace", "control", "output"))
-        for path, mode in ((self.workspace, 0o777), (self.control, 0o755), (self.output, 0o777), (self.workspace / "kernels", 0o777)):
+        self.workspace, self.control, self.output = (
+            self.base / name for name in ("workspace", "control", "output")
+        )
+        for path, mode in (
+            (self.workspace, 0o777),
+            (self.control, 0o755),
+            (self.output, 0o777),
+            (self.workspace / "kernels", 0o777),
+        ):
             path.mkdir()
             path.chmod(mode)
         (self.base / "model.py").write_text(task_source)
@@ -88,31 +95,34 @@ class Shell:
 
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
         """Bring the folder from `before`, what it held when it was last read, to `files`."""
-        folder.open_up(self.workspace, "kernels")
+        untrusted_folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
-            folder.remove(self.workspace, path)
+            untrusted_folder.remove(self.workspace, path)
         for path, text in files.items():
             if before.get(path) != text:
-                folder.write_text(self.workspace, path, text)
+                untrusted_folder.write_text(self.workspace, path, text)
 
     def pull(self) -> dict[str, str]:
         """The candidate's files as they lie in the folder."""
-        folder.open_up(self.workspace, "kernels")
-        found = {f"kernels/{name}": data for name, data in folder.contents(self.workspace, "kernels").items()}
-        model = folder.read_bytes(self.workspace, "model_new.py")
+        untrusted_folder.open_up(self.workspace, "kernels")
+        found = {
+            f"kernels/{name}": data
+            for name, data in untrusted_folder.contents(self.workspace, "kernels").items()
+        }
+        model = untrusted_folder.read_bytes(self.workspace, "model_new.py")
         if model is not None:
             found["model_new.py"] = model
         return {path: data.decode(errors="replace") for path, data in found.items()}
 
     # --- commands ------------------------------------------------------------------------------------------------------
 
-    def run(self, command: str, seconds: float) -> Ended:
+    def run(self, command: str, seconds: float) -> CommandResult:
         """Run `command` to its end, at most `seconds` long."""
         number = self._command(command)
         line = self._order(f"run {number}", number, seconds)
         code = int(line) if line.lstrip("-").isdigit() else None
         note = "" if code is not None else line
-        return Ended(self._read(number)[0], code, note)
+        return CommandResult(self._read(number)[0], code, note)
 
     def start(self, command: str) -> str:
         """Start `command` in the background; the name by which its output is read."""
@@ -126,11 +136,16 @@ class Shell:
         number = name.removeprefix("bash_")
         if number not in self.read_until:
             return None
-        ended = folder.read_bytes(self.output, f"{number}.exit")
+        ended = untrusted_folder.read_bytes(self.output, f"{number}.exit")
         text, self.read_until[number] = self._read(number, self.read_until[number])
         if ended is not None:
             return text, f"ended with exit code {ended.decode(errors='replace').strip()[:8]}"
-        return text, "running" if self.process is not None and self.process.poll() is None else "killed with its shell"
+        return (
+            text,
+            "running"
+            if self.process is not None and self.process.poll() is None
+            else "killed with its shell",
+        )
 
     def kill(self, name: str) -> bool:
         """End a background command and its children; False when there is none of that name."""
@@ -169,7 +184,9 @@ class Shell:
             except BrokenPipeError:
                 return self._died(process)
             said = b""
-            output = select.poll()  # select() itself refuses descriptors above 1023, and a judge with many warm tasks holds more
+            output = (
+                select.poll()
+            )  # select() itself refuses descriptors above 1023, and a judge with many warm tasks holds more
             output.register(process.stdout, select.POLLIN)
             while not said.endswith(b"\n"):
                 began = time.monotonic()
@@ -180,7 +197,10 @@ class Shell:
                     if not part:
                         return self._died(process)
                     said = (said + part)[-256:]
-                elif folder.used_bytes(self.base, limit=MAX_DISK_BYTES, entries=MAX_ENTRIES) > MAX_DISK_BYTES:
+                elif (
+                    untrusted_folder.used_bytes(self.base, limit=MAX_DISK_BYTES, entries=MAX_ENTRIES)
+                    > MAX_DISK_BYTES
+                ):
                     self._end()
                     most = f"more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder that is closed to its owner"
                     return f"ended: {most}; remove some in the next command, which starts a new shell"
@@ -200,32 +220,52 @@ class Shell:
         inside = {"CONTROL": "/control", "OUTPUT": "/output", "JUDGE_SOCKET": "/control/judge.sock"}
         command = ["bash", "--noprofile", "--norc", "-c", DRIVER]
         if self.sandbox.isolation == "none":
-            places = {"CONTROL": str(self.control), "OUTPUT": str(self.output), "JUDGE_SOCKET": str(self.control / "judge.sock")}
+            places = {
+                "CONTROL": str(self.control),
+                "OUTPUT": str(self.output),
+                "JUDGE_SOCKET": str(self.control / "judge.sock"),
+            }
             command[-1] = DRIVER.replace("/workspace", str(self.workspace))
             return self._popen(command, (), os.environ | places | {"HOME": str(self.workspace)})
-        seen = {self.control: "/control", self.base / "model.py": "/workspace/model.py", TEMPLATE / "utils": "/workspace/utils"}
+        seen = {
+            self.control: "/control",
+            self.base / "model.py": "/workspace/model.py",
+            TEMPLATE / "utils": "/workspace/utils",
+        }
         isolated = isolation.bubblewrap(
             device="cpu",
-            view=isolation.base_view() | seen | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
+            view=isolation.base_view()
+            | seen
+            | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
             writable={"/workspace": self.workspace, "/output": self.output},
             temporary_bytes=1 << 28,
             keep_capabilities=False,
         )
         binds = []
-        path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", str(Path(sys.base_prefix).resolve() / "bin")])
+        path = os.pathsep.join(
+            ["/usr/local/bin", "/usr/bin", "/bin", str(Path(sys.base_prefix).resolve() / "bin")]
+        )
         for key, value in (inside | {"PATH": path, "TMPDIR": "/tmp"}).items():
             binds += ["--setenv", key, value]
-        limits = isolation.confined(command, memory_bytes=MEMORY_BYTES, file_bytes=MAX_FILE_BYTES, seconds=CPU_SECONDS)
+        limits = isolation.confined(
+            command, memory_bytes=MEMORY_BYTES, file_bytes=MAX_FILE_BYTES, seconds=CPU_SECONDS
+        )
         filter_fd = os.memfd_create("seccomp")
         try:
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
             place = isolated.index("--chdir")
-            return self._popen([*isolated[:place], *binds, "--seccomp", str(filter_fd), *isolated[place:], *limits], (filter_fd,), isolation.OUTSIDE)
+            return self._popen(
+                [*isolated[:place], *binds, "--seccomp", str(filter_fd), *isolated[place:], *limits],
+                (filter_fd,),
+                isolation.OUTSIDE,
+            )
         finally:
             os.close(filter_fd)
 
-    def _popen(self, command: list[str], pass_fds: tuple[int, ...], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _popen(
+        self, command: list[str], pass_fds: tuple[int, ...], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -253,12 +293,20 @@ class Shell:
     def _read(self, number: str, start: int = 0) -> tuple[str, int]:
         """Output from byte `start` on, its head and tail when it is long, and the byte up to which it was read."""
         try:
-            with folder.opened(self.output / number, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) as descriptor:
+            with untrusted_folder.opened(
+                self.output / number, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            ) as descriptor:
                 end = os.fstat(descriptor).st_size
                 if end - start <= 2 * KEPT_BYTES:
                     return os.pread(descriptor, max(0, end - start), start).decode(errors="replace"), end
-                head, tail = os.pread(descriptor, KEPT_BYTES, start), os.pread(descriptor, KEPT_BYTES, end - KEPT_BYTES)
+                head, tail = (
+                    os.pread(descriptor, KEPT_BYTES, start),
+                    os.pread(descriptor, KEPT_BYTES, end - KEPT_BYTES),
+                )
                 cut = end - start - 2 * KEPT_BYTES
-                return f"{head.decode(errors='replace')}\n[... {cut} bytes cut ...]\n{tail.decode(errors='replace')}", end
+                return (
+                    f"{head.decode(errors='replace')}\n[... {cut} bytes cut ...]\n{tail.decode(errors='replace')}",
+                    end,
+                )
         except OSError:
             return "", start

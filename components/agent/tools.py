@@ -12,15 +12,21 @@ import shlex
 import threading
 from collections.abc import Callable
 
-from components.agent import arguments, folder
-from components.agent.arguments import Arguments, validated
-from components.agent.asking import Asking
-from components.agent.calls import Request
-from components.agent.shell import Ended, Shell
+from components.agent import tool_schemas, untrusted_folder
+from components.agent.judge_socket import Asking
+from components.agent.shell import CommandResult, Shell
+from components.agent.tool_parser import Request
+from components.agent.tool_schemas import Arguments, validated
 from components.agent.trajectory import ToolCall
-from components.agent.workspace import Workspace, observe_build, observe_profiling, observe_verification, plain_path
-from components.config import Sandbox
-from components.sandbox.verdict import Verdict
+from components.agent.workspace import (
+    Workspace,
+    observe_build,
+    observe_profiling,
+    observe_verification,
+    plain_path,
+)
+from components.core.config import Sandbox
+from components.judge.verdict import Verdict
 
 UTILITIES = ("bash utils/compile.sh", "python3 -m utils.verification", "python3 -m utils.profiling")
 SHELL_SECONDS = 120.0
@@ -50,7 +56,15 @@ class Tools:
     a file that the policy has neither read nor written cannot be overwritten.
     """
 
-    def __init__(self, workspace: Workspace, sandbox: Sandbox, judge: Callable[[], Verdict], *, context: int = 1 << 17, read_first: bool = True):
+    def __init__(
+        self,
+        workspace: Workspace,
+        sandbox: Sandbox,
+        judge: Callable[[], Verdict],
+        *,
+        context: int = 1 << 17,
+        read_first: bool = True,
+    ):
         self.workspace = workspace
         self.sandbox = sandbox
         self.judge = judge
@@ -75,28 +89,33 @@ class Tools:
 
     def _dispatch(self, given: Arguments) -> str:
         match given:
-            case arguments.Write():
+            case tool_schemas.Write():
                 return self.write(given.file_path, given.content)
-            case arguments.Edit():
-                return self.edit(given.file_path, [arguments.OneEdit.model_construct(**dict(given))])
-            case arguments.MultiEdit():
+            case tool_schemas.Edit():
+                return self.edit(given.file_path, [tool_schemas.OneEdit.model_construct(**dict(given))])
+            case tool_schemas.MultiEdit():
                 return self.edit(given.file_path, given.edits)
-            case arguments.Read():
+            case tool_schemas.Read():
                 return self.read(given.file_path, given.offset or 1, given.limit or LINES)
-            case arguments.Bash():
+            case tool_schemas.Bash():
                 return self.bash(given)
-            case arguments.BashOutput():
+            case tool_schemas.BashOutput():
                 found = self._shell.new_output(given.bash_id) if self._shell is not None else None
-                return self._no_job(given.bash_id) if found is None else f"{found[0]}\n[{found[1]}]".lstrip("\n")
-            case arguments.KillBash():
+                return (
+                    self._no_job(given.bash_id) if found is None else f"{found[0]}\n[{found[1]}]".lstrip("\n")
+                )
+            case tool_schemas.KillBash():
                 killed = self._shell is not None and self._shell.kill(given.shell_id)
                 return f"Killed {given.shell_id[:40]}." if killed else self._no_job(given.shell_id)
-            case arguments.Glob():
+            case tool_schemas.Glob():
                 return self.glob(given.pattern, given.path)
-            case arguments.Grep():
+            case tool_schemas.Grep():
                 return self.grep(given)
-            case arguments.TodoWrite():
-                counts = [f"{sum(todo.status == status for todo in given.todos)} {status}" for status in ("completed", "in_progress", "pending")]
+            case tool_schemas.TodoWrite():
+                counts = [
+                    f"{sum(todo.status == status for todo in given.todos)} {status}"
+                    for status in ("completed", "in_progress", "pending")
+                ]
                 return f"Todos: {', '.join(counts)}."
         raise AssertionError(f"no tool for {type(given).__name__}")
 
@@ -112,12 +131,12 @@ class Tools:
         there = self.workspace.files.get(plain)
         if self.read_first and there is not None and self.known.get(plain) != there:
             return self._unread(plain)
-        if len(content) > folder.MAX_FILE_BYTES:
-            return f"{plain}: {len(content)} characters are more than the {folder.MAX_FILE_BYTES} that a source file may have."
+        if len(content) > untrusted_folder.MAX_FILE_BYTES:
+            return f"{plain}: {len(content)} characters are more than the {untrusted_folder.MAX_FILE_BYTES} that a source file may have."
         self._keep(plain, content if content.endswith("\n") else content + "\n")
         return f"Written {plain}."
 
-    def edit(self, path: str, edits: list[arguments.OneEdit]) -> str:
+    def edit(self, path: str, edits: list[tool_schemas.OneEdit]) -> str:
         """All edits in order, or none."""
         plain = self.workspace.writable(path)
         text = self.workspace.files.get(plain) if plain is not None else None
@@ -135,8 +154,8 @@ class Tools:
             if edit.old_string == edit.new_string:
                 return f"{plain}: {which}old_string and new_string are the same.{none}"
             text = text.replace(edit.old_string, edit.new_string)
-            if len(text) > folder.MAX_FILE_BYTES:
-                return f"{plain}: {which}the file would have more than {folder.MAX_FILE_BYTES} characters.{none}"
+            if len(text) > untrusted_folder.MAX_FILE_BYTES:
+                return f"{plain}: {which}the file would have more than {untrusted_folder.MAX_FILE_BYTES} characters.{none}"
         self._keep(plain, text)
         return f"Edited {plain}."
 
@@ -151,7 +170,7 @@ class Tools:
         """A file's text; what a shell made beside the candidate's files lies in its folder only."""
         found = self.workspace.read(path)
         if found is None and self._shell is not None and path.count("/") <= 1:
-            data = folder.read_bytes(self._shell.workspace, path)
+            data = untrusted_folder.read_bytes(self._shell.workspace, path)
             found = None if data is None else data.decode(errors="replace")
         return found
 
@@ -170,7 +189,9 @@ class Tools:
             return f"{plain}: it has {len(lines)} lines."
         said = [f"{number:>5}\t{line[:LINE_CHARACTERS]}" for number, line in enumerate(shown, first)]
         left = len(lines) - (first - 1 + len(shown))
-        return "\n".join([*said, *([f"[{left} more lines; read on with offset {first + len(shown)}]"] if left else [])])
+        return "\n".join(
+            [*said, *([f"[{left} more lines; read on with offset {first + len(shown)}]"] if left else [])]
+        )
 
     def glob(self, pattern: str, path: str | None) -> str:
         start = plain_path(path or ".")
@@ -185,33 +206,60 @@ class Tools:
     def _paths(self) -> list[str]:
         found = set(self.workspace.paths())
         if self._shell is not None:
-            found |= folder.contents(self._shell.workspace).keys()
+            found |= untrusted_folder.contents(self._shell.workspace).keys()
         return sorted(found)
 
-    def grep(self, given: arguments.Grep) -> str:
+    def grep(self, given: tool_schemas.Grep) -> str:
         """GNU grep inside the walls, where an expression that never ends is ended."""
         start = plain_path(given.path or ".")
         if start is None:
             return f"{(given.path or '')[:80]}: outside the workspace."
-        words = ["grep", "-rIP", "--binary-files=without-match", f"--include={given.glob}" if given.glob else "", "-i" if given.ignore_case else ""]
+        words = [
+            "grep",
+            "-rIP",
+            "--binary-files=without-match",
+            f"--include={given.glob}" if given.glob else "",
+            "-i" if given.ignore_case else "",
+        ]
         if given.output_mode == "content":
             words += ["-n" if given.line_numbers else ""]
-            words += [f"-{option}{value}" for option, value in (("A", given.after), ("B", given.before), ("C", given.context)) if value is not None]
+            words += [
+                f"-{option}{value}"
+                for option, value in (("A", given.after), ("B", given.before), ("C", given.context))
+                if value is not None
+            ]
         else:
             words += ["-l" if given.output_mode == "files_with_matches" else "-c"]
-        places = [start] if start else ["SKILL.md", "model.py", "model_new.py", "binding.cpp", "binding_registry.h", "vec.h", "kernels", "utils"]
+        places = (
+            [start]
+            if start
+            else [
+                "SKILL.md",
+                "model.py",
+                "model_new.py",
+                "binding.cpp",
+                "binding_registry.h",
+                "vec.h",
+                "kernels",
+                "utils",
+            ]
+        )
         command = shlex.join([*(word for word in words if word), "-s", "-e", given.pattern, "--", *places])
         ended = self._in_shell(f"(cd /workspace && {command})", SEARCH_SECONDS)
         if ended.code is None or ended.code > 1 or (ended.code == 1 and not ended.output):
             trouble = ended.note or (ended.output.strip() if ended.code != 1 else "")
             return f"Nothing found. {trouble}".strip()
-        lines = [line for line in ended.output.splitlines() if given.output_mode != "count" or not line.endswith(":0")]
+        lines = [
+            line
+            for line in ended.output.splitlines()
+            if given.output_mode != "count" or not line.endswith(":0")
+        ]
         left = len(lines) - (given.head_limit or len(lines))
         return "\n".join([*lines[: given.head_limit], *([f"[{left} more lines]"] if left > 0 else [])])
 
     # --- shell ---------------------------------------------------------------------------------------------------------
 
-    def bash(self, given: arguments.Bash) -> str:
+    def bash(self, given: tool_schemas.Bash) -> str:
         """The three measured utilities alone go to the judge at once; anything else runs in the shell."""
         parts = [part.strip() for part in given.command.strip().split("&&")]
         if not given.run_in_background and all(part in UTILITIES for part in parts):
@@ -222,7 +270,11 @@ class Tools:
         seconds = min(MAX_SHELL_SECONDS, given.timeout / 1000) if given.timeout else SHELL_SECONDS
         ended = self._in_shell(given.command, seconds)
         note = f"[{ended.note}]" if ended.note else f"[exit {ended.code}]" if ended.code else ""
-        said = f"{ended.output}\n{note}" if ended.output and note and not ended.output.endswith("\n") else ended.output + note
+        said = (
+            f"{ended.output}\n{note}"
+            if ended.output and note and not ended.output.endswith("\n")
+            else ended.output + note
+        )
         return said or "[no output]"
 
     def utilities(self, parts: list[str]) -> str:
@@ -262,14 +314,18 @@ class Tools:
 
     def _started(self) -> Shell:
         if self._shell is None:
-            self._shell = Shell(self.sandbox, self.workspace.task.code, waited=lambda: self._asking.waited() if self._asking else 0.0)
+            self._shell = Shell(
+                self.sandbox,
+                self.workspace.task.code,
+                waited=lambda: self._asking.waited() if self._asking else 0.0,
+            )
             self._asking = Asking(self._shell.control / "judge.sock", self._answer)
         with self.lock:
             self._shell.push(self.workspace.files, self._in_folder)
             self._in_folder = dict(self.workspace.files)
         return self._shell
 
-    def _in_shell(self, command: str, seconds: float) -> Ended:
+    def _in_shell(self, command: str, seconds: float) -> CommandResult:
         ended = self._started().run(command, seconds)
         self._pull()
         if self._asking is not None and self._asking.failure is not None:
@@ -305,6 +361,9 @@ class Tools:
 def _matches(name: str, pattern: str) -> bool:
     """Shell patterns in which `*` stays inside a folder and `**/` is any folders or none."""
     expression = "/".join(
-        "(?:.*/)?" if part == "**" else fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*") for part in pattern.split("/")
+        "(?:.*/)?"
+        if part == "**"
+        else fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*")
+        for part in pattern.split("/")
     )
     return re.fullmatch(expression.replace("(?:.*/)?/", "(?:.*/)?"), name) is not None

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from components.config import BadInput
-from components.files import atomic_folder
-from components.sandbox.verdict import Verdict
+from components.core.errors import UserError
+from components.core.files import atomic_folder
+from components.judge.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
         logprob += trajectory.sampler_logprob
         offsets.append(len(ids))
     with atomic_folder(folder) as temporary:
-        (temporary / "trajectories.jsonl").write_bytes("".join(line + "\n" for line in lines).encode(errors="backslashreplace"))  # JSON's own escapes
+        (temporary / "trajectories.jsonl").write_bytes(
+            "".join(line + "\n" for line in lines).encode(errors="backslashreplace")
+        )  # JSON's own escapes
         save_file(
             {
                 "ids": np.array(ids, dtype=np.int32),
@@ -107,22 +109,36 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
 
 
 def load_trajectories(folder: Path) -> list[Trajectory]:
-    """Read what `save_trajectories` wrote; BadInput when the two files disagree."""
+    """Read what `save_trajectories` wrote; UserError when the two files disagree."""
     try:
-        records = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().split("\n") if line]
+        records = [
+            json.loads(line) for line in (folder / "trajectories.jsonl").read_text().split("\n") if line
+        ]
         tokens = load_file(folder / "tokens.safetensors")
     except (OSError, ValueError) as error:
-        raise BadInput(f"{folder}: not a folder of trajectories ({error}); give one that a stage wrote.") from error
+        raise UserError(
+            f"{folder}: not a folder of trajectories ({error}); give one that a stage wrote."
+        ) from error
     offsets = tokens["offsets"].tolist()
     if len(offsets) != len(records) + 1 or offsets[-1] != len(tokens["ids"]):
-        raise BadInput(f"{folder}: trajectories.jsonl and tokens.safetensors disagree; restore both from the same run.")
+        raise UserError(
+            f"{folder}: trajectories.jsonl and tokens.safetensors disagree; restore both from the same run."
+        )
     result = []
     for number, (record, start, end) in enumerate(zip(records, offsets[:-1], offsets[1:], strict=True), 1):
-        sequences = {name: tuple(tokens[name][start:end].tolist()) for name in ("ids", "action_mask", "sampler_logprob")}
+        sequences = {
+            name: tuple(tokens[name][start:end].tolist())
+            for name in ("ids", "action_mask", "sampler_logprob")
+        }
         try:
-            turns = tuple(Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])})) for turn in record["turns"])
+            turns = tuple(
+                Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])}))
+                for turn in record["turns"]
+            )
             verdicts = tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"])
             result.append(Trajectory(**(record | {"turns": turns, "verdicts": verdicts} | sequences)))
         except (TypeError, KeyError, ValueError) as error:
-            raise BadInput(f"{folder / 'trajectories.jsonl'}: line {number} is no trajectory ({error}); restore the file from its run.") from error
+            raise UserError(
+                f"{folder / 'trajectories.jsonl'}: line {number} is no trajectory ({error}); restore the file from its run."
+            ) from error
     return result

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 
-from components.config import PROJECT, Device
-from components.sandbox.verdict import Verdict
-from components.task import KernelTask
+from components.core.config import PROJECT, Device
+from components.core.task import KernelTask
+from components.judge.verdict import Verdict
 
 KERNEL = {"cpu": "kernels/forward.cpp", "cuda": "kernels/forward.cu"}
 
@@ -30,7 +30,9 @@ def starter(task: KernelTask) -> str:
         raise StarterImpossible("the task has no admission evidence")
     tree = ast.parse(task.code)
     model = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model")
-    forward = next((node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"), None)
+    forward = next(
+        (node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"), None
+    )
     if forward is None or forward.args.vararg or forward.args.kwarg:
         raise StarterImpossible("forward() has no plain argument list")
     names = [argument.arg for argument in forward.args.args[1:]]
@@ -44,21 +46,30 @@ def starter(task: KernelTask) -> str:
         if shape == first:
             lines.append(f"{name} = torch.empty_like({names[0]})")
         elif shape and first and shape[0] == first[0]:
-            lines.append(f"{name} = {names[0]}.new_empty(({', '.join([f'{names[0]}.size(0)', *map(str, shape[1:])])},))")
+            lines.append(
+                f"{name} = {names[0]}.new_empty(({', '.join([f'{names[0]}.size(0)', *map(str, shape[1:])])},))"
+            )
         else:
             lines.append(f"{name} = {names[0]}.new_empty({tuple(shape)})")
         outs.append(name)
     parameters = [f"self.{name}" for name in evidence["parameters"]]
     if any(part.isdigit() for name in evidence["parameters"] for part in name.split(".")):
         raise StarterImpossible("parameters live in numbered submodules")
-    lines += [f"cuda_extension.forward({', '.join([*names, *parameters, *outs])})", f"return {', '.join(outs)}"]
+    lines += [
+        f"cuda_extension.forward({', '.join([*names, *parameters, *outs])})",
+        f"return {', '.join(outs)}",
+    ]
     forward.body = ast.parse("\n".join(lines)).body
     model.name = "ModelNew"
     for node in ast.walk(model):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
             node.args = []
     words = tree.body[:1] if ast.get_docstring(tree) is not None else []
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")]
+    functions = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")
+    ]
     kept = [node for node in tree.body if node not in words and node not in functions]
     imports = [node for node in kept if isinstance(node, ast.Import | ast.ImportFrom)]
     rest = [node for node in kept if not isinstance(node, ast.Import | ast.ImportFrom)]
@@ -129,7 +140,9 @@ def microseconds(seconds: float | None) -> str:
 
 def observe_build(verdict: Verdict) -> str | None:
     """What `bash utils/compile.sh` says, None when it succeeded."""
-    if verdict.status == "build_failed" or (verdict.status == "timed_out" and verdict.reason == "build_limit"):
+    if verdict.status == "build_failed" or (
+        verdict.status == "timed_out" and verdict.reason == "build_limit"
+    ):
         first = [line for line in verdict.log.splitlines() if "error" in line] or verdict.log.splitlines()[:3]
         return "Build failed: " + "\n".join(line[:200] for line in first[:3])
     return None
@@ -145,7 +158,11 @@ def observe_verification(verdict: Verdict) -> str:
 def observe_profiling(verdict: Verdict) -> str:
     """What `python3 -m utils.profiling` says: the public workspace's line, then the ratios and the milestone."""
     seconds = verdict.seconds
-    ratios = [f"{r.estimate:.2f}x {name}" for name, r in (("eager", verdict.speedup.eager), ("compile", verdict.speedup.compile)) if r is not None]
+    ratios = [
+        f"{r.estimate:.2f}x {name}"
+        for name, r in (("eager", verdict.speedup.eager), ("compile", verdict.speedup.compile))
+        if r is not None
+    ]
     return (
         f"Torch Baseline: {microseconds(seconds.eager)}, Torch Compile: {microseconds(seconds.compile)}, CUDA Extension: {microseconds(seconds.candidate)}\n"
         f"Speed-up: {', '.join(ratios)}. Milestone: {verdict.milestone} of 3."

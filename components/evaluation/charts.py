@@ -28,10 +28,19 @@ class Series:
     dashed: bool = False
 
 
-def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, y_range: tuple[float, float] | None = None, whole_x: bool = False) -> Markup:
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    y_range: tuple[float, float] | None = None,
+    whole_x: bool = False,
+) -> Markup:
     """Lines over a common x axis; empty markup when there is no point to draw."""
     xs = [x for line in series for x in line.xs]
-    ys = [y for line in series for y in line.ys] + [edge for line in series for pair in line.band for edge in pair]
+    ys = [y for line in series for y in line.ys] + [
+        edge for line in series for pair in line.band for edge in pair
+    ]
     if not xs:
         return Markup("")
     x_low, x_high = min(xs), max(xs)
@@ -45,31 +54,44 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, y_range:
             edge = [(x(a), y(low)) for a, (low, _) in zip(line.xs, line.band, strict=True)]
             edge += [(x(a), y(high)) for a, (_, high) in reversed(list(zip(line.xs, line.band, strict=True)))]
             parts.append(f'<polygon class="band {line.colour}" points="{_points(edge)}"/>')
-        parts.append(f'<polyline class="line {line.colour}{" dashed" if line.dashed else ""}" points="{_points(points)}"/>')
+        parts.append(
+            f'<polyline class="line {line.colour}{" dashed" if line.dashed else ""}" points="{_points(points)}"/>'
+        )
         if len(points) <= 40:
-            parts += [f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in points]
+            parts += [
+                f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in points
+            ]
     return _svg(parts, f"{y_label} by {x_label}") + legend([(line.label, line.colour) for line in series])
 
 
-def stacked_shares(xs: Sequence[float], shares: Mapping[str, tuple[str, Sequence[float]]], *, x_label: str) -> Markup:
+def stacked_shares(
+    xs: Sequence[float], shares: Mapping[str, tuple[str, Sequence[float]]], *, x_label: str
+) -> Markup:
     """Areas that add up to one at every x; `shares` maps a label to its colour and values, drawn from the bottom up."""
     if not xs:
         return Markup("")
     if len(xs) == 1:
         # One step is still an area: draw it one step wide.
-        xs, shares = [xs[0], xs[0] + 1], {label: (colour, [values[0]] * 2) for label, (colour, values) in shares.items()}
+        xs, shares = (
+            [xs[0], xs[0] + 1],
+            {label: (colour, [values[0]] * 2) for label, (colour, values) in shares.items()},
+        )
     x = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     y = _scale(0, 1, HEIGHT - BOTTOM, TOP)
     floor = [0.0] * len(xs)
     areas = []
     for colour, values in shares.values():
         top = [low + value for low, value in zip(floor, values, strict=True)]
-        outline = [(x(a), y(b)) for a, b in zip(xs, top, strict=True)] + [(x(a), y(b)) for a, b in reversed(list(zip(xs, floor, strict=True)))]
+        outline = [(x(a), y(b)) for a, b in zip(xs, top, strict=True)] + [
+            (x(a), y(b)) for a, b in reversed(list(zip(xs, floor, strict=True)))
+        ]
         areas.append(f'<polygon class="area {colour}" points="{_points(outline)}"/>')
         floor = top
     ticks = [(value, f"{value:.0%}") for value in (0, 0.25, 0.5, 0.75, 1)]
     parts = areas + _axes(x, y, _ticks(min(xs), max(xs), whole=True), ticks, x_label, "share of trajectories")
-    return _svg(parts, "milestone shares by step") + legend([(label, colour) for label, (colour, _) in shares.items()])
+    return _svg(parts, "milestone shares by step") + legend(
+        [(label, colour) for label, (colour, _) in shares.items()]
+    )
 
 
 def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
@@ -80,7 +102,10 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
     low = min(-2, math.floor(2 * math.log2(min(ratios))))
     high = max(2, math.floor(2 * math.log2(max(ratios))) + 1)
     bins = high - low
-    counts = [[sum(math.floor(2 * math.log2(value)) - low == index for value in values) for index in range(bins)] for _, _, values in groups]
+    counts = [
+        [sum(math.floor(2 * math.log2(value)) - low == index for value in values) for index in range(bins)]
+        for _, _, values in groups
+    ]
     top = max(max(row) for row in counts)
     x = _scale(low / 2, high / 2, LEFT, WIDTH - RIGHT)
     y = _scale(0, top * 1.08, HEIGHT - BOTTOM, TOP)
@@ -89,11 +114,19 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
     for group, ((_, colour, _), row) in enumerate(zip(groups, counts, strict=True)):
         for index, count in enumerate(row):
             left = x((low + index) / 2) + slot * (0.175 + group)
-            bars.append(f'<rect class="fill {colour}" x="{left:.1f}" y="{y(count):.1f}" width="{max(slot - 1, 1):.1f}" height="{y(0) - y(count):.1f}"/>')
+            bars.append(
+                f'<rect class="fill {colour}" x="{left:.1f}" y="{y(count):.1f}" width="{max(slot - 1, 1):.1f}" height="{y(0) - y(count):.1f}"/>'
+            )
     stride = max(1, math.ceil((high - low) / 2 / 10))
-    x_ticks = [(float(power), _times(2.0**power)) for power in range(math.ceil(low / 2), math.floor(high / 2) + 1, stride)]
+    x_ticks = [
+        (float(power), _times(2.0**power))
+        for power in range(math.ceil(low / 2), math.floor(high / 2) + 1, stride)
+    ]
     parts = _axes(x, y, x_ticks, _ticks(0, top, whole=True), x_label, "tasks")
-    parts += [*bars, f'<line class="even" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>']
+    parts += [
+        *bars,
+        f'<line class="even" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>',
+    ]
     return _svg(parts, x_label) + legend([(label, colour) for label, colour, _ in groups])
 
 
@@ -107,8 +140,12 @@ def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 
     for index, (label, value, text, colour) in enumerate(rows):
         top = index * step + 4
         parts.append(f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>')
-        parts.append(f'<rect class="fill {colour}" x="{label_width}" y="{top}" width="{max(room * value / largest, 1.5):.1f}" height="17" rx="2"/>')
-        parts.append(f'<text class="label" x="{label_width + max(room * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>')
+        parts.append(
+            f'<rect class="fill {colour}" x="{label_width}" y="{top}" width="{max(room * value / largest, 1.5):.1f}" height="17" rx="2"/>'
+        )
+        parts.append(
+            f'<text class="label" x="{label_width + max(room * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
+        )
     return _svg(parts, "bars", height=step * len(rows) + 6)
 
 
@@ -156,7 +193,14 @@ def _ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> l
     return [(value, f"{value:.10g}") for value in values]
 
 
-def _axes(x: Scale, y: Scale, x_ticks: list[tuple[float, str]], y_ticks: list[tuple[float, str]], x_label: str, y_label: str) -> list[str]:
+def _axes(
+    x: Scale,
+    y: Scale,
+    x_ticks: list[tuple[float, str]],
+    y_ticks: list[tuple[float, str]],
+    x_label: str,
+    y_label: str,
+) -> list[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for value, text in y_ticks:
@@ -165,9 +209,13 @@ def _axes(x: Scale, y: Scale, x_ticks: list[tuple[float, str]], y_ticks: list[tu
     for value, text in x_ticks:
         parts.append(f'<text class="tick middle" x="{x(value):.1f}" y="{bottom + 14}">{escape(text)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(f'<text class="tick middle" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
+    parts.append(
+        f'<text class="tick middle" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_label)}</text>'
+    )
     middle = (TOP + bottom) / 2
-    parts.append(f'<text class="tick middle" transform="translate(11 {middle:.0f}) rotate(-90)">{escape(y_label)}</text>')
+    parts.append(
+        f'<text class="tick middle" transform="translate(11 {middle:.0f}) rotate(-90)">{escape(y_label)}</text>'
+    )
     return parts
 
 
@@ -180,4 +228,6 @@ def _points(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _svg(parts: Sequence[str], title: str, height: int = HEIGHT) -> Markup:
-    return Markup(f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>')
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    )

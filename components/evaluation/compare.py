@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from components.config import BadInput
+from components.core.errors import UserError
+from components.core.files import read_json
 from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
-from components.files import read_json
-from components.sandbox.verdict import MARGIN, Frozen
+from components.judge.verdict import MARGIN, FrozenModel
 
 RUN_FILE, SETTINGS = "run.json", "settings.json"
 SIGNIFICANT = 0.05
@@ -29,7 +29,7 @@ EXACT_UP_TO = 16
 FLIPS = 20_000
 
 
-class Side(Frozen):
+class Side(FrozenModel):
     """One run or evaluation: its figures by task, and what it was made of (empty where it was not written down)."""
 
     name: str
@@ -41,7 +41,7 @@ class Side(Frozen):
     """Digest of every source file."""
 
 
-class PairedTest(Frozen):
+class PairedTest(FrozenModel):
     """A paired test. `better` and `worse` are tasks on which B did better or worse than A."""
 
     name: str
@@ -55,7 +55,7 @@ class PairedTest(Frozen):
         return self.p_value < SIGNIFICANT
 
 
-class TaskChange(Frozen):
+class TaskChange(FrozenModel):
     """A task whose outcome differs: solved or not, or faster by more than the margin."""
 
     task_id: str
@@ -65,7 +65,7 @@ class TaskChange(Frozen):
     after: str
 
 
-class Comparison(Frozen):
+class Comparison(FrozenModel):
     """How `second` differs from `first`."""
 
     first: str
@@ -87,21 +87,31 @@ class Comparison(Frozen):
 
 
 def open_side(home: Path, name: str) -> Side:
-    """A run of `home` by the beginning of its id, or the folder of an evaluation; BadInput when there is none, or two."""
+    """A run of `home` by the beginning of its id, or the folder of an evaluation; UserError when there is none, or two."""
     folder = Path(name)
     if (folder / RESULTS).is_file():
         return Side(name=name, evaluation=load_evaluation(folder), params=_plan(folder))
     beginning = f"{glob.escape(name)}*" if name and "/" not in name else ""
-    found = sorted(path for path in (home / "runs").glob(beginning) if (path / RUN_FILE).is_file()) if beginning else []
-    found += sorted(path for path in (home / "evaluations").glob(beginning) if (path / RESULTS).is_file()) if beginning and not found else []
+    found = (
+        sorted(path for path in (home / "runs").glob(beginning) if (path / RUN_FILE).is_file())
+        if beginning
+        else []
+    )
+    found += (
+        sorted(path for path in (home / "evaluations").glob(beginning) if (path / RESULTS).is_file())
+        if beginning and not found
+        else []
+    )
     if len(found) != 1:
         what = f"{len(found)} begin with it" if found else "there is no such finished run or evaluation"
-        raise BadInput(f"{name}: {what} in {home}; give more of its id, or the folder of an evaluation.")
+        raise UserError(f"{name}: {what} in {home}; give more of its id, or the folder of an evaluation.")
     if found[0].parent.name == "evaluations":
         return Side(name=found[0].name, evaluation=load_evaluation(found[0]), params=_plan(found[0]))
     record = read_record(found[0] / RUN_FILE)
     if "results" not in record["evaluation"]:
-        raise BadInput(f"{found[0] / RUN_FILE}: evaluation.results is missing, the run is of an older release; give the folder of its evaluation.")
+        raise UserError(
+            f"{found[0] / RUN_FILE}: evaluation.results is missing, the run is of an older release; give the folder of its evaluation."
+        )
     settings: dict[str, Any] = read_json(found[0] / SETTINGS) if (found[0] / SETTINGS).is_file() else {}
     return Side(
         name=found[0].name,
@@ -120,26 +130,38 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
-        return {key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{prefix}{name}.").items()}
+        return {
+            key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{prefix}{name}.").items()
+        }
     return {prefix.removesuffix("."): value}
 
 
 def compare(first: Side, second: Side) -> Comparison:
-    """How `second` differs from `first`; BadInput when they have no task in common."""
+    """How `second` differs from `first`; UserError when they have no task in common."""
     before = {row.task_id: row for row in first.evaluation.tasks}
     pairs = [(before[row.task_id], row) for row in second.evaluation.tasks if row.task_id in before]
     if not pairs:
-        raise BadInput(f"{second.name}: has no task in common with {first.name}; evaluate both on one suite with cuda-agent evaluate.")
+        raise UserError(
+            f"{second.name}: has no task in common with {first.name}; evaluate both on one suite with cuda-agent evaluate."
+        )
     names = sorted(set(first.params) | set(second.params)) if first.params and second.params else []
     sources = sorted(set(first.sources) | set(second.sources)) if first.sources and second.sources else []
-    known = {"parameters": first.params and second.params, "code": first.sources and second.sources, "data": first.dataset and second.dataset}
+    known = {
+        "parameters": first.params and second.params,
+        "code": first.sources and second.sources,
+        "data": first.dataset and second.dataset,
+    }
     different = bool(first.dataset and second.dataset) and first.dataset != second.dataset
     return Comparison(
         first=first.name,
         second=second.name,
         dataset=(first.dataset, second.dataset) if different else None,
         code=tuple(name for name in sources if first.sources.get(name) != second.sources.get(name)),
-        params={name: (first.params.get(name), second.params.get(name)) for name in names if first.params.get(name) != second.params.get(name)},
+        params={
+            name: (first.params.get(name), second.params.get(name))
+            for name in names
+            if first.params.get(name) != second.params.get(name)
+        },
         unknown=tuple(name for name, there in known.items() if not there),
         tasks=len(pairs),
         changes=changes([a for a, _ in pairs], [b for _, b in pairs]),
@@ -156,7 +178,12 @@ def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[Paired
         fast = [((a.ratio(baseline) or 0) > 1, (b.ratio(baseline) or 0) > 1) for a, b in pairs]
         found.append(_mcnemar(f"faster than {baseline}", fast))
         ratios = [(a.ratio(baseline), b.ratio(baseline)) for a, b in pairs]
-        found.append(_sign_flip(f"speed-up against {baseline}", [math.log(y / x) for x, y in ratios if x is not None and y is not None]))
+        found.append(
+            _sign_flip(
+                f"speed-up against {baseline}",
+                [math.log(y / x) for x, y in ratios if x is not None and y is not None],
+            )
+        )
     return tuple(found)
 
 
@@ -181,7 +208,9 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
         # The observed order is one of the possible ones, so a p-value is never 0.
         signs = np.vstack([np.ones((1, n)), drawn])
     sums = np.abs(signs @ values)
-    return PairedTest(name=name, tasks=n, better=better, worse=worse, p_value=float(np.mean(sums >= sums[0] - 1e-12)))
+    return PairedTest(
+        name=name, tasks=n, better=better, worse=worse, p_value=float(np.mean(sums >= sums[0] - 1e-12))
+    )
 
 
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
@@ -196,7 +225,9 @@ def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
         kind = "won" if y > x else "lost"
     if kind is None:
         return None
-    return TaskChange(task_id=b.task_id, name=b.name or " ".join(b.ops), kind=kind, before=_outcome(a), after=_outcome(b))
+    return TaskChange(
+        task_id=b.task_id, name=b.name or " ".join(b.ops), kind=kind, before=_outcome(a), after=_outcome(b)
+    )
 
 
 def _outcome(row: TaskResult) -> str:

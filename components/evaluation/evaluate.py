@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
-from components.config import BadInput, Params
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.files import digest_json, read_json, write_json
+from components.core.progress import Progress
+from components.core.task import KernelTask
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
 from components.evaluation.policies import Policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
-from components.files import digest_json, read_json, write_json
-from components.progress import Progress
-from components.sandbox.pool import Candidate, Job, JudgePool
-from components.sandbox.verdict import Admission, Verdict
-from components.task import KernelTask
+from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.verdict import Admission, Verdict
 
 AGAIN = (0.0, 30.0, 120.0)
 """Seconds until final answers on which the judge itself failed are measured again: at once, with the device to themselves; then
@@ -52,11 +53,13 @@ def evaluate(
 
     `epoch` names this evaluation to the judge: measurements are shared inside it and never across. `admit` tells whether
     a cheat could pass on a task (the pool's; None trusts every task): such tasks count, and are marked degenerate.
-    Raises BadInput when `out` holds a different evaluation, or the policy's server does not answer.
+    Raises UserError when `out` holds a different evaluation, or the policy's server does not answer.
     """
     params = policy.params
     if not tasks:
-        raise BadInput(f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one.")
+        raise UserError(
+            f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one."
+        )
     plan = _plan(policy, tasks, epoch, seed)
     _claim(out, plan)
     if (out / RESULTS).is_file():
@@ -89,7 +92,11 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
         "policy_digest": policy.digest,
         "suite_digest": digest_json([task.task_id for task in tasks]),
         "evaluation": params.evaluation.model_dump(mode="json"),
-        "policy": {"prompt": params.policy.prompt, "context": params.policy.context, "batch": params.policy.batch},
+        "policy": {
+            "prompt": params.policy.prompt,
+            "context": params.policy.context,
+            "batch": params.policy.batch,
+        },
         "sandbox": params.sandbox.model_dump(mode="json"),
         "device": params.device,
         "precision": params.precision,
@@ -106,10 +113,21 @@ def _claim(out: Path, plan: dict[str, Any]) -> None:
     found = read_json(file)
     different = sorted(key for key in plan if found.get(key) != plan[key])
     if different:
-        raise BadInput(f"{out}: holds another evaluation (its {', '.join(different)} differ); give another folder or delete this one.")
+        raise UserError(
+            f"{out}: holds another evaluation (its {', '.join(different)} differ); give another folder or delete this one."
+        )
 
 
-def _attempts(policy: Policy, tasks: Sequence[KernelTask], pool: JudgePool, out: Path, *, epoch: str, progress: Progress, seed: int) -> list[list[Trajectory]]:
+def _attempts(
+    policy: Policy,
+    tasks: Sequence[KernelTask],
+    pool: JudgePool,
+    out: Path,
+    *,
+    epoch: str,
+    progress: Progress,
+    seed: int,
+) -> list[list[Trajectory]]:
     """The attempts of every task. Batches of tasks are the unit of resumption; their cut depends on parameters only."""
     attempts = policy.params.evaluation.attempts
     size = max(1, policy.params.policy.batch // attempts)
@@ -128,9 +146,17 @@ def _attempts(policy: Policy, tasks: Sequence[KernelTask], pool: JudgePool, out:
 
             # Not an evaluation epoch: the judge spares episodes the compile baseline where no milestone needs it.
             repeated = [task for task in batch for _ in range(attempts)]
-            trajectories = policy(repeated, pool, epoch=f"episodes/{epoch}", seed=seed * 1_000_003 + index, on_progress=on_progress)
+            trajectories = policy(
+                repeated,
+                pool,
+                epoch=f"episodes/{epoch}",
+                seed=seed * 1_000_003 + index,
+                on_progress=on_progress,
+            )
             if all(_unserved(trajectory) and not trajectory.turns for trajectory in trajectories):
-                raise BadInput(f"--policy {policy.name}: {trajectories[0].error}; mend the server, the same command continues.")
+                raise UserError(
+                    f"--policy {policy.name}: {trajectories[0].error}; mend the server, the same command continues."
+                )
             save_trajectories(folder, trajectories)
             _spend(out, "episodes", time.monotonic() - started)
         found += [trajectories[start : start + attempts] for start in range(0, len(trajectories), attempts)]
@@ -157,9 +183,15 @@ def _measure(
     progress: Progress,
 ) -> list[TaskResult]:
     """One result per task, in the suite's order; a task that stands twice in the suite is measured once."""
-    first = {task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, found, strict=True)))}
+    first = {
+        task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, found, strict=True)))
+    }
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
-    results = {task_id: TaskResult.model_validate(read_json(file)) for task_id, file in files.items() if file.is_file()}
+    results = {
+        task_id: TaskResult.model_validate(read_json(file))
+        for task_id, file in files.items()
+        if file.is_file()
+    }
     admissions: dict[str, Future[Admission]] = {}
     sampled = sum(map(len, found))
     for delay in (*AGAIN, None):
@@ -186,9 +218,16 @@ def _measure(
             progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
         if len(results) == len(first):
             break
-        progress.update("evaluation", sampled + len(results), sampled + len(first), measured_again=len(first) - len(results))
+        progress.update(
+            "evaluation",
+            sampled + len(results),
+            sampled + len(first),
+            measured_again=len(first) - len(results),
+        )
         time.sleep(delay or 0)
-    return [results[task.task_id].model_copy(update={"name": task.name, "level": task.level}) for task in tasks]
+    return [
+        results[task.task_id].model_copy(update={"name": task.name, "level": task.level}) for task in tasks
+    ]
 
 
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
@@ -196,7 +235,11 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
     if _measurable(attempt):
         return pool.submit(Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}"))
     done: Future[Verdict] = Future()
-    done.set_result(Verdict(status="infrastructure", reason="server", log=attempt.error) if _unserved(attempt) else attempt.final)
+    done.set_result(
+        Verdict(status="infrastructure", reason="server", log=attempt.error)
+        if _unserved(attempt)
+        else attempt.final
+    )
     return done
 
 

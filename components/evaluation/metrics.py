@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from components.sandbox.verdict import MARGIN, Frozen, Ratio, Seconds, Speedup, Status, milestone_of
+from components.judge.verdict import MARGIN, FrozenModel, Ratio, Seconds, Speedup, Status, milestone_of
 
 BASELINES: tuple[Literal["eager", "compile"], ...] = ("eager", "compile")
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
@@ -28,7 +28,7 @@ SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
 Array = NDArray[np.float64]
 
 
-class Attempt(Frozen):
+class Attempt(FrozenModel):
     """One trajectory on a task: what the judge said of its final answer at the end of the episode."""
 
     status: Status
@@ -37,7 +37,7 @@ class Attempt(Frozen):
     finish_reason: str = ""
 
 
-class TaskResult(Frozen):
+class TaskResult(FrozenModel):
     """One task's result: the re-measured final answer of the first attempt, and what every attempt earned."""
 
     task_id: str
@@ -83,26 +83,26 @@ class TaskResult(Frozen):
         return ratio.estimate
 
 
-class Interval(Frozen):
+class Interval(FrozenModel):
     """A 95 % bootstrap interval over tasks, exact binomial for shares of 0 and 1; None where no draw held a task that counts."""
 
     low: float | None
     high: float | None
 
 
-class Pair(Frozen):
+class Pair(FrozenModel):
     """One figure against both baselines; None where it is over no task at all."""
 
     eager: float | None
     compile: float | None
 
 
-class Counts(Frozen):
+class Counts(FrozenModel):
     eager: int
     compile: int
 
 
-class FastP(Frozen):
+class FastP(FrozenModel):
     """Shares of all tasks that are correct and more than `p` times as fast, for each p in turn."""
 
     p: tuple[float, ...]
@@ -110,7 +110,7 @@ class FastP(Frozen):
     compile: tuple[float, ...]
 
 
-class Summary(Frozen):
+class Summary(FrozenModel):
     """Figures over one set of tasks.
 
     Rates are over all `tasks`, errors included. `geomean` is over the correct solutions whose ratio was measured, how
@@ -143,7 +143,9 @@ def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 
 
     Accepts records or their JSON form (rows of `tasks` in results.json). An empty sequence gives figures of None.
     """
-    rows = [result if isinstance(result, TaskResult) else TaskResult.model_validate(result) for result in results]
+    rows = [
+        result if isinstance(result, TaskResult) else TaskResult.model_validate(result) for result in results
+    ]
     figures = _figures(rows)
     values, intervals = _estimate(figures, len(rows), seed)
 
@@ -168,9 +170,14 @@ def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 
             compile=tuple(rate(f"fast_p.compile.{p:g}") for p in FAST_P),
         ),
         mean_reward=values["mean_reward"],
-        milestones={str(level): sum(row.milestone == level and not row.error for row in rows) for level in (-1, 1, 2, 3)},
+        milestones={
+            str(level): sum(row.milestone == level and not row.error for row in rows)
+            for level in (-1, 1, 2, 3)
+        },
         attempts_mean_reward=sum(attempt.reward for attempt in tried) / len(tried) if tried else None,
-        attempts_pass_rate=sum(attempt.status == "correct" for attempt in tried) / len(tried) if tried else None,
+        attempts_pass_rate=sum(attempt.status == "correct" for attempt in tried) / len(tried)
+        if tried
+        else None,
         pass_at=_pass_at(rows),
         intervals=intervals,
     )
@@ -179,10 +186,12 @@ def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 
 def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summary]:
     """One summary per level that the suite names; empty for a suite without levels."""
     levels = sorted({row.level for row in results if row.level is not None})
-    return {str(level): summarise([row for row in results if row.level == level], seed=seed) for level in levels}
+    return {
+        str(level): summarise([row for row in results if row.level == level], seed=seed) for level in levels
+    }
 
 
-class Change(Frozen):
+class Change(FrozenModel):
     """After minus before on the tasks that both have, paired by task; for geomeans the ratio after / before."""
 
     value: float | None
@@ -199,10 +208,14 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult], *, seed: 
     found = {}
     for name in new:
         difference = _apply(new[name], counts) - _apply(old[name], counts)
-        value = float(_apply(new[name], np.ones((1, len(pairs))))[0] - _apply(old[name], np.ones((1, len(pairs))))[0])
+        value = float(
+            _apply(new[name], np.ones((1, len(pairs))))[0] - _apply(old[name], np.ones((1, len(pairs))))[0]
+        )
         low, high = _quantiles(difference)
         scale = math.exp if name.startswith("geomean") else float
-        found[name] = Change(value=_or_none(value, scale), low=_or_none(low, scale), high=_or_none(high, scale))
+        found[name] = Change(
+            value=_or_none(value, scale), low=_or_none(low, scale), high=_or_none(high, scale)
+        )
     return found
 
 
@@ -220,7 +233,10 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
         # A comparison with NaN is False: a correct solution whose ratio was not measured is not faster.
         figures[f"faster_rate.{baseline}"] = ((ratios > 1).astype(float), every)
         figures[f"beyond_margin.{baseline}"] = ((ratios > MARGIN).astype(float), every)
-        figures[f"geomean.{baseline}"] = (np.where(measured > 0, np.log(np.where(measured > 0, ratios, 1)), 0.0), measured)
+        figures[f"geomean.{baseline}"] = (
+            np.where(measured > 0, np.log(np.where(measured > 0, ratios, 1)), 0.0),
+            measured,
+        )
         for p in FAST_P:
             # fast_0 is KernelBench's correctness: it needs no ratio.
             share = figures["pass_rate"][0] if p == 0 else (ratios > p).astype(float)
@@ -228,7 +244,9 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     return figures
 
 
-def _estimate(figures: dict[str, tuple[Array, Array]], tasks: int, seed: int) -> tuple[dict[str, float | None], dict[str, Interval]]:
+def _estimate(
+    figures: dict[str, tuple[Array, Array]], tasks: int, seed: int
+) -> tuple[dict[str, float | None], dict[str, Interval]]:
     counts, once = _draws(tasks, seed), np.ones((1, tasks))
     values, intervals = {}, {}
     for name, figure in figures.items():
@@ -245,7 +263,11 @@ def _draws(tasks: int, seed: int) -> Array:
     """How often each bootstrap sample holds each task, `[RESAMPLES, tasks]`."""
     if tasks == 0:
         return np.zeros((RESAMPLES, 0))
-    return np.random.default_rng(seed).multinomial(tasks, np.full(tasks, 1 / tasks), size=RESAMPLES).astype(float)
+    return (
+        np.random.default_rng(seed)
+        .multinomial(tasks, np.full(tasks, 1 / tasks), size=RESAMPLES)
+        .astype(float)
+    )
 
 
 def _apply(figure: tuple[Array, Array], counts: Array) -> Array:
@@ -277,6 +299,13 @@ def _or_none(value: float, scale: Any) -> float | None:
 
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
     """pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k), for every k that all tasks have attempts for."""
-    tried = [[attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"] for row in rows]
+    tried = [
+        [attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"]
+        for row in rows
+    ]
     fewest = min(map(len, tried), default=0)
-    return {str(k): math.fsum(1 - math.comb(len(a) - sum(a), k) / math.comb(len(a), k) for a in tried) / len(tried) for k in range(1, fewest + 1)}
+    return {
+        str(k): math.fsum(1 - math.comb(len(a) - sum(a), k) / math.comb(len(a), k) for a in tried)
+        / len(tried)
+        for k in range(1, fewest + 1)
+    }

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from components.agent.chats import Chat, run_chats
+from components.agent.chat_rollout import Chat, run_chats
 from components.agent.episode import Limits
-from components.agent.loop import run_episodes
 from components.agent.policies import MANY_TURNS, FolderPolicy, ServerPolicy
+from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
-from components.config import BadInput, Params
-from components.files import digest_json, digest_tree
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.files import digest_json, digest_tree
+from components.core.task import KernelTask
+from components.judge.pool import JudgePool
 from components.policy.backends import open_sampler
-from components.policy.model import MANIFEST, load_tokenizer, verify_checkpoint
-from components.policy.sampling import Sampler
-from components.sandbox.pool import JudgePool
-from components.task import KernelTask
+from components.policy.checkpoint import MANIFEST, load_tokenizer, verify_checkpoint
+from components.policy.sampler import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,15 @@ class Policy(Protocol):
     @property
     def params(self) -> Params: ...
 
-    def __call__(self, tasks: Sequence[KernelTask], pool: JudgePool, *, epoch: str, seed: int, on_progress: Callable[[int, int], None]) -> list[Trajectory]: ...
+    def __call__(
+        self,
+        tasks: Sequence[KernelTask],
+        pool: JudgePool,
+        *,
+        epoch: str,
+        seed: int,
+        on_progress: Callable[[int, int], None],
+    ) -> list[Trajectory]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,15 @@ class Checkpoint:
     def sampler(self) -> Sampler:
         return open_sampler(self.params, self.folder, self.tokenizer, version=self.digest)
 
-    def __call__(self, tasks: Sequence[KernelTask], pool: JudgePool, *, epoch: str, seed: int, on_progress: Callable[[int, int], None]) -> list[Trajectory]:
+    def __call__(
+        self,
+        tasks: Sequence[KernelTask],
+        pool: JudgePool,
+        *,
+        epoch: str,
+        seed: int,
+        on_progress: Callable[[int, int], None],
+    ) -> list[Trajectory]:
         settings = self.params.evaluation
         return run_episodes(
             tasks,
@@ -96,7 +113,15 @@ class Served:
     def digest(self) -> str:
         return digest_json(["server", self.chat.version])
 
-    def __call__(self, tasks: Sequence[KernelTask], pool: JudgePool, *, epoch: str, seed: int, on_progress: Callable[[int, int], None]) -> list[Trajectory]:
+    def __call__(
+        self,
+        tasks: Sequence[KernelTask],
+        pool: JudgePool,
+        *,
+        epoch: str,
+        seed: int,
+        on_progress: Callable[[int, int], None],
+    ) -> list[Trajectory]:
         settings = self.params.evaluation
         return run_chats(
             tasks,
@@ -114,8 +139,16 @@ class Served:
 def checkpoint_policy(folder: Path, params: Params) -> Checkpoint:
     """The policy in `folder`, once every file was found to match its manifest; a Hugging Face folder is what its files are."""
     if not (folder / "config.json").is_file():
-        raise BadInput(f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder.")
-    return Checkpoint(folder, params, verify_checkpoint(folder).digest if (folder / MANIFEST).is_file() else digest_json(digest_tree(folder)))
+        raise UserError(
+            f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder."
+        )
+    return Checkpoint(
+        folder,
+        params,
+        verify_checkpoint(folder).digest
+        if (folder / MANIFEST).is_file()
+        else digest_json(digest_tree(folder)),
+    )
 
 
 def named_policy(found: FolderPolicy | ServerPolicy, chosen: frozenset[str]) -> Policy:
@@ -124,5 +157,11 @@ def named_policy(found: FolderPolicy | ServerPolicy, chosen: frozenset[str]) -> 
     params = found.params
     if params.policy.prompt == "full" and "evaluation.max_turns" not in chosen:
         turns = max(MANY_TURNS, params.evaluation.max_turns)
-        params = params.model_copy(update={"evaluation": params.evaluation.model_copy(update={"max_turns": turns})})
-    return Served(found.chat, params) if isinstance(found, ServerPolicy) else Checkpoint(found.folder, params, found.digest)
+        params = params.model_copy(
+            update={"evaluation": params.evaluation.model_copy(update={"max_turns": turns})}
+        )
+    return (
+        Served(found.chat, params)
+        if isinstance(found, ServerPolicy)
+        else Checkpoint(found.folder, params, found.digest)
+    )

@@ -21,14 +21,21 @@ import jinja2
 from markupsafe import Markup
 from pydantic import Field
 
-from components.config import BadInput
+from components.core.errors import UserError
+from components.core.files import atomic_write, read_json, write_json
 from components.evaluation import tables
-from components.evaluation.charts import Series, bar_list, line_chart, speedup_histogram, stacked_shares, whisker
+from components.evaluation.charts import (
+    Series,
+    bar_list,
+    line_chart,
+    speedup_histogram,
+    stacked_shares,
+    whisker,
+)
 from components.evaluation.metrics import Change, Interval, TaskResult, changes
 from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.tables import figure_of
-from components.files import atomic_write, read_json, write_json
-from components.sandbox.verdict import Frozen, Ratio
+from components.judge.verdict import FrozenModel, Ratio
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 SCRIPT = Path(__file__).with_name("report.js")
@@ -41,10 +48,15 @@ HEADLINE = (
     ("geomean.compile", "speed-up against torch.compile"),
     ("mean_reward", "mean reward"),
 )
-MILESTONES = {-1: ("not correct", "m-1"), 1: ("correct", "m1"), 2: ("faster than eager", "m2"), 3: ("faster than both", "m3")}
+MILESTONES = {
+    -1: ("not correct", "m-1"),
+    1: ("correct", "m1"),
+    2: ("faster than eager", "m2"),
+    3: ("faster than both", "m3"),
+}
 
 
-class Stage(Frozen):
+class Stage(FrozenModel):
     """One training stage: its steps' figures in order (metrics.jsonl) and its result (stage.json)."""
 
     name: str
@@ -52,7 +64,7 @@ class Stage(Frozen):
     result: dict[str, Any] = Field(default_factory=dict)
 
 
-class ReportData(Frozen):
+class ReportData(FrozenModel):
     """Everything that the report shows. `collect` fills it from the files of a run."""
 
     meta: dict[str, Any]
@@ -69,16 +81,30 @@ class ReportData(Frozen):
     """Device-seconds by what they went into."""
 
 
-def collect(dataset: Path, stages: dict[str, Path], before: Path | None, after: Path, gates: list[dict[str, Any]], meta: dict[str, Any]) -> ReportData:
+def collect(
+    dataset: Path,
+    stages: dict[str, Path],
+    before: Path | None,
+    after: Path,
+    gates: list[dict[str, Any]],
+    meta: dict[str, Any],
+) -> ReportData:
     """Read the files of a run: `dataset` and `stages` are folders, `before` and `after` results.json or their folders.
 
-    A data set or a stage without figures leaves its picture out; a missing evaluation is BadInput.
+    A data set or a stage without figures leaves its picture out; a missing evaluation is UserError.
     """
     figures = dataset / "metrics.json"
     read = tuple(_stage(name, folder) for name, folder in stages.items())
-    spent = {stage.name: float(stage.result["seconds"]) for stage in read if isinstance(stage.result.get("seconds"), int | float)}
+    spent = {
+        stage.name: float(stage.result["seconds"])
+        for stage in read
+        if isinstance(stage.result.get("seconds"), int | float)
+    }
     for name, results in (("before", before), ("after", after)):
-        spent |= {f"evaluation {name}, {what}": seconds for what, seconds in (tables.cost(results) if results is not None else {}).items()}
+        spent |= {
+            f"evaluation {name}, {what}": seconds
+            for what, seconds in (tables.cost(results) if results is not None else {}).items()
+        }
     return ReportData(
         meta=meta,
         dataset=read_json(figures) if figures.is_file() else {},
@@ -93,10 +119,14 @@ def collect(dataset: Path, stages: dict[str, Path], before: Path | None, after: 
 def _stage(name: str, folder: Path) -> Stage:
     lines, result = folder / "metrics.jsonl", folder / "stage.json"
     try:
-        steps = tuple(json.loads(line) for line in lines.read_text().splitlines() if line) if lines.is_file() else ()
+        steps = (
+            tuple(json.loads(line) for line in lines.read_text().splitlines() if line)
+            if lines.is_file()
+            else ()
+        )
         return Stage(name=name, steps=steps, result=read_json(result) if result.is_file() else {})
     except ValueError as error:
-        raise BadInput(f"{folder}: its figures are damaged ({error}); run the stage again.") from error
+        raise UserError(f"{folder}: its figures are damaged ({error}); run the stage again.") from error
 
 
 def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
@@ -118,7 +148,14 @@ def write_report(path: Path, data: ReportData) -> None:
     """Write the report as one self-contained HTML file, and its figures beside it as JSON; each in one step."""
     script = SCRIPT.read_text()
     environment = tables.environment(data.after.tasks) | dict(data.meta.get("environment", {}))
-    figures = tables.as_json(data.before, data.after, data.cost, environment, list(data.gates), {k: v for k, v in data.meta.items() if k != "environment"})
+    figures = tables.as_json(
+        data.before,
+        data.after,
+        data.cost,
+        environment,
+        list(data.gates),
+        {k: v for k, v in data.meta.items() if k != "environment"},
+    )
     write_json(path.with_suffix(".json"), figures)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = data.before, data.after
@@ -150,7 +187,9 @@ def write_report(path: Path, data: ReportData) -> None:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["pretty"] = pretty
     return environment.from_string(TEMPLATE.read_text())
 
@@ -206,9 +245,13 @@ def _headline(before: Evaluation | None, after: Evaluation) -> list[dict[str, An
                 "interval": _interval(name, after.overall.intervals.get(name)),
                 "before": figure(name, figure_of(before.overall, name)) if before is not None else "",
                 "change": _signed(name, change.value) if change is not None else "",
-                "change_interval": f"{_signed(name, change.low)} to {_signed(name, change.high)}" if direction and change is not None else "",
+                "change_interval": f"{_signed(name, change.low)} to {_signed(name, change.high)}"
+                if direction and change is not None
+                else "",
                 "direction": direction,
-                "over": f"over {figure_of(after.overall, name.replace('geomean', 'geomean_over'))} measured solutions" if name.startswith("geomean") else "",
+                "over": f"over {figure_of(after.overall, name.replace('geomean', 'geomean_over'))} measured solutions"
+                if name.startswith("geomean")
+                else "",
             }
         )
     return cards
@@ -227,9 +270,18 @@ SETS = {"overall": "whole suite"}
 
 
 def _table_row(row: tables.Row) -> dict[str, Any]:
-    cells = [(figure(name, row.figures[name]), _interval(name, row.intervals.get(name))) for name in tables.FIGURES]
+    cells = [
+        (figure(name, row.figures[name]), _interval(name, row.intervals.get(name))) for name in tables.FIGURES
+    ]
     errors = "–" if row.errors is None else row.errors
-    return {"set": SETS.get(row.set, f"level {row.set}"), "model": row.model, "tasks": row.tasks, "errors": errors, "cells": cells, "note": row.note}
+    return {
+        "set": SETS.get(row.set, f"level {row.set}"),
+        "model": row.model,
+        "tasks": row.tasks,
+        "errors": errors,
+        "cells": cells,
+        "note": row.note,
+    }
 
 
 def _sound(after: Evaluation) -> dict[str, Any] | None:
@@ -245,7 +297,11 @@ def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
     # A floor is held by the interval's lower end (registry/gates.py), a change by the figure itself.
     decisive = gate["low"] if gate.get("low") is not None and not name.startswith("change.") else value
-    short = threshold - decisive if decisive is not None and threshold is not None and not gate.get("passed") else None
+    short = (
+        threshold - decisive
+        if decisive is not None and threshold is not None and not gate.get("passed")
+        else None
+    )
     return {
         "name": name.replace("_", " ").replace(".", " · "),
         "value": figure(name, value),
@@ -261,14 +317,30 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
     """Candidates, what took them out, and what was admitted."""
     rejected = dataset.get("rejected") or {}
     rows = [("candidates", dataset.get("candidates"), "muted")]
-    rows += [(f"− {str(reason).replace('_', ' ')}", count, "bad") for reason, count in sorted(rejected.items(), key=lambda item: -item[1])]
-    rows += [("− not needed any more", dataset.get("surplus") or None, "muted"), ("admitted", dataset.get("admitted"), "good")]
+    rows += [
+        (f"− {str(reason).replace('_', ' ')}", count, "bad")
+        for reason, count in sorted(rejected.items(), key=lambda item: -item[1])
+    ]
+    rows += [
+        ("− not needed any more", dataset.get("surplus") or None, "muted"),
+        ("admitted", dataset.get("admitted"), "good"),
+    ]
     rows += [("for training", dataset.get("train"), "after"), ("held out", dataset.get("held_out"), "after")]
-    return bar_list([(label, float(value), f"{value:,}", colour) for label, value, colour in rows if isinstance(value, int | float)])
+    return bar_list(
+        [
+            (label, float(value), f"{value:,}", colour)
+            for label, value, colour in rows
+            if isinstance(value, int | float)
+        ]
+    )
 
 
 MILESTONE_KEY = re.compile(r"m(?:ilestones?)?[_.](-1|1|2|3)")
-CURVES = {"reward": "mean reward", "explained_variance_held_out": "explained variance, held out", "loss": "loss"}
+CURVES = {
+    "reward": "mean reward",
+    "explained_variance_held_out": "explained variance, held out",
+    "loss": "loss",
+}
 """What a stage's curve shows: the first of these that it logged."""
 
 
@@ -278,7 +350,11 @@ def _curves(stage: Stage) -> dict[str, Any] | None:
     key = next((key for key in CURVES if any(_finite(step.get(key)) for step in steps)), None)
     if key is None:
         return None
-    points = [(float(step.get("step", index)), float(step[key])) for index, step in enumerate(steps) if _finite(step.get(key))]
+    points = [
+        (float(step.get("step", index)), float(step[key]))
+        for index, step in enumerate(steps)
+        if _finite(step.get(key))
+    ]
     y_range = (-1.05, 3.05) if "reward" in key else None
     line = Series(label=CURVES[key], colour="after", xs=[x for x, _ in points], ys=[y for _, y in points])
     names = {int(found[1]): name for name in steps[0] if (found := MILESTONE_KEY.fullmatch(name))}
@@ -286,10 +362,19 @@ def _curves(stage: Stage) -> dict[str, Any] | None:
     if set(names) == set(MILESTONES):
         counted = [step for step in steps if all(_finite(step.get(name)) for name in names.values())]
         totals = [sum(float(step[name]) for name in names.values()) or 1.0 for step in counted]
-        values = {m: [float(step[names[m]]) / total for step, total in zip(counted, totals, strict=True)] for m in MILESTONES}
+        values = {
+            m: [float(step[names[m]]) / total for step, total in zip(counted, totals, strict=True)]
+            for m in MILESTONES
+        }
         xs = [float(step.get("step", index)) for index, step in enumerate(counted)]
-        shares = stacked_shares(xs, {MILESTONES[m][0]: (MILESTONES[m][1], values[m]) for m in MILESTONES}, x_label="step")
-    return {"name": stage.name, "curve": line_chart([line], x_label="step", y_label=CURVES[key], y_range=y_range, whole_x=True), "shares": shares}
+        shares = stacked_shares(
+            xs, {MILESTONES[m][0]: (MILESTONES[m][1], values[m]) for m in MILESTONES}, x_label="step"
+        )
+    return {
+        "name": stage.name,
+        "curve": line_chart([line], x_label="step", y_label=CURVES[key], y_range=y_range, whole_x=True),
+        "shares": shares,
+    }
 
 
 def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -322,7 +407,15 @@ def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[s
     for baseline, title in (("eager", "against eager"), ("compile", "against torch.compile")):
         groups = [("before training", "before", before), ("after training", "after", after)]
         found = [
-            (label, colour, [r for row in evaluation.tasks if (r := row.ratio("eager" if baseline == "eager" else "compile")) is not None])
+            (
+                label,
+                colour,
+                [
+                    r
+                    for row in evaluation.tasks
+                    if (r := row.ratio("eager" if baseline == "eager" else "compile")) is not None
+                ],
+            )
             for label, colour, evaluation in groups
             if evaluation is not None
         ]
@@ -334,15 +427,32 @@ def _fast_p(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Mar
     charts = []
     for baseline, title in (("eager", "against eager"), ("compile", "against torch.compile")):
         lines = []
-        for label, colour, evaluation in (("before training", "before", before), ("after training", "after", after)):
+        for label, colour, evaluation in (
+            ("before training", "before", before),
+            ("after training", "after", after),
+        ):
             if evaluation is None:
                 continue
             curve = evaluation.overall.fast_p
             values = curve.eager if baseline == "eager" else curve.compile
             intervals = [evaluation.overall.intervals[f"fast_p.{baseline}.{p:g}"] for p in curve.p]
-            band = [(i.low if i.low is not None else v, i.high if i.high is not None else v) for i, v in zip(intervals, values, strict=True)]
-            lines.append(Series(label=label, colour=colour, xs=curve.p, ys=values, band=band if colour == "after" else (), dashed=colour == "before"))
-        charts.append((title, line_chart(lines, x_label="p", y_label="share correct and > p× as fast", y_range=(0, 1))))
+            band = [
+                (i.low if i.low is not None else v, i.high if i.high is not None else v)
+                for i, v in zip(intervals, values, strict=True)
+            ]
+            lines.append(
+                Series(
+                    label=label,
+                    colour=colour,
+                    xs=curve.p,
+                    ys=values,
+                    band=band if colour == "after" else (),
+                    dashed=colour == "before",
+                )
+            )
+        charts.append(
+            (title, line_chart(lines, x_label="p", y_label="share correct and > p× as fast", y_range=(0, 1)))
+        )
     return charts
 
 
@@ -357,7 +467,9 @@ def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[di
             "before": _outcome(earlier.get(row.task_id)),
             "eager": _ratio(row.speedup.eager if row.correct else None),
             "compile": _ratio(row.speedup.compile if row.correct else None),
-            "passed": f"{sum(a.status == 'correct' for a in row.attempts)} of {len(row.attempts)}" if row.attempts else "–",
+            "passed": f"{sum(a.status == 'correct' for a in row.attempts)} of {len(row.attempts)}"
+            if row.attempts
+            else "–",
         }
         for row in rows
     ]
@@ -368,7 +480,10 @@ def _outcome(row: TaskResult | None) -> dict[str, Any]:
         return {"text": "–", "order": -2}
     if row.error:
         return {"text": "not measured", "order": -2}
-    return {"text": MILESTONES[row.milestone][0] if row.correct else row.status.replace("_", " "), "order": row.milestone}
+    return {
+        "text": MILESTONES[row.milestone][0] if row.correct else row.status.replace("_", " "),
+        "order": row.milestone,
+    }
 
 
 def _ratio(ratio: Ratio | None) -> dict[str, Any]:

@@ -7,15 +7,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from components.config import BadInput
+from components.core.errors import UserError
+from components.core.files import read_json
 from components.evaluation.metrics import Summary, TaskResult
-from components.files import read_json
-from components.sandbox.verdict import Frozen
+from components.judge.verdict import FrozenModel
 
 RESULTS = "results.json"
 
 
-class Evaluation(Frozen):
+class Evaluation(FrozenModel):
     """All that one evaluation found; results.json holds exactly this."""
 
     suite: str
@@ -35,19 +35,23 @@ class Evaluation(Frozen):
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """A finished run's record, its run.json; BadInput when it is damaged."""
+    """A finished run's record, its run.json; UserError when it is damaged."""
     try:
         record: dict[str, Any] = read_json(file)
         _ = record["stages"], record["evaluation"].keys(), record["dataset"]["version"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew from what the home holds.") from error
+        raise UserError(
+            f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew from what the home holds."
+        ) from error
     return record
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read a results.json (or the folder that holds it); BadInput when it is missing or damaged."""
+    """Read a results.json (or the folder that holds it); UserError when it is missing or damaged."""
     file = path / RESULTS if path.is_dir() else path
     try:
         return Evaluation.model_validate(read_json(file))
     except (OSError, ValueError, ValidationError) as error:
-        raise BadInput(f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again into an empty folder.") from error
+        raise UserError(
+            f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again into an empty folder."
+        ) from error

@@ -14,8 +14,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from components.config import BadInput, Params
-from components.task import KernelTask, check_contract, load_task, read_tasks
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.task import KernelTask, check_contract, load_task, read_tasks
 
 HELD_OUT = "held-out"
 SHIPPED = "shipped"
@@ -26,7 +27,7 @@ LEVEL_FOLDER = re.compile(r"level_?(\d+)")
 def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     """The tasks of `evaluation.suite` on `evaluation.levels`, in a fixed order. `dataset` is the run's data set: its folder or its parquet.
 
-    Raises BadInput when the suite does not exist, holds no task of these levels, or holds a file that is not a task.
+    Raises UserError when the suite does not exist, holds no task of these levels, or holds a file that is not a task.
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
     tasks = _tasks(params, suite, dataset)
@@ -34,8 +35,12 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
         return tasks
     chosen = [task for task in tasks if task.level in levels]
     if not chosen:
-        there = ", ".join(map(str, sorted({task.level for task in tasks if task.level is not None}))) or "none"
-        raise BadInput(f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels are: {there}.")
+        there = (
+            ", ".join(map(str, sorted({task.level for task in tasks if task.level is not None}))) or "none"
+        )
+        raise UserError(
+            f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels are: {there}."
+        )
     return chosen
 
 
@@ -44,7 +49,9 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
         path = dataset / "tasks.parquet" if dataset.is_dir() else dataset
         tasks = [task for task in read_tasks(path) if task.split == "held_out"]
         if not tasks:
-            raise BadInput(f"{path}: the data set has no held-out tasks; build it with data.held_out of at least 1.")
+            raise UserError(
+                f"{path}: the data set has no held-out tasks; build it with data.held_out of at least 1."
+            )
         return tasks
     if suite == SHIPPED:
         return [_sized(task, params.evaluation.numel) for task in _from_folder(SHIPPED_FOLDER)]
@@ -56,9 +63,13 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
     elif path.is_dir():
         tasks = _from_folder(path)
     else:
-        raise BadInput(f"evaluation.suite: {suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file or a parquet file; give one of these.")
+        raise UserError(
+            f"evaluation.suite: {suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file or a parquet file; give one of these."
+        )
     if not tasks:
-        raise BadInput(f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench checkout or a parquet file.")
+        raise UserError(
+            f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench checkout or a parquet file."
+        )
     return tasks
 
 
@@ -74,7 +85,9 @@ def _from_folder(folder: Path) -> list[KernelTask]:
     root = nested if nested.is_dir() else folder
     levels = sorted(path for path in root.iterdir() if path.is_dir() and LEVEL_FOLDER.fullmatch(path.name))
     if levels:
-        return [task.model_copy(update={"level": _level(path)}) for path in levels for task in _task_files(path)]
+        return [
+            task.model_copy(update={"level": _level(path)}) for path in levels for task in _task_files(path)
+        ]
     # A snapshot from Hugging Face keeps its splits in data/: level_1-00000-of-00001.parquet and so on.
     if files := sorted(root.glob("*.parquet")) or sorted(root.glob("data/level_*.parquet")):
         return [task for file in files for task in _from_parquet(file)]
@@ -102,7 +115,9 @@ def _from_parquet(path: Path) -> list[KernelTask]:
     try:
         columns = set(pyarrow.parquet.read_schema(path).names)
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise BadInput(f"{path}: not a readable parquet file ({error}); give a data set or KernelBench's parquet.") from error
+        raise UserError(
+            f"{path}: not a readable parquet file ({error}); give a data set or KernelBench's parquet."
+        ) from error
     if not {"code", "level", "name"} <= columns:
         tasks = read_tasks(path)
         for index, task in enumerate(tasks):
@@ -112,4 +127,12 @@ def _from_parquet(path: Path) -> list[KernelTask]:
     rows.sort(key=lambda row: (row["level"], row.get("problem_id") or 0, row["name"]))
     for row in rows:
         check_contract(row["code"], f"{path}: {row['name']}")
-    return [KernelTask(code=row["code"], data_source="KernelBench", name=row["name"].removesuffix(".py"), level=int(row["level"])) for row in rows]
+    return [
+        KernelTask(
+            code=row["code"],
+            data_source="KernelBench",
+            name=row["name"].removesuffix(".py"),
+            level=int(row["level"]),
+        )
+        for row in rows
+    ]

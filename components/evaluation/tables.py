@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import Field
 
+from components.core.files import read_json
 from components.evaluation.metrics import Interval, Summary, TaskResult, summarise
 from components.evaluation.results import Evaluation
-from components.files import read_json
-from components.sandbox.verdict import Frozen
+from components.judge.verdict import FrozenModel
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
 NOTE = "reported, not measured here"
@@ -60,7 +60,7 @@ PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
 PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 
 
-class Row(Frozen):
+class Row(FrozenModel):
     """One row of Table 1: a model on a set of tasks. `note` is empty for what was measured here."""
 
     set: str
@@ -90,14 +90,30 @@ def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
                 rows += [_measured(name, model, summary)] if summary is not None else []
         for model, values in PAPER.get(name, {}).items():
             figures = dict(zip(FIGURES, values, strict=True))
-            rows.append(Row(set=name, model=model, tasks=PAPER_TASKS[name], errors=None, figures=dict(figures), note=NOTE))
+            rows.append(
+                Row(
+                    set=name,
+                    model=model,
+                    tasks=PAPER_TASKS[name],
+                    errors=None,
+                    figures=dict(figures),
+                    note=NOTE,
+                )
+            )
     return rows
 
 
 def _measured(name: str, model: str, summary: Summary) -> Row:
     figures = {figure: figure_of(summary, figure) for figure in FIGURES}
     intervals = {figure: summary.intervals[figure] for figure in FIGURES}
-    return Row(set=name, model=model, tasks=summary.tasks, errors=summary.errors, figures=figures, intervals=intervals)
+    return Row(
+        set=name,
+        model=model,
+        tasks=summary.tasks,
+        errors=summary.errors,
+        figures=figures,
+        intervals=intervals,
+    )
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
@@ -131,14 +147,21 @@ def cost(results: Path) -> dict[str, float]:
 def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
     """What the verdicts say of the machine that measured; several values where several machines did."""
     names = ("device", "torch", "compiler", "judge", "isolation", "clock")
-    found = {name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence}) for name in names}
+    found = {
+        name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence}) for name in names
+    }
     modes = Counter(str(row.evidence["compile_mode"]) for row in rows if "compile_mode" in row.evidence)
     found["torch.compile"] = [f"{mode} (fastest on {count} tasks)" for mode, count in modes.most_common()]
     return {name: ", ".join(values) for name, values in found.items() if values}
 
 
 def as_json(
-    before: Evaluation | None, after: Evaluation, costs: dict[str, float], environment_of: dict[str, Any], gates: list[Any], meta: Any
+    before: Evaluation | None,
+    after: Evaluation,
+    costs: dict[str, float],
+    environment_of: dict[str, Any],
+    gates: list[Any],
+    meta: Any,
 ) -> dict[str, Any]:
     """The report's figures for machines; the tasks' sources and candidates stay in results.json."""
     sound = without_degenerate(after.tasks)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from components.config import BadInput
+from components.core.errors import UserError
 
 TRIES = 6
 FIRST_TRIES = 2
@@ -88,7 +88,14 @@ class ChatTurn(_Lenient):
 class ChatClient:
     """One server and one of its models; may be used from many threads. `version` names both."""
 
-    def __init__(self, url: str, model: str = "", *, named: str = "--policy", pause: Callable[[float], None] = time.sleep):
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        *,
+        named: str = "--policy",
+        pause: Callable[[float], None] = time.sleep,
+    ):
         """`model` may be empty: then the server's first one is taken at the first request. `named` gave the address.
         `pause` waits between tries."""
         base = url.rstrip("/")
@@ -108,34 +115,56 @@ class ChatClient:
             if self.http.base_url.scheme not in ("http", "https") or not self.http.base_url.host:
                 raise httpx.InvalidURL("http://HOST:PORT is expected")
         except httpx.InvalidURL as error:
-            raise BadInput(f"{named} {url}: not an address ({error}); give for instance http://localhost:8000/v1.") from error
+            raise UserError(
+                f"{named} {url}: not an address ({error}); give for instance http://localhost:8000/v1."
+            ) from error
 
     @property
     def version(self) -> str:
         return f"{self.url} {self.model}".strip()
 
     def choose_model(self) -> str:
-        """The model that will be asked; BadInput when the server cannot be reached or serves none."""
+        """The model that will be asked; UserError when the server cannot be reached or serves none."""
         with self.choosing:
             if not self.model:
                 try:
                     found = self._request("GET", "/models", None, FIRST_TRIES)["data"]
                     self.model = str(found[0]["id"])
                 except ServerFailed as error:
-                    raise BadInput(f"--policy {self.url}: {error}; start the server or mend the address.") from error
+                    raise UserError(
+                        f"--policy {self.url}: {error}; start the server or mend the address."
+                    ) from error
                 except (KeyError, IndexError, TypeError) as error:
-                    raise BadInput(f"--policy {self.url}: the server names no model; give one with --model.") from error
+                    raise UserError(
+                        f"--policy {self.url}: the server names no model; give one with --model."
+                    ) from error
             return self.model
 
-    def turn(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], max_new_tokens: int, temperature: float, seed: int) -> ChatTurn:
+    def turn(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> ChatTurn:
         """The assistant's next turn. Raises ServerFailed after the last try, ToolsUnknown when `tools` were the trouble."""
-        body = {"model": self.choose_model(), "messages": list(messages), "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        body = {
+            "model": self.choose_model(),
+            "messages": list(messages),
+            "max_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
         answer = self._request("POST", "/chat/completions", body | ({"tools": list(tools)} if tools else {}))
         try:
             reply = _Reply.model_validate(answer)
         except ValidationError as error:
             first = error.errors()[0]
-            raise ServerFailed(f"the server's answer is no chat completion ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
+            raise ServerFailed(
+                f"the server's answer is no chat completion ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+            ) from error
         choice, usage = reply.choices[0], reply.usage or _Usage()
         return ChatTurn(
             content=choice.message.content or "",
@@ -167,7 +196,9 @@ class ChatClient:
             said = f"the server answers {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
             if status == 429 or status >= 500:
                 header = response.headers.get("retry-after", "")
-                asked_to_wait = min(LONGEST_PAUSE_SECONDS, float(header)) if header.replace(".", "", 1).isdigit() else 0.0
+                asked_to_wait = (
+                    min(LONGEST_PAUSE_SECONDS, float(header)) if header.replace(".", "", 1).isdigit() else 0.0
+                )
                 continue
             if status in (400, 422) and body is not None and "tools" in body:
                 raise ToolsUnknown(said)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from components.config import PROJECT, Device, Policy
-from components.policy.composed_form import composed_form
+from components.core.config import PROJECT, Device, Policy
 
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
 """Ends the compact prompt of an episode with several turns; without it, one answer is final."""
@@ -11,13 +10,8 @@ KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA i
 
 
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
-    """The content of the user message: the task's source, after SKILL.md in the full form.
-
-    In the compact form a source that says the same as a composed task is written as that task would be: a policy made
-    from scratch has seen no other layout.
-    """
+    """Return the content of the user message: the task's source, after SKILL.md in the full form."""
     if policy.prompt == "compact":
-        code = composed_form(code) or code
         return code + IN_TURNS if in_turns else code
     skill = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
     ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.config import BadInput, Policy
-from components.policy.sampling import Completion
+from components.core.config import Policy
+from components.core.errors import UserError
+from components.policy.sampler import Completion
 from components.policy.vllm_sampler import EXTENSION, Request
 from components.policy.vllm_server import completion
 
@@ -17,14 +18,14 @@ class LocalVllm:
     """`Vllm` around `vllm.LLM`."""
 
     def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
-        """Load the checkpoint `folder`; BadInput where vLLM is not installed."""
+        """Load the checkpoint `folder`; UserError where vLLM is not installed."""
         # Weights arrive as pickled handles of CUDA memory, from this process and nobody else.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         try:
             from vllm import LLM, SamplingParams
             from vllm.config import WeightTransferConfig
         except ImportError as error:
-            raise BadInput(
+            raise UserError(
                 f"policy.backend: vLLM cannot be imported here ({error}); install the extra vllm, or start a server and set policy.backend to vllm-server."
             ) from error
         self.sampling_params = SamplingParams
@@ -38,7 +39,9 @@ class LocalVllm:
             # No defaults out of the model's generation_config: they would cut the distribution that is trained.
             generation_config="vllm",
             # Only where it is used: vLLM 0.24's ipc engine imports ray, which vLLM does not bring along.
-            weight_transfer_config=WeightTransferConfig(backend="ipc") if settings.weight_transfer == "ipc" else None,
+            weight_transfer_config=WeightTransferConfig(backend="ipc")
+            if settings.weight_transfer == "ipc"
+            else None,
             worker_extension_cls=EXTENSION,
             enable_sleep_mode=settings.sleep,
         )
@@ -55,11 +58,15 @@ class LocalVllm:
             )
             for request in requests
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": list(request.prompt)} for request in requests], chosen, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(request.prompt)} for request in requests], chosen, use_tqdm=False
+        )
         found = [output.outputs[0] for output in outputs]
         return [
             completion(
-                list(one.token_ids), [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)], one.finish_reason or "nothing"
+                list(one.token_ids),
+                [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
+                one.finish_reason or "nothing",
             )
             for one in found
         ]

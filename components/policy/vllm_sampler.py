@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from components.config import BadInput, Policy
-from components.policy.sampling import Completion
+from components.core.config import Policy
+from components.core.errors import UserError
+from components.policy.sampler import Completion
 from components.policy.weights import fingerprint, handles
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Vllm(Protocol):
 
 
 class VllmSampler:
-    """See `components.policy.generate.Sampler`. Not even equal arguments give equal bits here: batches change rounding."""
+    """See `components.policy.transformers_sampler.Sampler`. Not even equal arguments give equal bits here: batches change rounding."""
 
     def __init__(self, vllm: Vllm, tokenizer: PreTrainedTokenizerBase, settings: Policy, *, version: str):
         self.vllm = vllm
@@ -78,17 +79,23 @@ class VllmSampler:
         if settings.weight_transfer == "ipc":
             vllm.init_weight_transfer_engine()
 
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int) -> list[Completion]:
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
+    ) -> list[Completion]:
         """See `Sampler`. The context window cuts the token limit; a prompt that fills it gets an empty completion."""
         requests = {
-            index: Request(tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.end_of_turn)
+            index: Request(
+                tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.end_of_turn
+            )
             for index, prompt in enumerate(prompts)
             if (limit := min(max_new_tokens, self.settings.context - len(prompt))) > 0
         }
         found = dict(zip(requests, self.vllm.complete(list(requests.values())), strict=True))
         return [found.get(index, Completion((), (), "length")) for index in range(len(prompts))]
 
-    def push(self, weights: Sequence[tuple[str, Tensor]], *, version: str, folder: Path | None = None) -> None:
+    def push(
+        self, weights: Sequence[tuple[str, Tensor]], *, version: str, folder: Path | None = None
+    ) -> None:
         """Replace the sampler's weights, in checkpoint names and shapes, and see that it has them.
 
         `folder` holds the same weights as a checkpoint, for the transfer by disk.
@@ -123,9 +130,13 @@ class VllmSampler:
         after = self._fingerprints()
         expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))
         whole = len(after) == 1
-        arrived = after[0]["fingerprint"] == expected if whole else all(new != old for new, old in zip(after, before, strict=True))
+        arrived = (
+            after[0]["fingerprint"] == expected
+            if whole
+            else all(new != old for new, old in zip(after, before, strict=True))
+        )
         if not arrived:
-            raise BadInput(
+            raise UserError(
                 f"policy.backend: vLLM does not hold the weights that were sent to it ({'fingerprint differs' if whole else 'a worker kept its old ones'}); "
                 "restart it with the model that is trained, and run the same command again."
             )

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from components.config import BadInput
-from components.policy.sampling import Completion
+from components.core.errors import UserError
+from components.policy.sampler import Completion
 from components.policy.vllm_sampler import Request
 
 CONNECTIONS = 256
@@ -22,7 +22,7 @@ SECONDS = 3600.0
 """Longest wait for one answer: a turn of 32,768 tokens in a full batch takes minutes."""
 
 
-class Refused(BadInput):
+class Refused(UserError):
     """The server answered that it cannot."""
 
 
@@ -30,12 +30,16 @@ class VllmServer:
     """`Vllm` over HTTP."""
 
     def __init__(self, url: str):
-        """`url` is the server's root, such as http://127.0.0.1:8000; BadInput when no vLLM answers there."""
+        """`url` is the server's root, such as http://127.0.0.1:8000; UserError when no vLLM answers there."""
         self.url = url.rstrip("/")
         if not self.url:
-            raise BadInput("policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000.")
+            raise UserError(
+                "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
+            )
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
-        self.client = httpx.Client(base_url=self.url, timeout=httpx.Timeout(SECONDS, connect=10.0), limits=limits)
+        self.client = httpx.Client(
+            base_url=self.url, timeout=httpx.Timeout(SECONDS, connect=10.0), limits=limits
+        )
         self._call("GET", "/health")
         if self._call("GET", "/is_sleeping").get("is_sleeping"):
             # A trainer that was killed left it so.
@@ -43,7 +47,9 @@ class VllmServer:
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """One HTTP request each: a list of prompts in one would share its seed, and equal prompts their completion."""
-        with ThreadPoolExecutor(max_workers=max(1, min(CONNECTIONS, len(requests))), thread_name_prefix="vllm") as threads:
+        with ThreadPoolExecutor(
+            max_workers=max(1, min(CONNECTIONS, len(requests))), thread_name_prefix="vllm"
+        ) as threads:
             return list(threads.map(self._complete, requests))
 
     def _complete(self, request: Request) -> Completion:
@@ -88,7 +94,9 @@ class VllmServer:
         self._call("POST", "/finish_weight_update")
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        found: list[Any] = self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments}).get("results", [])
+        found: list[Any] = self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments}).get(
+            "results", []
+        )
         return found
 
     def reset_prefix_cache(self) -> None:
@@ -101,26 +109,30 @@ class VllmServer:
         self._call("POST", "/wake_up")
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer's JSON object, empty when there is none; BadInput when the server is not there or refuses."""
+        """The answer's JSON object, empty when there is none; UserError when the server is not there or refuses."""
         try:
             response = self.client.request(method, route, json=body)
         except httpx.TransportError as error:
-            raise BadInput(
+            raise UserError(
                 f"policy.server: no vLLM server answers at {self.url} ({type(error).__name__}); "
                 "start it as docs/training.md says, then run the same command again."
             ) from error
         if response.status_code == 404:
-            raise BadInput(f"policy.server: {self.url} has no route {route}; start vLLM with VLLM_SERVER_DEV_MODE=1 and as docs/training.md says.")
+            raise UserError(
+                f"policy.server: {self.url} has no route {route}; start vLLM with VLLM_SERVER_DEV_MODE=1 and as docs/training.md says."
+            )
         if response.is_error:
-            raise Refused(f"policy.server: {self.url}{route} answered {response.status_code}, {' '.join(response.text.split())[:400]}.")
+            raise Refused(
+                f"policy.server: {self.url}{route} answered {response.status_code}, {' '.join(response.text.split())[:400]}."
+            )
         answer: dict[str, Any] = response.json() if response.content else {}
         return answer
 
 
 def completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
-    """What vLLM sampled; BadInput when it is not the whole of it."""
+    """What vLLM sampled; UserError when it is not the whole of it."""
     if len(ids) != len(logprobs) or finish_reason not in ("stop", "length"):
-        raise BadInput(
+        raise UserError(
             f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, ended by {finish_reason}; run the same command again."
         )
     return Completion(tuple(ids), tuple(logprobs), finish_reason)

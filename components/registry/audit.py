@@ -24,11 +24,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from components.config import BadInput
-from components.files import digest_json, read_json, write_json
-from components.sandbox.verdict import Frozen
+from components.core.errors import UserError
+from components.core.files import digest_json, read_json, write_json
+from components.judge.verdict import FrozenModel
 
-Action = Literal["gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"]
+Action = Literal[
+    "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
+]
 """`refused` is the gates' answer, `declined` a person's; `found` records aliases that somebody moved without this program."""
 FIRST = "0" * 64
 FILE = re.compile(r"(\d{6})\.json")
@@ -36,7 +38,7 @@ DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "
 """What decides a version; the newest of these is its state."""
 
 
-class Entry(Frozen):
+class Entry(FrozenModel):
     """One act. `aliases` are champion and previous after it, as version numbers."""
 
     number: int
@@ -62,7 +64,7 @@ class Entry(Frozen):
         return f"{self.number}:{self.digest}"
 
 
-class BrokenChain(BadInput):
+class AuditChainError(UserError):
     """The chain is not what was written; the sentence names the first entry that is wrong."""
 
 
@@ -80,7 +82,9 @@ class Chain:
 
     def __init__(self, folder: Path, model: str):
         self.model = model
-        self.folder = folder / digest_json(model)[:12] if not re.fullmatch(r"[\w.-]+", model) else folder / model
+        self.folder = (
+            folder / digest_json(model)[:12] if not re.fullmatch(r"[\w.-]+", model) else folder / model
+        )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -110,35 +114,64 @@ class Chain:
         return entry
 
     def entries(self) -> list[Entry]:
-        """Every entry in order; BrokenChain names the first that was changed, taken out or put in."""
-        names = sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name)) if self.folder.is_dir() else []
+        """Every entry in order; AuditChainError names the first that was changed, taken out or put in."""
+        names = (
+            sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name))
+            if self.folder.is_dir()
+            else []
+        )
         found: list[Entry] = []
         for number, name in enumerate(names, 1):
             path = self.folder / name
             if name != f"{number:06d}.json":
-                raise BrokenChain(f"{self.folder / f'{number:06d}.json'}: this audit entry is missing; restore the folder from its backup.")
+                raise AuditChainError(
+                    f"{self.folder / f'{number:06d}.json'}: this audit entry is missing; restore the folder from its backup."
+                )
             try:
                 content = read_json(path)
                 entry = Entry.model_validate(content)
             except (OSError, ValueError, ValidationError) as error:
-                raise BrokenChain(f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); restore it from its backup.") from error
+                raise AuditChainError(
+                    f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); restore it from its backup."
+                ) from error
             body = {key: value for key, value in content.items() if key != "digest"}
             before = found[-1].digest if found else FIRST
-            if digest_json(body) != entry.digest or entry.number != number or entry.before != before or entry.model != self.model:
-                raise BrokenChain(f"{path}: this audit entry was changed after it was written; restore it from its backup.")
+            if (
+                digest_json(body) != entry.digest
+                or entry.number != number
+                or entry.before != before
+                or entry.model != self.model
+            ):
+                raise AuditChainError(
+                    f"{path}: this audit entry was changed after it was written; restore it from its backup."
+                )
             found.append(entry)
         return found
 
     def state(self, version: str) -> Entry | None:
         """The newest entry that decided `version`; None for a version that nobody decided."""
-        return next((entry for entry in reversed(self.entries()) if entry.version == version and entry.action in DECISIONS), None)
+        return next(
+            (
+                entry
+                for entry in reversed(self.entries())
+                if entry.version == version and entry.action in DECISIONS
+            ),
+            None,
+        )
 
 
 def check_anchor(entries: list[Entry], anchor: str) -> None:
-    """See that the entry which the registry names is in the chain; BrokenChain when the end was cut off or replaced.
+    """See that the entry which the registry names is in the chain; AuditChainError when the end was cut off or replaced.
 
     The anchor may be older than the newest entry: a process can be killed between the two writes.
     """
     number, _, digest = anchor.partition(":")
-    if anchor and (not number.isdigit() or int(number) > len(entries) or int(number) < 1 or entries[int(number) - 1].digest != digest):
-        raise BrokenChain(f"audit: the registry names entry {number}, which the chain does not hold any more; restore the folder from its backup.")
+    if anchor and (
+        not number.isdigit()
+        or int(number) > len(entries)
+        or int(number) < 1
+        or entries[int(number) - 1].digest != digest
+    ):
+        raise AuditChainError(
+            f"audit: the registry names entry {number}, which the chain does not hold any more; restore the folder from its backup."
+        )

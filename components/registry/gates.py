@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from components.config import Gate as Thresholds
+from components.core.config import Gate as Thresholds
 from components.evaluation.metrics import Summary, TaskResult, changes
-from components.sandbox.verdict import Frozen
+from components.judge.verdict import FrozenModel
 
 
-class Gate(Frozen):
+class Gate(FrozenModel):
     """One rule: the figure with its interval, the threshold that it has to reach, and whether it did."""
 
     name: str
@@ -41,14 +41,20 @@ class Gate(Frozen):
         more = f" {self.note}" if self.note else ""
         if self.value is None:
             return f"{self.name} could not be measured; at least {self.threshold:.3g} is needed.{more}"
-        interval = f" (95 % interval {self.low:.3g} to {self.high:.3g})" if self.low is not None and self.high is not None else ""
+        interval = (
+            f" (95 % interval {self.low:.3g} to {self.high:.3g})"
+            if self.low is not None and self.high is not None
+            else ""
+        )
         if self.passed or self.decisive is None:
-            return f"{self.name} is {self.value:.3g}{interval}; at least {self.threshold:.3g} is needed.{more}"
+            return (
+                f"{self.name} is {self.value:.3g}{interval}; at least {self.threshold:.3g} is needed.{more}"
+            )
         what = "its lower end is" if interval and self.decisive == self.low else "that is"
         return f"{self.name} is {self.value:.3g}{interval}: {what} {self.threshold - self.decisive:.3g} short of {self.threshold:.3g}.{more}"
 
 
-class Decision(Frozen):
+class Decision(FrozenModel):
     """The gates' answer. `verdict` is waiting when they passed and a person has to approve."""
 
     verdict: Literal["promoted", "refused", "waiting"]
@@ -60,7 +66,9 @@ class Decision(Frozen):
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: Thresholds) -> list[Gate]:
     """The figures of one evaluation against the lowest accepted ones; `levels` are its levels' own figures by level."""
 
-    def floor(name: str, figures: Summary | None, value: float | None, threshold: float, called: str = "") -> Gate:
+    def floor(
+        name: str, figures: Summary | None, value: float | None, threshold: float, called: str = ""
+    ) -> Gate:
         interval = figures.intervals.get(name) if figures is not None else None
         low, high = (interval.low, interval.high) if interval is not None else (None, None)
         # A figure over no task (no correct solution, so no geomean; a level that the suite lacks) passes only where
@@ -78,37 +86,68 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: Thresholds)
     for level, threshold in sorted(thresholds.faster_rate_compile_by_level.items()):
         part = levels.get(str(level))
         value = part.faster_rate.compile if part is not None else None
-        found.append(floor("faster_rate.compile", part, value, threshold, f"faster_rate.compile.level_{level}"))
+        found.append(
+            floor("faster_rate.compile", part, value, threshold, f"faster_rate.compile.level_{level}")
+        )
     return found
 
 
-def regression(candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: Thresholds) -> list[Gate]:
+def regression(
+    candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: Thresholds
+) -> list[Gate]:
     """Paired change of the rates against the champion on the tasks on which both were measured.
 
     Refuses a drop beyond the allowed one whose interval excludes "no change".
     """
     failed = {row.task_id for row in (*candidate, *champion) if row.error}
-    found = changes([row for row in champion if row.task_id not in failed], [row for row in candidate if row.task_id not in failed])
+    found = changes(
+        [row for row in champion if row.task_id not in failed],
+        [row for row in candidate if row.task_id not in failed],
+    )
     gates = []
     for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile"):
         change = found[name]
         significant = change.high is not None and change.high < 0
         passed = not (significant and change.value is not None and change.value < -thresholds.regression)
-        gates.append(Gate(name=f"change.{name}", value=change.value, low=change.low, high=change.high, threshold=-thresholds.regression, passed=passed))
+        gates.append(
+            Gate(
+                name=f"change.{name}",
+                value=change.value,
+                low=change.low,
+                high=change.high,
+                threshold=-thresholds.regression,
+                passed=passed,
+            )
+        )
     return gates
 
 
 def integrity(
-    summary: Summary, thresholds: Thresholds, *, digests_match: bool, isolated: bool, report_complete: bool, exploits: Gate | None = None
+    summary: Summary,
+    thresholds: Thresholds,
+    *,
+    digests_match: bool,
+    isolated: bool,
+    report_complete: bool,
+    exploits: Gate | None = None,
 ) -> list[Gate]:
     """Rules of yes and no: the tasks were measured, in isolation, the checkpoint is what was evaluated, the report is there.
 
     `exploits` is the answer of the measuring device's judge to the sample of exploits (`exploits_gate`).
     """
     measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
-    facts = {"integrity.digests": digests_match, "integrity.isolation": isolated, "integrity.report": report_complete}
+    facts = {
+        "integrity.digests": digests_match,
+        "integrity.isolation": isolated,
+        "integrity.report": report_complete,
+    }
     return [
-        Gate(name="integrity.measured", value=measured, threshold=thresholds.measured, passed=measured >= thresholds.measured),
+        Gate(
+            name="integrity.measured",
+            value=measured,
+            threshold=thresholds.measured,
+            passed=measured >= thresholds.measured,
+        ),
         *(Gate(name=name, value=float(value), threshold=1.0, passed=value) for name, value in facts.items()),
         *([exploits] if exploits is not None else []),
     ]
@@ -118,7 +157,13 @@ def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds:
     """`refused` of `tried` exploits gained nothing; `believed` names those that did, and honest answers that were refused."""
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
-    return Gate(name="integrity.exploits", value=share, threshold=thresholds.exploits, passed=share >= thresholds.exploits, note=note)
+    return Gate(
+        name="integrity.exploits",
+        value=share,
+        threshold=thresholds.exploits,
+        passed=share >= thresholds.exploits,
+        note=note,
+    )
 
 
 def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> Decision:

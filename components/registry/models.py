@@ -22,7 +22,7 @@ from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 
-from components.config import BadInput
+from components.core.errors import UserError
 from components.registry.gates import Decision, Gate
 from components.registry.serving import CHECKPOINT, description
 from components.registry.tracking import RUN_KEY
@@ -47,7 +47,9 @@ def register(
     found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
     if found:
         return str(min(int(version.version) for version in found))
-    logged = client.create_logged_model(experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key})
+    logged = client.create_logged_model(
+        experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key}
+    )
     client.log_model_artifacts(logged.model_id, str(checkpoint), CHECKPOINT)
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
         description(logged.model_id, run_id).save(f"{scratch}/{MLMODEL_FILE_NAME}")
@@ -58,7 +60,9 @@ def register(
         source=f"models:/{logged.model_id}",
         run_id=run_id,
         model_id=logged.model_id,
-        tags={RUN_KEY: run_key} | dict(tags) | {f"figure.{key}": f"{value:.6g}" for key, value in figures.items()},
+        tags={RUN_KEY: run_key}
+        | dict(tags)
+        | {f"figure.{key}": f"{value:.6g}" for key, value in figures.items()},
     )
     return str(version.version)
 
@@ -99,12 +103,14 @@ def _registered(client: MlflowClient, model: str) -> Any:
 
 
 def find(client: MlflowClient, model: str, version: str) -> Any:
-    """The model version of a number or an alias; BadInput when there is none."""
+    """The model version of a number or an alias; UserError when there is none."""
     number = aliases(client, model).get(version, version)
     try:
         return client.get_model_version(model, number)
     except MlflowException as error:
-        raise BadInput(f"models: {model} has no version {version}; cuda-agent models list shows what there is.") from error
+        raise UserError(
+            f"models: {model} has no version {version}; cuda-agent models list shows what there is."
+        ) from error
 
 
 def decision_of(client: MlflowClient, model: str, version: str) -> str:
@@ -112,9 +118,13 @@ def decision_of(client: MlflowClient, model: str, version: str) -> str:
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
-    """One version for people and machines (DESIGN §12); BadInput when there is no such version. Aliases work too."""
+    """One version for people and machines (DESIGN §12); UserError when there is no such version. Aliases work too."""
     found = find(client, model, version)
-    gates = [Gate.model_validate_json(value) for key, value in sorted(found.tags.items()) if key.startswith("gate.") and key not in (DECISION, "gate.reasons")]
+    gates = [
+        Gate.model_validate_json(value)
+        for key, value in sorted(found.tags.items())
+        if key.startswith("gate.") and key not in (DECISION, "gate.reasons")
+    ]
     return {
         "name": model,
         "version": str(found.version),
@@ -130,7 +140,10 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
     """Every version, newest first."""
     found = client.search_model_versions(f"name = '{model}'")
-    return [describe(client, model, str(version.version)) for version in sorted(found, key=lambda version: -int(version.version))]
+    return [
+        describe(client, model, str(version.version))
+        for version in sorted(found, key=lambda version: -int(version.version))
+    ]
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:
@@ -146,9 +159,13 @@ def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) ->
     """The folder of a version's checkpoint: the store's own where that is a folder here, else a copy below `scratch`."""
     place = location(client, model, version)
     if not is_local_uri(place):
-        return Path(download_artifacts(artifact_uri=place, dst_path=str(scratch), tracking_uri=client.tracking_uri))
+        return Path(
+            download_artifacts(artifact_uri=place, dst_path=str(scratch), tracking_uri=client.tracking_uri)
+        )
     if not Path(place).is_dir():
-        raise BadInput(f"{place}: the checkpoint of version {version} is not there any more; restore the artifact store from its backup.")
+        raise UserError(
+            f"{place}: the checkpoint of version {version} is not there any more; restore the artifact store from its backup."
+        )
     return Path(place)
 
 

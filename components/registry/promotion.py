@@ -15,21 +15,32 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from components.config import BadInput, Registry
-from components.files import MANIFEST, digest_file, verify_files
+from components.core.config import Registry
+from components.core.errors import UserError
+from components.core.files import MANIFEST, digest_file, verify_files
 from components.registry import models
-from components.registry.audit import DECISIONS, BrokenChain, Chain, Entry, check_anchor, person
+from components.registry.audit import DECISIONS, AuditChainError, Chain, Entry, check_anchor, person
 from components.registry.gates import Decision
 from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
 
 ANCHOR = "audit.anchor"
-EVIDENCE = ("checkpoint.digest", "manifest.digest", "evaluation", "evaluation.digest", "dataset.version", "code.revision", "report", "device", "profile")
+EVIDENCE = (
+    "checkpoint.digest",
+    "manifest.digest",
+    "evaluation",
+    "evaluation.digest",
+    "dataset.version",
+    "code.revision",
+    "report",
+    "device",
+    "profile",
+)
 """Tags of a version that its audit entries repeat."""
 PASSED = ("promoted", "approved")
 RESTORE = "restore it from the artifact store's backup, or promote another version"
 
 
-class NotPassed(BadInput):
+class NotPassed(UserError):
     """The version's gates refused it, or nobody approved it in time: exit code 4."""
 
 
@@ -40,15 +51,25 @@ class Promotion:
         self.client = client
         self.model = registry.model
         self.home = home
-        self.chain = Chain(Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit", registry.model)
+        self.chain = Chain(
+            Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit", registry.model
+        )
 
     def settle(
-        self, version: str, decision: Decision, *, champion: str | None, approval_seconds: float, key: str = "", who: str = "", reason: str = ""
+        self,
+        version: str,
+        decision: Decision,
+        *,
+        champion: str | None,
+        approval_seconds: float,
+        key: str = "",
+        who: str = "",
+        reason: str = "",
     ) -> Entry:
         """Act on the gates' answer: promote, refuse, or let the version wait for a person until the deadline.
 
         `champion` is the version that the gates compared with (None: there was none). When another one reigns by now
-        the comparison is void: BadInput. With a `key` that the chain knows already nothing is done a second time.
+        the comparison is void: UserError. With a `key` that the chain knows already nothing is done a second time.
         """
         with self.chain.locked():
             entries = self._finish()
@@ -56,13 +77,30 @@ class Promotion:
             if known is not None:
                 return known
             self._same_champion(version, champion, entries)
-            evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates], "champion": champion}
+            evidence = self._evidence(version) | {
+                "gates": [gate.model_dump() for gate in decision.gates],
+                "champion": champion,
+            }
             if decision.verdict == "waiting":
-                evidence["deadline"] = (datetime.now(UTC) + timedelta(seconds=approval_seconds)).isoformat(timespec="milliseconds")
+                evidence["deadline"] = (datetime.now(UTC) + timedelta(seconds=approval_seconds)).isoformat(
+                    timespec="milliseconds"
+                )
             models.record_decision(self.client, self.model, version, decision)
-            aliases = _moved(_aliases(entries), version) if decision.verdict == "promoted" else _aliases(entries)
+            aliases = (
+                _moved(_aliases(entries), version) if decision.verdict == "promoted" else _aliases(entries)
+            )
             text = reason or " ".join(decision.reasons)
-            return self._act(self.chain.append(decision.verdict, version, aliases, who or person(), reason=text, evidence=evidence, key=key))
+            return self._act(
+                self.chain.append(
+                    decision.verdict,
+                    version,
+                    aliases,
+                    who or person(),
+                    reason=text,
+                    evidence=evidence,
+                    key=key,
+                )
+            )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> Entry:
         """Make a waiting version the champion. Past its deadline it expires instead: the entry's action says so."""
@@ -75,9 +113,20 @@ class Promotion:
             evidence = self._evidence(version)
             for name in ("checkpoint.digest", "evaluation.digest", "report.digest"):
                 if evidence.get(name) != waiting.evidence.get(name):
-                    raise BadInput(f"version {version}: its {name} changed since the gates passed; run cuda-agent models gate {version} again.")
+                    raise UserError(
+                        f"version {version}: its {name} changed since the gates passed; run cuda-agent models gate {version} again."
+                    )
             evidence["decided"] = waiting.digest
-            return self._act(self.chain.append("approved", version, _moved(_aliases(entries), version), who or person(), reason=reason, evidence=evidence))
+            return self._act(
+                self.chain.append(
+                    "approved",
+                    version,
+                    _moved(_aliases(entries), version),
+                    who or person(),
+                    reason=reason,
+                    evidence=evidence,
+                )
+            )
 
     def decline(self, version: str, *, who: str = "", reason: str = "") -> Entry:
         """Refuse a waiting version; the champion stays."""
@@ -85,7 +134,11 @@ class Promotion:
             entries = self._finish()
             version, waiting = self.waiting(version)
             evidence = {"decided": waiting.digest}
-            return self._act(self.chain.append("declined", version, _aliases(entries), who or person(), reason=reason, evidence=evidence))
+            return self._act(
+                self.chain.append(
+                    "declined", version, _aliases(entries), who or person(), reason=reason, evidence=evidence
+                )
+            )
 
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> Entry:
         """Make a version whose gates passed the champion, out of turn.
@@ -97,17 +150,33 @@ class Promotion:
             entries = self._finish()
             version = str(models.find(self.client, self.model, version).version)
             state = self.chain.state(version)
-            action = state.action if state is not None else models.decision_of(self.client, self.model, version)
+            action = (
+                state.action if state is not None else models.decision_of(self.client, self.model, version)
+            )
             if action == "waiting" and not override:
-                raise BadInput(f"version {version}: waits for approval; use cuda-agent models approve {version} or refuse.")
+                raise UserError(
+                    f"version {version}: waits for approval; use cuda-agent models approve {version} or refuse."
+                )
             if action not in PASSED and not override:
                 raise NotPassed(
                     f"version {version}: its gates did not pass ({action}); see cuda-agent models show {version}, or give --override with a reason."
                 )
             if override and not reason:
-                raise BadInput("--override: give --reason as well; it stands in the audit chain.")
-            evidence = self._evidence(version) | {"override": override, "decided": state.digest if state is not None else None}
-            return self._act(self.chain.append("promoted", version, _moved(_aliases(entries), version), who or person(), reason=reason, evidence=evidence))
+                raise UserError("--override: give --reason as well; it stands in the audit chain.")
+            evidence = self._evidence(version) | {
+                "override": override,
+                "decided": state.digest if state is not None else None,
+            }
+            return self._act(
+                self.chain.append(
+                    "promoted",
+                    version,
+                    _moved(_aliases(entries), version),
+                    who or person(),
+                    reason=reason,
+                    evidence=evidence,
+                )
+            )
 
     def rollback(self, *, who: str = "", reason: str = "") -> Entry:
         """Champion and previous change places."""
@@ -115,10 +184,21 @@ class Promotion:
             entries = self._finish()
             now = _aliases(entries)
             if PREVIOUS not in now:
-                raise BadInput(f"rollback: {self.model} has no previous champion yet; there is nothing to return to.")
+                raise UserError(
+                    f"rollback: {self.model} has no previous champion yet; there is nothing to return to."
+                )
             back = now[PREVIOUS]
             aliases = {CHAMPION: back, PREVIOUS: now[CHAMPION]}
-            return self._act(self.chain.append("rolled_back", back, aliases, who or person(), reason=reason, evidence=self._evidence(back)))
+            return self._act(
+                self.chain.append(
+                    "rolled_back",
+                    back,
+                    aliases,
+                    who or person(),
+                    reason=reason,
+                    evidence=self._evidence(back),
+                )
+            )
 
     def expire(self) -> list[Entry]:
         """Expire every version that waited too long."""
@@ -128,7 +208,8 @@ class Promotion:
             late = [
                 entry.version
                 for entry in state.values()
-                if entry.action == "waiting" and datetime.now(UTC) > datetime.fromisoformat(entry.evidence["deadline"])
+                if entry.action == "waiting"
+                and datetime.now(UTC) > datetime.fromisoformat(entry.evidence["deadline"])
             ]
             return [self._expire(version, self.chain.entries()) for version in late]
 
@@ -137,7 +218,16 @@ class Promotion:
         with self.chain.locked():
             entries = self._finish()
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
-            return self._act(self.chain.append("gated", version, _aliases(entries), who or person(), reason=" ".join(decision.reasons), evidence=evidence))
+            return self._act(
+                self.chain.append(
+                    "gated",
+                    version,
+                    _aliases(entries),
+                    who or person(),
+                    reason=" ".join(decision.reasons),
+                    evidence=evidence,
+                )
+            )
 
     def verify(self) -> list[str]:
         """What is wrong, a sentence each; empty when chain, registry, checkpoints and evidence agree."""
@@ -145,25 +235,29 @@ class Promotion:
             try:
                 entries = self.chain.entries()
                 check_anchor(entries, self._anchor())
-            except BrokenChain as error:
+            except AuditChainError as error:
                 return [str(error)]
             found = []
             actual = self._actual()
             if actual != _aliases(entries):
-                found.append(f"aliases: the registry says {_words(actual)} and the audit chain {_words(_aliases(entries))}; somebody moved them elsewhere.")
+                found.append(
+                    f"aliases: the registry says {_words(actual)} and the audit chain {_words(_aliases(entries))}; somebody moved them elsewhere."
+                )
             for alias, version in sorted(actual.items()):
                 try:
                     self._evidence(version)
-                except BadInput as error:
+                except UserError as error:
                     found.append(f"{alias} (version {version}): {error}")
             return found
 
     def waiting(self, version: str) -> tuple[str, Entry]:
-        """The version's number and the entry by which it waits; BadInput when it does not."""
+        """The version's number and the entry by which it waits; UserError when it does not."""
         version = str(models.find(self.client, self.model, version).version)
         state = self.chain.state(version)
         if state is None or state.action != "waiting":
-            raise BadInput(f"version {version}: does not wait for a decision ({'nobody gated it' if state is None else state.action}).")
+            raise UserError(
+                f"version {version}: does not wait for a decision ({'nobody gated it' if state is None else state.action})."
+            )
         return version, state
 
     def _same_champion(self, version: str, compared: str | None, entries: list[Entry]) -> None:
@@ -171,26 +265,47 @@ class Promotion:
         if reigning == version:
             reigning = _aliases(entries).get(PREVIOUS)
         if reigning != compared:
-            was, now = f"version {compared}" if compared else "no champion", f"version {reigning}" if reigning else "no champion"
-            raise BadInput(f"version {version}: its gates compared it with {was}, and now there is {now}; run cuda-agent models gate {version} again.")
+            was, now = (
+                f"version {compared}" if compared else "no champion",
+                f"version {reigning}" if reigning else "no champion",
+            )
+            raise UserError(
+                f"version {version}: its gates compared it with {was}, and now there is {now}; run cuda-agent models gate {version} again."
+            )
 
     def _expire(self, version: str, entries: list[Entry]) -> Entry:
-        return self._act(self.chain.append("expired", version, _aliases(entries), "time limit", reason="nobody decided in time"))
+        return self._act(
+            self.chain.append(
+                "expired", version, _aliases(entries), "time limit", reason="nobody decided in time"
+            )
+        )
 
     def _evidence(self, version: str) -> dict[str, Any]:
-        """The version's evidence; BadInput names the file when its checkpoint, evaluation or report is not what it was."""
+        """The version's evidence; UserError names the file when its checkpoint, evaluation or report is not what it was."""
         tags = models.find(self.client, self.model, version).tags
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
             folder = models.checkpoint(self.client, self.model, version, Path(scratch))
             digest, manifest = verify_files(folder, RESTORE), digest_file(folder / MANIFEST)
         if digest != tags.get("checkpoint.digest", digest):
-            raise BadInput(f"{folder}: holds another checkpoint than version {version} registered; {RESTORE}.")
+            raise UserError(
+                f"{folder}: holds another checkpoint than version {version} registered; {RESTORE}."
+            )
         if manifest != tags.get("manifest.digest", manifest):
-            raise BadInput(f"{folder / MANIFEST}: was changed since version {version} was registered; {RESTORE}.")
-        found: dict[str, Any] = {name: tags[name] for name in EVIDENCE if name in tags} | {"checkpoint.digest": digest}
+            raise UserError(
+                f"{folder / MANIFEST}: was changed since version {version} was registered; {RESTORE}."
+            )
+        found: dict[str, Any] = {name: tags[name] for name in EVIDENCE if name in tags} | {
+            "checkpoint.digest": digest
+        }
         results = self.home / tags["evaluation"] if "evaluation" in tags else None
-        if results is not None and results.is_file() and digest_file(results) != tags.get("evaluation.digest"):
-            raise BadInput(f"{results}: is not what version {version} was measured with; restore it, or evaluate the version again.")
+        if (
+            results is not None
+            and results.is_file()
+            and digest_file(results) != tags.get("evaluation.digest")
+        ):
+            raise UserError(
+                f"{results}: is not what version {version} was measured with; restore it, or evaluate the version again."
+            )
         report = Path(tags["report"]) if "report" in tags else None
         if report is not None and report.is_file():
             found["report.digest"] = digest_file(report)
@@ -207,7 +322,10 @@ class Promotion:
             self.client.set_model_version_tag(self.model, entry.version, models.DECISION, entry.action)
             self.client.set_model_version_tag(self.model, entry.version, "decided.by", entry.who)
             self.client.set_model_version_tag(self.model, entry.version, "decided.when", entry.when)
-            if entry.action != "waiting" and models.aliases(self.client, self.model).get(CANDIDATE) == entry.version:
+            if (
+                entry.action != "waiting"
+                and models.aliases(self.client, self.model).get(CANDIDATE) == entry.version
+            ):
                 self.client.delete_registered_model_alias(self.model, CANDIDATE)
         self.client.set_registered_model_tag(self.model, ANCHOR, entry.anchor)
         return entry
@@ -222,14 +340,22 @@ class Promotion:
         actual = self._actual()
         if actual != _aliases(entries):
             reason = "aliases were moved by other means than this program"
-            entries.append(self._act(self.chain.append("found", actual.get(CHAMPION, ""), actual, "unknown", reason=reason)))
+            entries.append(
+                self._act(
+                    self.chain.append("found", actual.get(CHAMPION, ""), actual, "unknown", reason=reason)
+                )
+            )
         return entries
 
     def _anchor(self) -> str:
         return models.tags(self.client, self.model).get(ANCHOR, "")
 
     def _actual(self) -> dict[str, str]:
-        return {alias: version for alias, version in models.aliases(self.client, self.model).items() if alias in (CHAMPION, PREVIOUS)}
+        return {
+            alias: version
+            for alias, version in models.aliases(self.client, self.model).items()
+            if alias in (CHAMPION, PREVIOUS)
+        }
 
 
 def _aliases(entries: list[Entry]) -> dict[str, str]:

@@ -20,10 +20,17 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
 
 def description(model_id: str, run_id: str) -> Model:
     """What `MLmodel` says: prompts in, the policy's turns out, loaded by `_load_pyfunc` from the folder `checkpoint`."""
-    limits = [ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]), ParamSpec("temperature", "double", DEFAULTS["temperature"])]
-    signature = ModelSignature(Schema([ColSpec("string", PROMPT)]), Schema([ColSpec("string")]), ParamSchema(limits))
+    limits = [
+        ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
+        ParamSpec("temperature", "double", DEFAULTS["temperature"]),
+    ]
+    signature = ModelSignature(
+        Schema([ColSpec("string", PROMPT)]), Schema([ColSpec("string")]), ParamSchema(limits)
+    )
     model = Model(run_id=run_id, model_id=model_id, signature=signature)
-    model.add_flavor("python_function", loader_module=__name__, data=CHECKPOINT, python_version=platform.python_version())
+    model.add_flavor(
+        "python_function", loader_module=__name__, data=CHECKPOINT, python_version=platform.python_version()
+    )
     return model
 
 
@@ -38,21 +45,32 @@ class Writer:
     def __init__(self, folder: Path):
         import torch
 
-        from components.policy.generate import TransformersSampler
-        from components.policy.model import load_model, load_tokenizer
+        from components.policy.checkpoint import load_model, load_tokenizer
+        from components.policy.transformers_sampler import TransformersSampler
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
         model = load_model(folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
-        self.sampler = TransformersSampler(model, self.tokenizer, batch=16, device=device, version=str(folder))
+        self.sampler = TransformersSampler(
+            model, self.tokenizer, batch=16, device=device, version=str(folder)
+        )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
         """`model_input` is a data frame with a column `prompt`; MLflow has checked it against the signature."""
         settings = DEFAULTS | (params or {})
         texts = [
-            self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
             for prompt in model_input[PROMPT]
         ]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        said = self.sampler.generate(ids, max_new_tokens=int(settings["max_new_tokens"]), temperature=float(settings["temperature"]), seed=0)
-        return [str(self.tokenizer.decode(list(completion.ids), skip_special_tokens=True)) for completion in said]
+        said = self.sampler.generate(
+            ids,
+            max_new_tokens=int(settings["max_new_tokens"]),
+            temperature=float(settings["temperature"]),
+            seed=0,
+        )
+        return [
+            str(self.tokenizer.decode(list(completion.ids), skip_special_tokens=True)) for completion in said
+        ]

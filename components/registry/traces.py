@@ -13,13 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Assessment, AssessmentSource, Feedback, Span, SpanType, TraceInfo, TraceLocation, TraceState
+from mlflow.entities import (
+    Assessment,
+    AssessmentSource,
+    Feedback,
+    Span,
+    SpanType,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
 
 from components.agent.trajectory import Trajectory, load_trajectories
-from components.files import digest_json
-from components.sandbox.verdict import Verdict
+from components.core.files import digest_json
+from components.judge.verdict import Verdict
 
 SAMPLED_STEPS = 8
 """Of so many steps of a training stage, spread over all of it, the best and the worst trajectory are logged."""
@@ -38,8 +47,15 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
             state=TraceState.OK,
             request_preview=f"task {trajectory.task_id[:12]}",
             response_preview=f"{trajectory.final.status} {trajectory.final.reason}".strip(),
-            trace_metadata={TraceMetadataKey.SOURCE_RUN: run_id, TraceMetadataKey.TRACE_SESSION: trajectory.task_id},
-            tags={TraceTagKey.TRACE_NAME: f"{stage} {place}", "cuda_agent.stage": stage, "task_id": trajectory.task_id},
+            trace_metadata={
+                TraceMetadataKey.SOURCE_RUN: run_id,
+                TraceMetadataKey.TRACE_SESSION: trajectory.task_id,
+            },
+            tags={
+                TraceTagKey.TRACE_NAME: f"{stage} {place}",
+                "cuda_agent.stage": stage,
+                "task_id": trajectory.task_id,
+            },
             assessments=trace.feedback,
         )
         tracing.start_trace(info)
@@ -52,10 +68,17 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
         for index, trajectory in enumerate(load_trajectories(batch)):
             yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
     steps = sorted((folder / "trajectories").glob("step-*"))
-    spread = {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)} if steps else set()
+    spread = (
+        {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)}
+        if steps
+        else set()
+    )
     for step in sorted(spread):
         sampled = list(enumerate(load_trajectories(steps[step])))
-        ends = {max(sampled, key=lambda item: item[1].reward)[0], min(sampled, key=lambda item: item[1].reward)[0]}
+        ends = {
+            max(sampled, key=lambda item: item[1].reward)[0],
+            min(sampled, key=lambda item: item[1].reward)[0],
+        }
         for index in sorted(ends):
             yield f"{steps[step].name}/{index}", steps[step] / "trajectories.jsonl", sampled[index][1]
 
@@ -74,25 +97,63 @@ class _Trace:
         root, began = self._id("episode"), self.tick
         heard: Any = trajectory.task
         for number, turn in enumerate(trajectory.turns):
-            said = self._span(f"turn {number + 1}", SpanType.LLM, root, heard, turn.text, {"shortened": turn.shortened})
+            said = self._span(
+                f"turn {number + 1}", SpanType.LLM, root, heard, turn.text, {"shortened": turn.shortened}
+            )
             for call in turn.calls:
-                done = self._span(call.name or "call", SpanType.TOOL, said, call.arguments, call.observation, {"valid": call.valid})
+                done = self._span(
+                    call.name or "call",
+                    SpanType.TOOL,
+                    said,
+                    call.arguments,
+                    call.observation,
+                    {"valid": call.valid},
+                )
                 for _ in range(call.verdicts):
                     self._judged("measured", verdicts.pop(0), done)
             heard = [call.observation for call in turn.calls]
         self._judged("verdict", trajectory.final, root)
         self._say("reward", trajectory.reward, root)
-        facts = {"policy_version": trajectory.policy_version, "finish_reason": trajectory.finish_reason, "error": trajectory.error}
-        self._span("episode", SpanType.AGENT, "", trajectory.task, trajectory.files, facts, identity=root, began=began)
+        facts = {
+            "policy_version": trajectory.policy_version,
+            "finish_reason": trajectory.finish_reason,
+            "error": trajectory.error,
+        }
+        self._span(
+            "episode",
+            SpanType.AGENT,
+            "",
+            trajectory.task,
+            trajectory.files,
+            facts,
+            identity=root,
+            began=began,
+        )
 
     def _id(self, name: str) -> str:
         return digest_json([self.identity, name])[:16]
 
-    def _span(self, name: str, kind: str, parent: str, given: Any, out: Any, facts: dict[str, Any], *, identity: str = "", began: int = 0) -> str:
+    def _span(
+        self,
+        name: str,
+        kind: str,
+        parent: str,
+        given: Any,
+        out: Any,
+        facts: dict[str, Any],
+        *,
+        identity: str = "",
+        began: int = 0,
+    ) -> str:
         """A span from `began`, or from now, to the next tick; its id."""
         identity = identity or self._id(f"span {len(self.spans)}")
         began, self.tick = began or self.tick, self.tick + TICK_NS
-        named = {SpanAttributeKey.REQUEST_ID: self.trace_id, SpanAttributeKey.SPAN_TYPE: kind, SpanAttributeKey.INPUTS: given, SpanAttributeKey.OUTPUTS: out}
+        named = {
+            SpanAttributeKey.REQUEST_ID: self.trace_id,
+            SpanAttributeKey.SPAN_TYPE: kind,
+            SpanAttributeKey.INPUTS: given,
+            SpanAttributeKey.OUTPUTS: out,
+        }
         self.spans.append(
             Span.from_dict(
                 {
@@ -111,12 +172,26 @@ class _Trace:
 
     def _judged(self, name: str, verdict: Verdict, span: str) -> None:
         ratios = {"eager": verdict.speedup.eager, "compile": verdict.speedup.compile}
-        self._say(name, verdict.status, span, verdict.log, {"reason": verdict.reason, "milestone": str(verdict.milestone)})
+        self._say(
+            name,
+            verdict.status,
+            span,
+            verdict.log,
+            {"reason": verdict.reason, "milestone": str(verdict.milestone)},
+        )
         for baseline, ratio in ratios.items():
             if ratio is not None:
-                self._say(f"{name}.speedup.{baseline}", ratio.estimate, span, "", {"low": f"{ratio.low:.4g}", "high": f"{ratio.high:.4g}"})
+                self._say(
+                    f"{name}.speedup.{baseline}",
+                    ratio.estimate,
+                    span,
+                    "",
+                    {"low": f"{ratio.low:.4g}", "high": f"{ratio.high:.4g}"},
+                )
 
-    def _say(self, name: str, value: str | float, span: str, why: str = "", facts: dict[str, str] | None = None) -> None:
+    def _say(
+        self, name: str, value: str | float, span: str, why: str = "", facts: dict[str, str] | None = None
+    ) -> None:
         found = Feedback(
             name=name,
             value=value,

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from components.config import BadInput, Registry
+from components.core.config import Registry
+from components.core.errors import UserError
 
 # The package reports usage to its makers unless told not to, and says INFO about every table it creates.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -67,7 +68,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
         items: Iterable[tuple[str, Any]] = ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        items = ((str(item["name"]) if isinstance(item, Mapping) and "name" in item else str(index), item) for index, item in enumerate(value))
+        items = (
+            (str(item["name"]) if isinstance(item, Mapping) and "name" in item else str(index), item)
+            for index, item in enumerate(value)
+        )
     else:
         return {prefix.removesuffix("."): value}
     flat: dict[str, Any] = {}
@@ -79,10 +83,14 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def numbers(value: Any) -> dict[str, float]:
     """The finite numeric leaves by dotted name, in the characters that MLflow allows in one."""
     leaves = {re.sub(r"[^\w\-. :/]", "_", key): leaf for key, leaf in flatten(value).items()}
-    return {key: float(leaf) for key, leaf in leaves.items() if isinstance(leaf, int | float) and not isinstance(leaf, bool) and math.isfinite(leaf)}
+    return {
+        key: float(leaf)
+        for key, leaf in leaves.items()
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool) and math.isfinite(leaf)
+    }
 
 
-class NightRun:
+class MlflowRun:
     """The MLflow run of one night, opened or re-opened."""
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
@@ -92,44 +100,78 @@ class NightRun:
         self.load: SystemMetricsMonitor | None = None
         found = self._find("night")
         if found is None:
-            self.run_id = client.create_run(self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name).info.run_id
+            self.run_id = client.create_run(
+                self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name
+            ).info.run_id
         else:
             self.run_id = found.info.run_id
             client.update_run(self.run_id, status="RUNNING")
 
     def watch(self) -> None:
         """Log the machine's load as curves `system/…` until the run ends; a re-opened run continues them."""
-        self.load = SystemMetricsMonitor(self.run_id, sampling_interval=LOAD_SECONDS, resume_logging=True, tracking_uri=self.client.tracking_uri)
+        self.load = SystemMetricsMonitor(
+            self.run_id,
+            sampling_interval=LOAD_SECONDS,
+            resume_logging=True,
+            tracking_uri=self.client.tracking_uri,
+        )
         self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """The full resolved parameters, and where the run comes from."""
-        pairs = [Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value)) for key, value in flatten(parameters).items()]
+        pairs = [
+            Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
+            for key, value in flatten(parameters).items()
+        ]
         for chunk in _chunks(pairs, PARAMS_PER_CALL):
             self.client.log_batch(self.run_id, params=chunk)
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
         """The data set as an input of the run: its digest is the version; no data is copied."""
-        meta = Dataset(name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)}))
-        self.client.log_inputs(self.run_id, datasets=[DatasetInput(meta, tags=[InputTag("mlflow.data.context", "training")])])
+        meta = Dataset(
+            name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)})
+        )
+        self.client.log_inputs(
+            self.run_id, datasets=[DatasetInput(meta, tags=[InputTag("mlflow.data.context", "training")])]
+        )
         self.client.log_batch(self.run_id, tags=[RunTag("dataset.version", version)])
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
         """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are, and its trajectories."""
         child = self._find("stage", name)
-        if child is not None and child.info.status == "FINISHED" and child.data.tags.get("cuda_agent.stage_key") == key:
+        if (
+            child is not None
+            and child.info.status == "FINISHED"
+            and child.data.tags.get("cuda_agent.stage_key") == key
+        ):
             return
-        tags = {RUN_KEY: self.run_key, KIND: "stage", STAGE: name, "cuda_agent.stage_key": key, "mlflow.parentRunId": self.run_id, "folder": str(folder)}
-        run_id = child.info.run_id if child is not None else self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
+        tags = {
+            RUN_KEY: self.run_key,
+            KIND: "stage",
+            STAGE: name,
+            "cuda_agent.stage_key": key,
+            "mlflow.parentRunId": self.run_id,
+            "folder": str(folder),
+        }
+        run_id = (
+            child.info.run_id
+            if child is not None
+            else self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
+        )
         curves = folder / "metrics.jsonl"
         metrics = list(_curve(curves)) if curves.is_file() else []
-        metrics += [Metric(figure, value, int(folder.stat().st_mtime * 1000), 0) for figure, value in numbers(record).items()]
+        metrics += [
+            Metric(figure, value, int(folder.stat().st_mtime * 1000), 0)
+            for figure, value in numbers(record).items()
+        ]
         for chunk in _chunks(metrics, METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=chunk)
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-        from components.registry.traces import log_traces  # torch comes with it, which most commands of the registry never need
+        from components.registry.traces import (
+            log_traces,  # torch comes with it, which most commands of the registry never need
+        )
 
         log_traces(TracingClient(self.client.tracking_uri), self.experiment_id, run_id, name, folder)
         self.client.set_terminated(run_id, "FINISHED")
@@ -169,8 +211,12 @@ class NightRun:
 
     def _find(self, kind: str, stage: str = "") -> Any:
         """The run of this key and kind, the oldest if ever there were two; None when there is none."""
-        rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (f" and tags.`{STAGE}` = '{stage}'" if stage else "")
-        found = self.client.search_runs([self.experiment_id], rule, order_by=["attributes.start_time ASC"], max_results=1)
+        rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (
+            f" and tags.`{STAGE}` = '{stage}'" if stage else ""
+        )
+        found = self.client.search_runs(
+            [self.experiment_id], rule, order_by=["attributes.start_time ASC"], max_results=1
+        )
         return found[0] if found else None
 
 
@@ -179,7 +225,9 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     found = client.get_experiment_by_name(params.experiment)
     if found is not None:
         if found.lifecycle_stage != "active":
-            raise BadInput(f"registry.experiment: {params.experiment} was deleted in MLflow; restore it there or give another name.")
+            raise UserError(
+                f"registry.experiment: {params.experiment} was deleted in MLflow; restore it there or give another name."
+            )
         return str(found.experiment_id)
     location = None if params.tracking_uri else (home / "mlflow" / "artifacts").as_uri()
     try:

@@ -22,14 +22,24 @@ from pathlib import Path
 
 import pybind11
 
-from components.config import PROJECT, BadInput, Device, Sandbox
-from components.files import atomic_write, digest_json, forget, user_cache
+from components.core.config import PROJECT, Device, Sandbox
+from components.core.errors import InfrastructureError, UserError
+from components.core.files import atomic_write, digest_json, forget, user_cache
 from components.sandbox import clock, isolation
-from components.sandbox.nursery import KEPT_SECONDS, InfrastructureError
+from components.sandbox.runner_factory import KEPT_SECONDS
 
 TEMPLATE = PROJECT / "agent_workdir"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-CPU_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC", "-fvisibility=hidden")
+CPU_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
 X86_FLAGS = ("-mprefer-vector-width=512",)
 """g++ uses half of AVX-512's width unless told, and torch all of it: one loop read 1.13 times as fast as eager and 1.38 with this."""
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
@@ -57,12 +67,16 @@ class Build:
 
 
 def compiler(device: Device) -> str:
-    """The path of g++ or nvcc; BadInput with the mend when there is none."""
+    """The path of g++ or nvcc; UserError with the mend when there is none."""
     name = "nvcc" if device == "cuda" else "g++"
     path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if path is None:
-        mend = "install the CUDA toolkit or put nvcc on PATH" if device == "cuda" else "run apt-get install -y g++"
-        raise BadInput(f"device={device}: the compiler {name} is not installed; {mend}.")
+        mend = (
+            "install the CUDA toolkit or put nvcc on PATH"
+            if device == "cuda"
+            else "run apt-get install -y g++"
+        )
+        raise UserError(f"device={device}: the compiler {name} is not installed; {mend}.")
     return path
 
 
@@ -83,8 +97,16 @@ def _torch_arguments(device: Device, view: isolation.View) -> list[str]:
     """Flags for sources that include torch's headers: its folders, the language they need, the libraries, which are loaded already."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    libraries = ["c10", "torch_cpu", "torch", "torch_python", *(["c10_cuda", "torch_cuda"] if device == "cuda" else [])]
-    flags = [f"-I{view.inside(path)}" for path in include_paths(device)] + [f"-L{view.inside(path)}" for path in library_paths()]
+    libraries = [
+        "c10",
+        "torch_cpu",
+        "torch",
+        "torch_python",
+        *(["c10_cuda", "torch_cuda"] if device == "cuda" else []),
+    ]
+    flags = [f"-I{view.inside(path)}" for path in include_paths(device)] + [
+        f"-L{view.inside(path)}" for path in library_paths()
+    ]
     return ["-std=c++20", *flags, *(f"-l{name}" for name in libraries)]
 
 
@@ -99,15 +121,20 @@ def _vendor_arguments(texts: Iterable[str], view: isolation.View) -> list[str]:
         libraries = sorted(library for folder in folders for library in folder.glob(f"*/lib/lib{name}.so*"))
         if libraries:
             place = libraries[0].parent
-            arguments += [f"-I{view.inside(place.parent)}/include", f"-L{view.inside(place)}", "-Xlinker", f"-l:{libraries[0].name}"]
+            arguments += [
+                f"-I{view.inside(place.parent)}/include",
+                f"-L{view.inside(place)}",
+                "-Xlinker",
+                f"-l:{libraries[0].name}",
+            ]
         else:
             arguments.append(f"-l{name}")
     return arguments
 
 
 def native() -> Path:
-    """The folder of handover.cpp compiled, a module that every runner imports: made once for all homes of a user."""
-    source = Path(__file__).with_name("handover.cpp")
+    """The folder of result_channel.cpp compiled, a module that every runner imports: made once for all homes of a user."""
+    source = Path(__file__).with_name("result_channel.cpp")
     command = [
         compiler("cpu"),
         "-O2",
@@ -118,13 +145,21 @@ def native() -> Path:
         f"-I{pybind11.get_include()}",
         f"-I{sysconfig.get_path('include')}",
     ]
-    folder = user_cache("binding").resolve() / f"handover-{digest_json([source.read_text(), command, pybind11.__version__, SUFFIX])[:32]}"
-    library = folder / f"handover{SUFFIX}"
+    folder = (
+        user_cache("binding").resolve()
+        / f"result_channel-{digest_json([source.read_text(), command, pybind11.__version__, SUFFIX])[:32]}"
+    )
+    library = folder / f"result_channel{SUFFIX}"
     if not library.exists():
         with tempfile.TemporaryDirectory() as scratch:
-            result = subprocess.run([*command, str(source), "-o", f"{scratch}/library"], capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                [*command, str(source), "-o", f"{scratch}/library"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if result.returncode != 0:
-                raise InfrastructureError(f"handover.cpp does not compile: {result.stderr[-2000:]}")
+                raise InfrastructureError(f"result_channel.cpp does not compile: {result.stderr[-2000:]}")
             atomic_write(library, Path(scratch, "library").read_bytes())
     return folder
 
@@ -139,9 +174,17 @@ class Builder:
         self.cache.mkdir(parents=True, exist_ok=True)
         forget(self.cache, KEPT_SECONDS)
         self.compiler = compiler(device)
-        self.flags = [*CUDA_FLAGS, *_architecture()] if device == "cuda" else [*CPU_FLAGS, *(X86_FLAGS if platform.machine() == "x86_64" else ())]
-        template = {name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")}
-        self.base = digest_json([CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX, _processor()])
+        self.flags = (
+            [*CUDA_FLAGS, *_architecture()]
+            if device == "cuda"
+            else [*CPU_FLAGS, *(X86_FLAGS if platform.machine() == "x86_64" else ())]
+        )
+        template = {
+            name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")
+        }
+        self.base = digest_json(
+            [CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX, _processor()]
+        )
         self.shared = user_cache("binding").resolve()
         self.shared.mkdir(parents=True, exist_ok=True)
         self.binding = self.shared / f"binding-{self.base[:32]}.o"
@@ -153,20 +196,37 @@ class Builder:
             if device == "cpu":
                 self.includes.insert(0, f"-I{self.view.inside(self._make_headers())}")
         except subprocess.TimeoutExpired as error:
-            raise InfrastructureError(f"the judge's own binding did not compile in sandbox.build_seconds ({sandbox.build_seconds:g} s): raise it.") from error
+            raise InfrastructureError(
+                f"the judge's own binding did not compile in sandbox.build_seconds ({sandbox.build_seconds:g} s): raise it."
+            ) from error
 
     def _view(self) -> isolation.View:
         """What a compiler sees besides the sources of one build."""
-        view = isolation.python_view() | {TEMPLATE: "/template", self.shared: "/shared", Path(pybind11.get_include()): "/pybind11"}
+        view = isolation.python_view() | {
+            TEMPLATE: "/template",
+            self.shared: "/shared",
+            Path(pybind11.get_include()): "/pybind11",
+        }
         toolkit = Path(self.compiler).resolve().parent.parent
-        return view if self.device == "cpu" or toolkit.is_relative_to("/usr") else view | {toolkit: str(toolkit)}
+        return (
+            view if self.device == "cpu" or toolkit.is_relative_to("/usr") else view | {toolkit: str(toolkit)}
+        )
 
     def _make_binding(self) -> frozenset[str]:
         symbols = self.binding.with_suffix(".symbols")
         if not symbols.exists():
             with self._folder() as folder:
                 source = self.view.inside(TEMPLATE / "binding.cpp")
-                command = [compiler("cpu"), "-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", *self.includes, "-c", source]
+                command = [
+                    compiler("cpu"),
+                    "-O1",
+                    "-fPIC",
+                    "-std=c++17",
+                    "-fvisibility=hidden",
+                    *self.includes,
+                    "-c",
+                    source,
+                ]
                 result, names = self._compile(folder, command, "binding.o")
                 if result.returncode != 0:
                     raise InfrastructureError(f"binding.cpp does not compile: {result.stderr[-2000:]}")
@@ -181,7 +241,15 @@ class Builder:
         if not (headers / f"{name}.gch").exists():
             with self._folder() as folder:
                 out = Path(self._inside(folder).inside(folder / "out"), f"{name}.gch")
-                command = [self.compiler, *self.flags, "-x", "c++-header", self.view.inside(TEMPLATE / name), "-o", str(out)]
+                command = [
+                    self.compiler,
+                    *self.flags,
+                    "-x",
+                    "c++-header",
+                    self.view.inside(TEMPLATE / name),
+                    "-o",
+                    str(out),
+                ]
                 result = self._confined(folder, command)
                 if result.returncode != 0:
                     raise InfrastructureError(f"{name} does not compile: {result.stderr[-2000:]}")
@@ -191,7 +259,9 @@ class Builder:
                 atomic_write(headers / f"{name}.gch", (folder / "out" / f"{name}.gch").read_bytes())
         return headers
 
-    def _compile(self, folder: Path, command: list[str], name: str, *look: str) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
+    def _compile(
+        self, folder: Path, command: list[str], name: str, *look: str
+    ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
         """Compile to the file `name` of `folder`'s out and list the symbols that it imports: both inside one sandbox, since each costs
         as much as a small compilation."""
         out = str(Path(self._inside(folder).inside(folder / "out"), name))
@@ -201,7 +271,9 @@ class Builder:
         names = tuple(line.split()[0] for line in result.stdout.splitlines() if line.strip())
         if len(result.stdout.encode()) >= MAX_SAID_BYTES:
             names = (TOO_MANY,)
-        if result.returncode == 0 and not names:  # every library imports something: our binding's Py_ functions at least
+        if (
+            result.returncode == 0 and not names
+        ):  # every library imports something: our binding's Py_ functions at least
             raise InfrastructureError(f"nm failed on a built library: {result.stderr[-500:]}")
         return result, names
 
@@ -219,7 +291,11 @@ class Builder:
 
     def _inside(self, folder: Path) -> isolation.View:
         """Where one build's folders are for its compiler."""
-        return isolation.NOWHERE if self.view is isolation.NOWHERE else isolation.View({folder / "in": "/in", folder / "out": "/out"})
+        return (
+            isolation.NOWHERE
+            if self.view is isolation.NOWHERE
+            else isolation.View({folder / "in": "/in", folder / "out": "/out"})
+        )
 
     def _confined(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Run one compiler command with the sources read-only and only `out` writable."""
@@ -237,27 +313,59 @@ class Builder:
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
             pass_fds = (filter_fd,)
-            limits = isolation.confined(command, memory_bytes=MAX_MEMORY_BYTES, file_bytes=MAX_LIBRARY_BYTES, seconds=self.sandbox.build_seconds)
-            command = [*isolated[:-1], "--setenv", "TMPDIR", "/tmp", "--seccomp", str(filter_fd), "--", *limits]
+            limits = isolation.confined(
+                command,
+                memory_bytes=MAX_MEMORY_BYTES,
+                file_bytes=MAX_LIBRARY_BYTES,
+                seconds=self.sandbox.build_seconds,
+            )
+            command = [
+                *isolated[:-1],
+                "--setenv",
+                "TMPDIR",
+                "/tmp",
+                "--seccomp",
+                str(filter_fd),
+                "--",
+                *limits,
+            ]
         else:
             environment = os.environ | {"TMPDIR": f"{folder}/out"}
         # Into files, which the limits of the command hold for: a compiler can be made to talk without end.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             try:
-                process = subprocess.Popen(command, stdout=out, stderr=errors, pass_fds=pass_fds, stdin=subprocess.DEVNULL, env=environment)
+                process = subprocess.Popen(
+                    command,
+                    stdout=out,
+                    stderr=errors,
+                    pass_fds=pass_fds,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                )
                 code = clock.wait(process, self.sandbox.build_seconds)
             finally:
                 for descriptor in pass_fds:
                     os.close(descriptor)
-            said = [(file.seek(0), file.read(MAX_SAID_BYTES).decode(errors="replace"))[1] for file in (out, errors)]
+            said = [
+                (file.seek(0), file.read(MAX_SAID_BYTES).decode(errors="replace"))[1]
+                for file in (out, errors)
+            ]
         return subprocess.CompletedProcess(command, code, said[0], said[1])
 
     def build(self, files: dict[str, str]) -> Build:
         """Compile and link `kernels/*`; the result is cached by content, failures too (a compiler is deterministic)."""
         sources = {name: text for name, text in sorted(files.items()) if self._is_source(name)}
         if not sources:
-            return Build(None, "kernels/ holds no source file: write kernels/NAME" + (".cu" if self.device == "cuda" else ".cpp"))
-        headers = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/") and name.endswith((".h", ".cuh", ".hpp"))}
+            return Build(
+                None,
+                "kernels/ holds no source file: write kernels/NAME"
+                + (".cu" if self.device == "cuda" else ".cpp"),
+            )
+        headers = {
+            name: text
+            for name, text in sorted(files.items())
+            if name.startswith("kernels/") and name.endswith((".h", ".cuh", ".hpp"))
+        }
         stem = self.cache / digest_json([self.base, sources, headers])[:32]
         library, symbols, failed = (stem.with_suffix(s) for s in (".so", ".symbols", ".failed"))
         for path in (library, symbols, failed):
@@ -268,14 +376,24 @@ class Builder:
         if failed.exists():
             return Build(None, failed.read_text())
         with self._folder() as folder:
-            given = sources | headers | {"binding_registry.h": (TEMPLATE / "binding_registry.h").read_text()}  # the public form includes it by "../"
+            given = (
+                sources | headers | {"binding_registry.h": (TEMPLATE / "binding_registry.h").read_text()}
+            )  # the public form includes it by "../"
             for name, text in given.items():
                 path = folder / "in" / name
                 path.write_text(text)
                 path.chmod(0o644)
             place = self._inside(folder).inside(folder / "in")
             units = [f"{place}/{name}" for name in sources]
-            command = [self.compiler, *self.flags, *self.includes, f"-I{place}/kernels", "-shared", *units, self.view.inside(self.binding)]
+            command = [
+                self.compiler,
+                *self.flags,
+                *self.includes,
+                f"-I{place}/kernels",
+                "-shared",
+                *units,
+                self.view.inside(self.binding),
+            ]
             if any(TORCH_HEADER.search(text) for text in (sources | headers).values()):
                 command += _torch_arguments(self.device, self.view)
             if self.device == "cuda":
@@ -283,8 +401,13 @@ class Builder:
             try:
                 result, names = self._compile(folder, command, "library.so", "-D")
             except subprocess.TimeoutExpired:
-                return Build(None, f"the build took longer than {self.sandbox.build_seconds:g} s", timed_out=True)
-            if result.returncode in (126, 127):  # a wall or the compiler did not start: nothing that the sources did
+                return Build(
+                    None, f"the build took longer than {self.sandbox.build_seconds:g} s", timed_out=True
+                )
+            if result.returncode in (
+                126,
+                127,
+            ):  # a wall or the compiler did not start: nothing that the sources did
                 raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0:
                 log = result.stderr.replace(f"{place}/", "").replace(f"{self.view.inside(TEMPLATE)}/", "")
@@ -295,4 +418,8 @@ class Builder:
         return Build(library, symbols=names)
 
     def _is_source(self, name: str) -> bool:
-        return name.startswith("kernels/") and name.count("/") == 1 and name.endswith((".cu", ".cpp") if self.device == "cuda" else (".cpp",))
+        return (
+            name.startswith("kernels/")
+            and name.count("/") == 1
+            and name.endswith((".cu", ".cpp") if self.device == "cuda" else (".cpp",))
+        )

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from components.config import BadInput
-
 NOBODY = 65534
 BUILDER = 65533
 """Builds have a uid of their own: limits count by uid, and a candidate's thousand threads made every build fail ("Cannot fork")."""
@@ -55,10 +53,6 @@ MAKING_FLAGS = (0o100, 0o20000000)
 NEWER_CALLS = {"openat2": 437, "cachestat": 451, "fchmodat2": 452}
 """Numbers of system calls, the same on every architecture: libseccomp does not know the names of those that are newer than itself."""
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
-
-
-class IsolationUnavailable(BadInput):
-    """No sandbox can be made here; exit code 3."""
 
 
 def _exists(path: str) -> bool:
@@ -137,13 +131,24 @@ def gpu_devices() -> list[str]:
     """The device files of exactly one GPU: the first that CUDA_VISIBLE_DEVICES names, or the first there is."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     number = first if first.isdigit() else "0"
-    return [d for d in (f"/dev/nvidia{number}", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools") if _exists(d)]
+    return [
+        d
+        for d in (f"/dev/nvidia{number}", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+        if _exists(d)
+    ]
 
 
 @functools.cache
 def allowed(*options: str) -> bool:
     """Whether bubblewrap can do what these options say, in the sandboxes of this user: a container's engine may hide or protect parts of /proc."""
-    base = [shutil.which("bwrap") or "bwrap", "--unshare-pid", *([] if takes_other_uids() else ["--unshare-user"]), "--ro-bind", "/", "/"]
+    base = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-pid",
+        *([] if takes_other_uids() else ["--unshare-user"]),
+        "--ro-bind",
+        "/",
+        "/",
+    ]
     return subprocess.run([*base, *options, "true"], capture_output=True, check=False).returncode == 0
 
 
@@ -175,33 +180,71 @@ def bubblewrap(
     root = takes_other_uids()
     # Without a /proc inside oom_score_adj cannot be set there.
     command = [] if has_own_proc() else [*GOES_FIRST]
-    command += [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    command += [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     command += ["--new-session", "--die-with-parent", "--clearenv"]
     if not root:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         if not keep_capabilities:
             # Otherwise PID 1 inside is bubblewrap's own process with this user's uid, and untrusted code could read and rewrite its memory.
             command += ["--as-pid-1"]
-        if not keep_capabilities and allowed("--disable-userns"):  # it writes to /proc/sys; the system-call filter refuses nested ones anyway
+        if not keep_capabilities and allowed(
+            "--disable-userns"
+        ):  # it writes to /proc/sys; the system-call filter refuses nested ones anyway
             command += ["--disable-userns"]
     if keep_capabilities:
         command += ["--cap-add", "ALL"]
     elif root:
-        command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+        command += [
+            "--cap-drop",
+            "ALL",
+            "--cap-add",
+            "CAP_SETUID",
+            "--cap-add",
+            "CAP_SETGID",
+            "--cap-add",
+            "CAP_SETPCAP",
+        ]
     else:
         command += ["--cap-drop", "ALL"]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in ("lib", "lib32", "lib64", "bin", "sbin"):
         if _exists(f"/{name}"):
-            command += ["--symlink", f"usr/{name}", f"/{name}"] if Path(f"/{name}").is_symlink() else ["--ro-bind", f"/{name}", f"/{name}"]
-    command += ["--perms", "0755", "--dir", "/etc"]  # a parent that bwrap makes by itself is closed to uid 65534
+            command += (
+                ["--symlink", f"usr/{name}", f"/{name}"]
+                if Path(f"/{name}").is_symlink()
+                else ["--ro-bind", f"/{name}", f"/{name}"]
+            )
+    command += [
+        "--perms",
+        "0755",
+        "--dir",
+        "/etc",
+    ]  # a parent that bwrap makes by itself is closed to uid 65534
     for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"):
         if _exists(path):
             command += ["--ro-bind", path, path]
     if has_own_proc() or device == "cuda":  # CUDA's driver needs all of it
         command += ["--proc", "/proc"]
     else:  # torch chooses its kernels by the processor's description
-        command += ["--perms", "0755", "--tmpfs", "/proc", "--ro-bind", "/proc/cpuinfo", "/proc/cpuinfo", "--ro-bind", "/proc/meminfo", "/proc/meminfo"]
+        command += [
+            "--perms",
+            "0755",
+            "--tmpfs",
+            "/proc",
+            "--ro-bind",
+            "/proc/cpuinfo",
+            "/proc/cpuinfo",
+            "--ro-bind",
+            "/proc/meminfo",
+            "/proc/meminfo",
+        ]
     command += ["--dev", "/dev", "--perms", "1777", "--size", str(temporary_bytes), "--tmpfs", "/tmp"]
     if device == "cuda":
         command += ["--ro-bind", "/sys", "/sys"]
@@ -226,7 +269,10 @@ def bubblewrap(
 def environment(device: str) -> dict[str, str]:
     """The whole environment inside. malloc keeps freed pages, or every call of every arm would pay for page faults."""
     values = {
-        "PATH": os.pathsep.join(p for p in os.environ.get("PATH", "").split(os.pathsep) if p.startswith(("/usr", "/bin"))) or "/usr/bin:/bin",
+        "PATH": os.pathsep.join(
+            p for p in os.environ.get("PATH", "").split(os.pathsep) if p.startswith(("/usr", "/bin"))
+        )
+        or "/usr/bin:/bin",
         "HOME": "/workspace",
         "TMPDIR": "/workspace",
         "LANG": "C.UTF-8",
@@ -262,7 +308,16 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
 
     When memory runs out it goes first and never the judge.
     """
-    drop = ["setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
+    drop = [
+        "setpriv",
+        f"--reuid={BUILDER}",
+        f"--regid={BUILDER}",
+        "--clear-groups",
+        "--inh-caps=-all",
+        "--bounding-set=-all",
+        "--no-new-privs",
+        "--",
+    ]
     limits = {
         "msgqueue": 0,
         "sigpending": within(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
@@ -273,7 +328,14 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
         "nproc": share_of_processes(within(resource.RLIMIT_NPROC, 512)),
         "cpu": within(resource.RLIMIT_CPU, int(seconds) + 1),
     }
-    return [*(drop if takes_other_uids() else []), "prlimit", *(f"--{name}={value}" for name, value in limits.items()), "--", *GOES_FIRST, *command]
+    return [
+        *(drop if takes_other_uids() else []),
+        "prlimit",
+        *(f"--{name}={value}" for name, value in limits.items()),
+        "--",
+        *GOES_FIRST,
+        *command,
+    ]
 
 
 @functools.cache
@@ -307,12 +369,21 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         for call, place in SETTING_MODES:
             program.add_rule(refuse, call, pyseccomp.Arg(place, pyseccomp.MASKED_EQ, bit, bit))
         for (call, flags, place), flag in itertools.product(OPENING, MAKING_FLAGS):
-            program.add_rule(refuse, call, pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, flag, flag), pyseccomp.Arg(place, pyseccomp.MASKED_EQ, bit, bit))
+            program.add_rule(
+                refuse,
+                call,
+                pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, flag, flag),
+                pyseccomp.Arg(place, pyseccomp.MASKED_EQ, bit, bit),
+            )
     for number in NEWER_CALLS.values():
-        program.add_rule(pyseccomp.ERRNO(38), number)  # as a kernel that has not got them: openat2 hides its arguments
+        program.add_rule(
+            pyseccomp.ERRNO(38), number
+        )  # as a kernel that has not got them: openat2 hides its arguments
     for command in FCNTL_OF_ACCOUNT:
         program.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, WORD, command))
-    program.add_rule(refuse, "prctl", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, WORD, PR_SET_PDEATHSIG))  # it must end when its parent ends
+    program.add_rule(
+        refuse, "prctl", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, WORD, PR_SET_PDEATHSIG)
+    )  # it must end when its parent ends
     # clone3 hides its flags from a filter: without it, glibc falls back to clone, whose flags are checked.
     program.add_rule(pyseccomp.ERRNO(38), "clone3")
     for flag in NAMESPACE_FLAGS:
@@ -325,7 +396,11 @@ def seccomp_program(role: str, device: str = "cpu") -> bytes:
         program.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_FILES, 0))
         program.add_rule(refuse, "close_range", pyseccomp.Arg(2, pyseccomp.NE, 0))
         program.add_rule(refuse, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
-        for call, place, refused in (("fcntl", 1, FCNTL_REFUSED), ("ioctl", 1, IOCTL_REFUSED), ("prctl", 0, (PR_SET_DUMPABLE,))):
+        for call, place, refused in (
+            ("fcntl", 1, FCNTL_REFUSED),
+            ("ioctl", 1, IOCTL_REFUSED),
+            ("prctl", 0, (PR_SET_DUMPABLE,)),
+        ):
             for command in refused:
                 program.add_rule(refuse, call, pyseccomp.Arg(place, pyseccomp.MASKED_EQ, WORD, command))
     with os.fdopen(os.memfd_create("bpf"), "w+b") as file:

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.config import PROJECT, Device, Sandbox
+from components.core.config import PROJECT, Device, Sandbox
+from components.core.errors import InfrastructureError, IsolationUnavailable
 from components.sandbox import isolation
-from components.sandbox.isolation import NOBODY, IsolationUnavailable
-from components.sandbox.nursery import InfrastructureError, Nursery, RunnerError
+from components.sandbox.isolation import NOBODY
+from components.sandbox.runner_factory import RunnerError, RunnerFactory
 
 LEAST_BUBBLEWRAP = (0, 7)
 """The first version with --size."""
@@ -63,7 +64,9 @@ CASES: tuple[Case, ...] = (
         "user namespaces are for root only (kernel.unprivileged_userns_clone is 0); run sudo sysctl -w kernel.unprivileged_userns_clone=1",
     ),
     (
-        lambda system, said, root: "reading a runner's memory" in said and system.setting("kernel/yama/ptrace_scope") == "3",
+        lambda system, said, root: (
+            "reading a runner's memory" in said and system.setting("kernel/yama/ptrace_scope") == "3"
+        ),
         "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next boot);"
         " set it to 2 or less in /etc/sysctl.d and boot anew",
     ),
@@ -78,7 +81,9 @@ CASES: tuple[Case, ...] = (
         f" (Docker, Podman) or with the security context of infra/prefect/kubernetes.json (Kubernetes), see {GUIDE}",
     ),
     (
-        lambda system, said, root: system.setting("kernel/apparmor_restrict_unprivileged_userns") == "1" and not root,
+        lambda system, said, root: (
+            system.setting("kernel/apparmor_restrict_unprivileged_userns") == "1" and not root
+        ),
         "AppArmor restricts user namespaces (Ubuntu 24.04 and later); run sudo cp infra/apparmor/bwrap /etc/apparmor.d/bwrap && sudo systemctl reload apparmor",
     ),
     (
@@ -98,7 +103,10 @@ def explain(said: str, *, root: bool, system: System | None = None) -> str:
 
 def _too_old() -> str:
     """bubblewrap's version where that lacks options which are needed; empty where it has them, or does not tell."""
-    found = re.search(r"(\d+)\.(\d+)", subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout)
+    found = re.search(
+        r"(\d+)\.(\d+)",
+        subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout,
+    )
     return found[0] if found is not None and tuple(map(int, found.groups())) < LEAST_BUBBLEWRAP else ""
 
 
@@ -107,21 +115,39 @@ def _unreadable() -> Path | None:
     if not isolation.takes_other_uids():
         return None
     torch = next((folder / "torch" for folder in isolation.packages() if (folder / "torch").is_dir()), None)
-    needed = [PROJECT / "agent_workdir" / "utils", PROJECT / "agent_workdir" / "vec.h", *([torch, torch / "__init__.py"] if torch else [])]
-    return next((path for path in needed if path.stat().st_mode & (0o005 if path.is_dir() else 0o004) != (0o005 if path.is_dir() else 0o004)), None)
+    needed = [
+        PROJECT / "agent_workdir" / "utils",
+        PROJECT / "agent_workdir" / "vec.h",
+        *([torch, torch / "__init__.py"] if torch else []),
+    ]
+    return next(
+        (
+            path
+            for path in needed
+            if path.stat().st_mode & (0o005 if path.is_dir() else 0o004)
+            != (0o005 if path.is_dir() else 0o004)
+        ),
+        None,
+    )
 
 
 def check_installed() -> None:
     """Raise IsolationUnavailable unless the programs and libraries of isolation are here."""
     if shutil.which("bwrap") is None:
-        raise IsolationUnavailable(f"sandbox.isolation: bubblewrap is not installed; run sudo apt-get install -y bubblewrap, {NONE}.")
+        raise IsolationUnavailable(
+            f"sandbox.isolation: bubblewrap is not installed; run sudo apt-get install -y bubblewrap, {NONE}."
+        )
     if version := _too_old():
         mend = "install a newer one (Debian 12 and Ubuntu 24.04 have it)"
-        raise IsolationUnavailable(f"sandbox.isolation: bubblewrap {version} is too old, 0.7 is needed; {mend}, {NONE}.")
+        raise IsolationUnavailable(
+            f"sandbox.isolation: bubblewrap {version} is too old, 0.7 is needed; {mend}, {NONE}."
+        )
     try:
         isolation.seccomp_program("candidate")
     except (ImportError, OSError, RuntimeError) as error:
-        raise IsolationUnavailable(f"sandbox.isolation: libseccomp cannot be loaded ({error}); run sudo apt-get install -y libseccomp2.") from error
+        raise IsolationUnavailable(
+            f"sandbox.isolation: libseccomp cannot be loaded ({error}); run sudo apt-get install -y libseccomp2."
+        ) from error
     if (path := _unreadable()) is not None:
         raise IsolationUnavailable(
             f"{path}: candidates of root's judge run as uid {NOBODY} and may not read it; run chmod -R a+rX {PROJECT}, or work as an ordinary user."
@@ -138,20 +164,25 @@ def check_isolation(sandbox: Sandbox, device: Device) -> None:
         return
     check_installed()
     root = isolation.takes_other_uids()
-    command = isolation.bubblewrap(device="cpu", view=isolation.NOWHERE, temporary_bytes=1 << 20, keep_capabilities=False)
-    probe = [*command, *isolation.confined(["/usr/bin/true"], memory_bytes=1 << 30, file_bytes=1 << 20, seconds=5)]
+    command = isolation.bubblewrap(
+        device="cpu", view=isolation.NOWHERE, temporary_bytes=1 << 20, keep_capabilities=False
+    )
+    probe = [
+        *command,
+        *isolation.confined(["/usr/bin/true"], memory_bytes=1 << 30, file_bytes=1 << 20, seconds=5),
+    ]
     result = subprocess.run(probe, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise IsolationUnavailable(explain(result.stderr, root=root))
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
-        nursery = Nursery(sandbox, device, Path(folder), Path(folder))
+        runner_factory = RunnerFactory(sandbox, device, Path(folder), Path(folder))
         try:
-            problem = _probe(nursery)
+            problem = _probe(runner_factory)
         except (InfrastructureError, RunnerError, OSError) as error:
             log = Path(folder, "probe.log")
             problem = f"{error} {log.read_text(errors='replace') if log.exists() else ''}"
         finally:
-            nursery.close()
+            runner_factory.close()
     if problem:
         raise IsolationUnavailable(explain(problem, root=root))
     _passed = True
@@ -161,9 +192,9 @@ _passed = False
 """Whether `check_isolation` has passed in this process."""
 
 
-def _probe(nursery: Nursery) -> str:
+def _probe(runner_factory: RunnerFactory) -> str:
     """What is wrong with a runner that was started as a candidate's is; empty if nothing."""
-    runner = nursery.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
+    runner = runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
     try:
         addresses = runner.addresses(1)
         memory = bytearray(PROBE_BYTES)
@@ -189,7 +220,11 @@ def _probe(nursery: Nursery) -> str:
         "seccomp": 2,
     }
     wrong = sorted(name for name in expected if found.get(name) != expected[name])
-    return f"a runner is not isolated: {', '.join(f'{name} is {found.get(name)!r}' for name in wrong)}" if wrong else ""
+    return (
+        f"a runner is not isolated: {', '.join(f'{name} is {found.get(name)!r}' for name in wrong)}"
+        if wrong
+        else ""
+    )
 
 
 def _address(memory: bytearray) -> int:

@@ -12,23 +12,29 @@ import socket
 import tempfile
 import traceback
 
-import arms
-import refusal
-import shared
+import op_blocker
+import runner_roles
+import runner_support
 import torch
 
 CACHE_FOLDER = ""
 """Where a zygote outside of a sandbox keeps what torch.compile made of each task."""
 
 
-def play(receive: arms.Receive, connection: socket.socket, header: dict, descriptors: list[int], isolated: bool) -> None:
+def play(
+    receive: runner_roles.Receive,
+    connection: socket.socket,
+    header: dict,
+    descriptors: list[int],
+    isolated: bool,
+) -> None:
     """Play roles until the judge closes the connection, whose further headers `receive` reads; never returns."""
     code = 1
     try:
         torch.set_num_threads(1)
         if header.get("cache") and not isolated:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE_FOLDER}/tasks/{header['cache']}"
-        arms.serve(connection, header, descriptors, receive)
+        runner_roles.serve(connection, header, descriptors, receive)
         code = 0
     except MemoryError:
         connection.send(b"Mout of memory")
@@ -50,8 +56,8 @@ def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "
     CACHE_FOLDER = cache_folder
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):
-        refusal.compute_operators(key)
-    shared.quiet(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
+        op_blocker.compute_operators(key)
+    runner_support.quiet(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
     if kind == "compile" and device == "cpu":
         warm_up_inductor(warm_folder)
     elif kind == "compile":

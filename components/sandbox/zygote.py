@@ -32,9 +32,23 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x04000000, 0x20000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = (
+    0x00020000,
+    0x08000000,
+    0x04000000,
+    0x20000000,
+    0x40000000,
+)
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 0x1000, 0x4000, 1 << 18
-PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 4, 21, 22, 23, 24, 38, 39
+(
+    PR_SET_DUMPABLE,
+    PR_GET_SECCOMP,
+    PR_SET_SECCOMP,
+    PR_CAPBSET_READ,
+    PR_CAPBSET_DROP,
+    PR_SET_NO_NEW_PRIVS,
+    PR_GET_NO_NEW_PRIVS,
+) = 4, 21, 22, 23, 24, 38, 39
 CAPABILITIES = 64
 CAPABILITY_VERSION = 0x20080522
 NOBODY = 65534
@@ -67,7 +81,12 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 def close_all_but(keep: set[int]) -> None:
     """Close every descriptor above 2 that is not in `keep`. Call it while /proc is there."""
-    for descriptor in map(int, os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])):
+    for descriptor in map(
+        int,
+        os.listdir("/proc/self/fd")
+        if Path("/proc/self/fd").is_dir()
+        else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+    ):
         if descriptor > 2 and descriptor not in keep:
             try:
                 os.close(descriptor)
@@ -84,7 +103,10 @@ def isolate(header: dict, keep: set[int]) -> None:
     size = f"size={header['temporary_bytes']},nr_inodes={INODES},mode=0777".encode()
     check(libc.mount(b"tmpfs", b"/workspace", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /workspace")
     # All runners of a zygote would share its pseudo-terminals: one could compute for another through them.
-    check(libc.mount(b"tmpfs", b"/dev/pts", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"), "mount /dev/pts")
+    check(
+        libc.mount(b"tmpfs", b"/dev/pts", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"),
+        "mount /dev/pts",
+    )
     if header.get("cache"):
         own = f"/cache/tasks/{header['cache']}"
         os.makedirs(own, exist_ok=True)
@@ -94,12 +116,25 @@ def isolate(header: dict, keep: set[int]) -> None:
         check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR
         for place in (b"/cache", b"/warm"):
-            check(libc.mount(b"none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None), f"remount {place.decode()}")
+            check(
+                libc.mount(
+                    b"none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None
+                ),
+                f"remount {place.decode()}",
+            )
         for folder in header["locks"]:  # who holds a lock there holds up every zygote that starts
-            check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"), f"mount {folder}")
+            check(
+                libc.mount(
+                    b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"
+                ),
+                f"mount {folder}",
+            )
     if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
         # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
-        check(libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"), "mount /proc")
+        check(
+            libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"),
+            "mount /proc",
+        )
     os.chdir("/workspace")
     for name, value in header["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
@@ -116,7 +151,10 @@ def isolate(header: dict, keep: set[int]) -> None:
         code = bytes.fromhex(header["seccomp"])
         memory = ctypes.create_string_buffer(code, len(code))
         program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(memory))
-        check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program, len(program)), 0, 0), "prctl SECCOMP")
+        check(
+            libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program, len(program)), 0, 0),
+            "prctl SECCOMP",
+        )
 
 
 def discard_output() -> None:
@@ -149,7 +187,9 @@ def start_runner(header: dict, descriptors: list[int], isolated: bool, play: Pla
         os.makedirs(header["folder"], exist_ok=True)
         os.chdir(header["folder"])
     connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
-    if connection.recv(1) != b"G":  # nothing foreign runs, or ends, before the judge has a handle on this process
+    if (
+        connection.recv(1) != b"G"
+    ):  # nothing foreign runs, or ends, before the judge has a handle on this process
         os._exit(0)
     play(connection, header, rest, isolated)
 
@@ -206,13 +246,15 @@ def main() -> None:
     sys.path += [path for path in packages.split(os.pathsep) if path]
     play: Play = report
     if kind != "probe":
-        sys.path.insert(0, native)  # the folder of handover.cpp, compiled
+        sys.path.insert(0, native)  # the folder of result_channel.cpp, compiled
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         import runner
 
         runner.warm_up(kind, device, *folders)
         play = functools.partial(runner.play, receive)
-    locks = [path for path, _, _ in os.walk(folders[1]) if os.path.basename(path) == "locks"] if folders else []
+    locks = (
+        [path for path, _, _ in os.walk(folders[1]) if os.path.basename(path) == "locks"] if folders else []
+    )
     serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", play, locks)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from components import telemetry
-from components.config import BadInput
-from components.files import atomic_write, digest_file
+from components.core import telemetry
+from components.core.errors import UserError
+from components.core.files import atomic_write, digest_file
 from components.storage.keys import checked, taken
 from components.storage.store import Entry
 
@@ -52,7 +52,11 @@ class FolderStore:
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         for path in sorted(self.root.rglob("*")):
             key = path.relative_to(self.root).as_posix()
-            if path.is_file() and key.startswith(prefix) and not any(part.startswith(".") for part in key.split("/")):
+            if (
+                path.is_file()
+                and key.startswith(prefix)
+                and not any(part.startswith(".") for part in key.split("/"))
+            ):
                 status = path.stat()
                 yield Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
@@ -80,7 +84,7 @@ class FolderStore:
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
-    """Copy a file in one step, without holding it in memory; False when the target is there and must stay. BadInput when the copy is not what `sha256` says."""
+    """Copy a file in one step, without holding it in memory; False when the target is there and must stay. UserError when the copy is not what `sha256` says."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
         copy = Path(folder) / "object"
@@ -88,7 +92,7 @@ def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> boo
         with copy.open("rb") as file:
             os.fsync(file.fileno())
         if sha256 and digest_file(copy) != sha256:
-            raise BadInput(f"{source}: does not match its SHA-256; restore it from a good copy.")
+            raise UserError(f"{source}: does not match its SHA-256; restore it from a good copy.")
         if replace:
             copy.replace(target)
             return True

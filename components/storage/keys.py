@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-from components.config import BadInput
+from components.core.errors import UserError
 
 KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
 def checked(key: str) -> str:
-    """The key itself; BadInput when it is none."""
+    """The key itself; UserError when it is none."""
     if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
-        raise BadInput(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
+        raise UserError(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
     return key
 
 
-def taken(address: str) -> BadInput:
-    return BadInput(f"{address}: holds other bytes already and is never overwritten; remove it by hand if it is wrong.")
+def taken(address: str) -> UserError:
+    return UserError(
+        f"{address}: holds other bytes already and is never overwritten; remove it by hand if it is wrong."
+    )

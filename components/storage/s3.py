@@ -17,9 +17,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from components import telemetry
-from components.config import BadInput
-from components.files import digest_bytes, digest_file, read_json, write_json
+from components.core import telemetry
+from components.core.errors import UserError
+from components.core.files import digest_bytes, digest_file, read_json, write_json
 from components.storage.keys import checked, taken
 from components.storage.store import Entry
 
@@ -29,10 +29,20 @@ MOST_PARTS = 10_000
 BLOCK_BYTES = 1 << 20
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
 MISSING = ("NoSuchKey", "NotFound", "404")
-PASSING = ("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "RequestTimeTooSkewed", "500", "502", "503", "504")
+PASSING = (
+    "SlowDown",
+    "RequestTimeout",
+    "InternalError",
+    "ServiceUnavailable",
+    "RequestTimeTooSkewed",
+    "500",
+    "502",
+    "503",
+    "504",
+)
 
 
-class StoreUnavailable(BadInput, ConnectionError):
+class StoreUnavailable(UserError, ConnectionError):
     """The store does not answer; the same call later continues."""
 
 
@@ -46,14 +56,22 @@ class S3Store:
 
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if not bucket:
-            raise BadInput(f"store.url: {url} names no bucket; write s3://bucket/prefix.")
+            raise UserError(f"store.url: {url} names no bucket; write s3://bucket/prefix.")
         self.bucket = bucket
         self.prefix = prefix.strip("/")
         self.uploads = uploads
         self.part_bytes = part_bytes
         # AWS_RETRY_MODE and AWS_MAX_ATTEMPTS win where a person has set them.
-        retries: Any = None if {"AWS_RETRY_MODE", "AWS_MAX_ATTEMPTS"} & set(os.environ) else {"mode": "standard", "max_attempts": 6}
-        self.client: Any = boto3.client("s3", endpoint_url=endpoint or None, config=Config(retries=retries, connect_timeout=10, read_timeout=60))
+        retries: Any = (
+            None
+            if {"AWS_RETRY_MODE", "AWS_MAX_ATTEMPTS"} & set(os.environ)
+            else {"mode": "standard", "max_attempts": 6}
+        )
+        self.client: Any = boto3.client(
+            "s3",
+            endpoint_url=endpoint or None,
+            config=Config(retries=retries, connect_timeout=10, read_timeout=60),
+        )
 
     def put(self, key: str, source: Path) -> str:
         name = self._name(key)
@@ -88,7 +106,9 @@ class S3Store:
             recorded = head["Metadata"].get("sha256", "")
             if part.stat().st_size != head["ContentLength"] or (recorded and digest_file(part) != recorded):
                 part.unlink()
-                raise BadInput(f"{self._address(name)}: what came does not match its SHA-256; fetch it again, and if it stays so restore it from a good copy.")
+                raise UserError(
+                    f"{self._address(name)}: what came does not match its SHA-256; fetch it again, and if it stays so restore it from a good copy."
+                )
             part.replace(target)
 
     def exists(self, key: str) -> bool:
@@ -99,7 +119,9 @@ class S3Store:
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         start = f"{self.prefix}/" if self.prefix else ""
         with self._faults(self._address(start + prefix), "listing"):
-            for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=start + prefix):
+            for page in self.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=start + prefix
+            ):
                 for item in page.get("Contents", ()):
                     yield Entry(item["Key"].removeprefix(start), item["Size"], item["LastModified"])
 
@@ -121,9 +143,13 @@ class S3Store:
         start = f"{self.prefix}/" if self.prefix else ""
         limit = datetime.now(UTC) - older_than
         with self._faults(self._address(start), "listing"):
-            pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=start)
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket, Prefix=start
+            )
             found = [item for page in pages for item in page.get("Uploads", ())]
-        return [(item["Key"].removeprefix(start), item["UploadId"]) for item in found if item["Initiated"] < limit]
+        return [
+            (item["Key"].removeprefix(start), item["UploadId"]) for item in found if item["Initiated"] < limit
+        ]
 
     def abandon(self, key: str, upload: str) -> None:
         name = self._name(key)
@@ -140,7 +166,12 @@ class S3Store:
             else:
                 with source.open("rb") as body:
                     self.client.put_object(
-                        Bucket=self.bucket, Key=name, Body=body, ChecksumSHA256=_base64(sha256), IfNoneMatch="*", Metadata={"sha256": sha256}
+                        Bucket=self.bucket,
+                        Key=name,
+                        Body=body,
+                        ChecksumSHA256=_base64(sha256),
+                        IfNoneMatch="*",
+                        Metadata={"sha256": sha256},
                     )
         except ClientError as error:
             # NoSuchUpload: another process of this home finished the same upload.
@@ -152,11 +183,17 @@ class S3Store:
         return found
 
     def _write_parts(self, name: str, source: Path, sha256: str, size: int) -> None:
-        journal = None if self.uploads is None else self.uploads / f"{digest_bytes(self._address(name).encode())[:24]}.json"
+        journal = (
+            None
+            if self.uploads is None
+            else self.uploads / f"{digest_bytes(self._address(name).encode())[:24]}.json"
+        )
         part_bytes = max(self.part_bytes, -(-size // MOST_PARTS))
         upload, present = self._unfinished(journal, name, sha256, part_bytes)
         if not upload:
-            created = self.client.create_multipart_upload(Bucket=self.bucket, Key=name, ChecksumAlgorithm="SHA256", Metadata={"sha256": sha256})
+            created = self.client.create_multipart_upload(
+                Bucket=self.bucket, Key=name, ChecksumAlgorithm="SHA256", Metadata={"sha256": sha256}
+            )
             upload = created["UploadId"]
             if journal is not None:
                 write_json(journal, {"upload": upload, "sha256": sha256, "part_bytes": part_bytes})
@@ -165,16 +202,24 @@ class S3Store:
             for number in range(1, -(-size // part_bytes) + 1):
                 body = file.read(part_bytes)
                 checksum = _base64(digest_bytes(body))
-                tag = present[number]["ETag"] if number in present and _same(present[number], body, checksum) else ""
+                tag = (
+                    present[number]["ETag"]
+                    if number in present and _same(present[number], body, checksum)
+                    else ""
+                )
                 if not tag:
                     where = {"Bucket": self.bucket, "Key": name, "UploadId": upload, "PartNumber": number}
                     tag = self.client.upload_part(**where, Body=body, ChecksumSHA256=checksum)["ETag"]
                 parts.append({"PartNumber": number, "ETag": tag, "ChecksumSHA256": checksum})
-        self.client.complete_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
+        self.client.complete_multipart_upload(
+            Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
+        )
         if journal is not None:
             journal.unlink(missing_ok=True)
 
-    def _unfinished(self, journal: Path | None, name: str, sha256: str, part_bytes: int) -> tuple[str, dict[int, Any]]:
+    def _unfinished(
+        self, journal: Path | None, name: str, sha256: str, part_bytes: int
+    ) -> tuple[str, dict[int, Any]]:
         """The upload of these very bytes that was begun and not finished, and what the server says of its parts by number."""
         from botocore.exceptions import ClientError
 
@@ -217,20 +262,34 @@ class S3Store:
 
     @contextlib.contextmanager
     def _faults(self, address: str, act: str) -> Iterator[None]:
-        """boto3's errors as one sentence: StoreUnavailable where waiting mends it, BadInput where a person has to."""
-        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError, ResponseStreamingError
+        """boto3's errors as one sentence: StoreUnavailable where waiting mends it, UserError where a person has to."""
+        from botocore.exceptions import (
+            BotoCoreError,
+            ClientError,
+            HTTPClientError,
+            IncompleteReadError,
+            ResponseStreamingError,
+        )
         from botocore.exceptions import ConnectionError as NoConnection
 
         try:
             yield
         except ClientError as error:
             if error.response["Error"]["Code"] in PASSING:
-                raise StoreUnavailable(f"{address}: the store cannot serve the {act} now ({error}); try again later.") from error
-            raise BadInput(f"{address}: the store refused the {act} ({error}); check the bucket and the credentials.") from error
+                raise StoreUnavailable(
+                    f"{address}: the store cannot serve the {act} now ({error}); try again later."
+                ) from error
+            raise UserError(
+                f"{address}: the store refused the {act} ({error}); check the bucket and the credentials."
+            ) from error
         except (NoConnection, HTTPClientError, IncompleteReadError, ResponseStreamingError) as error:
-            raise StoreUnavailable(f"{address}: the store broke off the {act} ({error}); what was done is kept, try again later.") from error
+            raise StoreUnavailable(
+                f"{address}: the store broke off the {act} ({error}); what was done is kept, try again later."
+            ) from error
         except BotoCoreError as error:
-            raise BadInput(f"{address}: the {act} is not possible ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region.") from error
+            raise UserError(
+                f"{address}: the {act} is not possible ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region."
+            ) from error
 
 
 def _base64(sha256: str) -> str:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from components.files import MANIFEST
+from components.core.files import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Entry:
 
 class Store(Protocol):
     def put(self, key: str, source: Path) -> str:
-        """Store the file under `key` and return its address; BadInput when the key holds other bytes."""
+        """Store the file under `key` and return its address; UserError when the key holds other bytes."""
         ...
 
     def get(self, key: str, target: Path) -> None:
-        """Write the object to `target` in one step; KeyError when there is none, BadInput when it is damaged."""
+        """Write the object to `target` in one step; KeyError when there is none, UserError when it is damaged."""
         ...
 
     def exists(self, key: str) -> bool: ...
@@ -57,6 +57,8 @@ def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):
         return
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == MANIFEST, path))
+    files = sorted(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == MANIFEST, path)
+    )
     for path in files:
         store.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path)

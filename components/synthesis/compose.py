@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from components.config import BadInput, Data, Device
-from components.synthesis.seeds import BY_NAME, COLS, ROWS, SEEDS, Seed, canonical
-from components.task import KernelTask
+from components.core.config import Data, Device
+from components.core.errors import UserError
+from components.core.task import KernelTask
+from components.synthesis.core_operators import BY_NAME, COLS, ROWS, SEEDS, Seed, canonical
 
 HELD_OUT_SHARE = 0.2
 """Share of operator sequences that no stage of training ever sees."""
@@ -66,7 +67,12 @@ def write_source(steps: STEPS, rows: int, cols: int) -> str:
     init = "".join(f"        {seed.init.format(cols=cols)}\n" for seed in seeds if seed.init)
     lines = "\n".join(f"        x = {BY_NAME[name].line.format(*constants)}" for name, constants in steps)
     two = any(seed.kind == "second_input" for seed in seeds)
-    return SOURCE.format(init=init, lines=lines, arguments="x, y" if two else "x", inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if two else 1)))
+    return SOURCE.format(
+        init=init,
+        lines=lines,
+        arguments="x, y" if two else "x",
+        inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if two else 1)),
+    )
 
 
 @functools.cache
@@ -108,7 +114,9 @@ def _width_after(name: str, width: int, cols: int) -> int:
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
     try:
         with torch.no_grad():
-            out = _function(name, tuple(palette[0] for palette in seed.constants))(x, y, _modules(cols, "meta", torch.float32))
+            out = _function(name, tuple(palette[0] for palette in seed.constants))(
+                x, y, _modules(cols, "meta", torch.float32)
+            )
     except RuntimeError:
         return 0
     return out.shape[1] if out.dtype == torch.float32 and out.dim() == 2 and out.shape[0] == rows else 0
@@ -138,7 +146,11 @@ def matters(steps: STEPS) -> bool:
     # A quarter of the values (of one value a row: three in five) must be distinct at a resolution of 1/1000 of the
     # output's scale; saturated outputs are not.
     distinct = torch.unique((out / max(size, 1e-30) * 1000).round()).numel()
-    if not 1e-4 < size < 1e4 or out.std().item() < 3e-3 * size or distinct < (100 if out.numel() > PROBE[0] else 0.6 * PROBE[0]):
+    if (
+        not 1e-4 < size < 1e4
+        or out.std().item() < 3e-3 * size
+        or distinct < (100 if out.numel() > PROBE[0] else 0.6 * PROBE[0])
+    ):
         return False
     # A float32 result that is itself off (log_softmax, then gelu) leaves no room to tell a right kernel from a wrong one.
     if _rms(out.double() - _apply(steps, *_probe(torch.float64))) > 1e-6 * size:
@@ -161,7 +173,9 @@ def _legal(seeds: Sequence[Seed]) -> bool:
         return False
     if kinds.count("row") + kinds.count("reduction") > 2 or any(a == b for a, b in itertools.pairwise(names)):
         return False
-    return "reduction" not in kinds or all(kind == "elementwise" for kind in kinds[kinds.index("reduction") + 1 :])
+    return "reduction" not in kinds or all(
+        kind == "elementwise" for kind in kinds[kinds.index("reduction") + 1 :]
+    )
 
 
 def _shapes(data: Data) -> list[tuple[int, int]]:
@@ -169,7 +183,9 @@ def _shapes(data: Data) -> list[tuple[int, int]]:
     low, high = data.numel
     shapes = [(rows, cols) for cols in COLS for rows in ROWS if low <= rows * cols <= high]
     if not shapes:
-        raise BadInput(f"data.numel: no shape between {low} and {high} elements ({ROWS[0]}x{COLS[0]} to {ROWS[-1]}x{COLS[-1]} are composed); widen it.")
+        raise UserError(
+            f"data.numel: no shape between {low} and {high} elements ({ROWS[0]}x{COLS[0]} to {ROWS[-1]}x{COLS[-1]} are composed); widen it."
+        )
     return shapes
 
 
@@ -177,12 +193,16 @@ def eager_seconds(steps: STEPS, numel: int, device: Device) -> float:
     """A guess of the eager time: only to choose a size, the judge measures."""
     cut = next((i for i, (name, _) in enumerate(steps) if BY_NAME[name].kind == "reduction"), len(steps))
     # On a GPU every eager operator costs one read and one write, at about 3 TB/s.
-    return numel * 1e-9 * sum(BY_NAME[name].cost if device == "cpu" else 8 / 3000 for name, _ in steps[: cut + 1])
+    return (
+        numel
+        * 1e-9
+        * sum(BY_NAME[name].cost if device == "cpu" else 8 / 3000 for name, _ in steps[: cut + 1])
+    )
 
 
 def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
     """One composed task, of a size whose eager time should fall into data.eager_seconds. `ops` are the operators in
-    order, `data_source` is torch#N, `split` says whether the sequence is reserved. BadInput when data.numel holds no
+    order, `data_source` is torch#N, `split` says whether the sequence is reserved. UserError when data.numel holds no
     shape."""
     shapes, mix = _shapes(data), data.operator_mix
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
@@ -192,7 +212,11 @@ def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTas
         if not _legal(seeds):
             continue
         steps = tuple((seed.name, tuple(rng.choice(palette) for palette in seed.constants)) for seed in seeds)
-        measurable = [shape for shape in shapes if fastest <= eager_seconds(steps, shape[0] * shape[1], device) <= slowest]
+        measurable = [
+            shape
+            for shape in shapes
+            if fastest <= eager_seconds(steps, shape[0] * shape[1], device) <= slowest
+        ]
         if not measurable and draw < TRIES:
             continue
         rows, cols = rng.choice(measurable or shapes)
@@ -200,7 +224,12 @@ def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTas
             break
     ops = tuple(name for name, _ in steps)
     reserved = is_held_out(ops, data.seed)
-    return KernelTask(code=write_source(steps, rows, cols), ops=ops, data_source=f"torch#{count}", split="held_out" if reserved else "train")
+    return KernelTask(
+        code=write_source(steps, rows, cols),
+        ops=ops,
+        data_source=f"torch#{count}",
+        split="held_out" if reserved else "train",
+    )
 
 
 def stream(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from components.config import BadInput
-from components.files import digest_bytes
+from components.core.errors import UserError
+from components.core.files import digest_bytes
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
 LARGEST = 2000
@@ -37,14 +37,20 @@ def subtrees(code: str, *, constants: bool = False) -> Subtrees:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
                     _count(_straightened(method), constants, counts)
-        elif constants and isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"):
+        elif (
+            constants and isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")
+        ):
             _count(_straightened(node), constants, counts)
     return counts
 
 
 def graph(code: str) -> str:
     """Digest of the operator graph: the same for sources that differ in names, prefixes and formatting only."""
-    return digest_bytes("\n".join(f"{label} {count}" for label, count in sorted(subtrees(code, constants=True).items())).encode())
+    return digest_bytes(
+        "\n".join(
+            f"{label} {count}" for label, count in sorted(subtrees(code, constants=True).items())
+        ).encode()
+    )
 
 
 def similarity(a: Subtrees, b: Subtrees) -> float:
@@ -57,9 +63,11 @@ class Programs:
     """The evaluation programs to stay clear of."""
 
     def __init__(self, against: Iterable[str]):
-        """`against` are folders of .py files, .py files or parquet files with a column `code`; BadInput names the first
+        """`against` are folders of .py files, .py files or parquet files with a column `code`; UserError names the first
         that cannot be read."""
-        self.programs = [(origin, subtrees(code)) for name in against for origin, code in _sources(Path(name))]
+        self.programs = [
+            (origin, subtrees(code)) for name in against for origin, code in _sources(Path(name))
+        ]
 
     def nearest(self, code: str) -> tuple[float, str]:
         """Highest similarity to any program, and that program's origin; (0, "") when there are none."""
@@ -72,16 +80,22 @@ def _sources(path: Path) -> list[tuple[str, str]]:
         try:
             codes = pyarrow.parquet.read_table(path, columns=["code"]).column("code").to_pylist()
         except (OSError, pyarrow.ArrowInvalid) as error:
-            raise BadInput(f"data.against: {path} is not a readable parquet with a column code ({error}); mend or remove it.") from error
+            raise UserError(
+                f"data.against: {path} is not a readable parquet with a column code ({error}); mend or remove it."
+            ) from error
         found = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         found = [(str(file.relative_to(path.parent)), file.read_text(errors="replace")) for file in files]
     else:
-        raise BadInput(f"data.against: {path} is neither a folder of .py files nor a parquet file; give an existing path.")
+        raise UserError(
+            f"data.against: {path} is neither a folder of .py files nor a parquet file; give an existing path."
+        )
     programs = [(origin, code) for origin, code in found if _has_model(code)]
     if not programs:
-        raise BadInput(f"data.against: {path} holds no program with a class Model; give a folder or parquet of evaluation programs.")
+        raise UserError(
+            f"data.against: {path} holds no program with a class Model; give a folder or parquet of evaluation programs."
+        )
     return programs
 
 
@@ -101,10 +115,16 @@ def _straightened(function: ast.FunctionDef) -> list[ast.stmt]:
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []
     for statement in function.body:
-        if isinstance(statement, ast.Expr) and (isinstance(statement.value, ast.Constant) or "super(" in ast.unparse(statement.value)):
+        if isinstance(statement, ast.Expr) and (
+            isinstance(statement.value, ast.Constant) or "super(" in ast.unparse(statement.value)
+        ):
             continue
         statement = _Substitute(values).visit(copy.deepcopy(statement))
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        if (
+            isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and isinstance(statement.targets[0], ast.Name)
+        ):
             if sum(1 for _ in ast.walk(statement.value)) <= LARGEST:
                 values[statement.targets[0].id] = statement.value
                 continue
@@ -131,7 +151,9 @@ def _count(body: list[ast.stmt], constants: bool, counts: Subtrees) -> None:
         match node:
             case ast.Name(id=name):
                 text = name if name in LIBRARIES else "name"
-            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute) if name in LIBRARIES:
+            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute) if (
+                name in LIBRARIES
+            ):
                 text = f".{attribute}"
             case ast.Attribute(value=ast.Name(id="self")):
                 text = "self"
@@ -145,7 +167,11 @@ def _count(body: list[ast.stmt], constants: bool, counts: Subtrees) -> None:
             case ast.keyword(arg=argument, value=value):
                 text = f"{argument}={label(value)}"
             case _:
-                children = [label(child) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
+                children = [
+                    label(child)
+                    for child in ast.iter_child_nodes(node)
+                    if not isinstance(child, ast.expr_context)
+                ]
                 text = f"{type(node).__name__}({','.join(children)})"
         if len(text) > 64:
             text = digest_bytes(text.encode())[:32]

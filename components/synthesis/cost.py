@@ -11,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from components.config import Device
-from components.synthesis.operators import Form, shape_after
-from components.synthesis.seeds import SEEDS, canonical
+from components.core.config import Device
+from components.synthesis.core_operators import SEEDS, canonical
+from components.synthesis.mined_operators import Form, shape_after
 
-VIEWS = frozenset("view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias detach as_strided split unbind".split())
+VIEWS = frozenset(
+    "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias detach as_strided split unbind".split()
+)
 NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in SEEDS}
 """Eager time for an element on one CPU core, where it was measured."""
 OTHER_NANOSECONDS = 0.5
@@ -69,4 +71,6 @@ def eager_seconds(form: Form, met: Metered, device: Device) -> tuple[float, floa
     the size. On a GPU launches are nearly all that a small input takes."""
     if device == "cuda":
         return met.calls * GPU_LAUNCH, met.flops / GPU_FLOPS + met.bytes / GPU_BANDWIDTH
-    return 0.0, met.flops / CPU_FLOPS + met.bytes / 8e9 * NANOSECONDS.get(canonical(form.name), OTHER_NANOSECONDS)
+    return 0.0, met.flops / CPU_FLOPS + met.bytes / 8e9 * NANOSECONDS.get(
+        canonical(form.name), OTHER_NANOSECONDS
+    )

@@ -18,19 +18,19 @@ from typing import Protocol
 
 import torch
 
-from components.config import BadInput, Data, Params
-from components.files import atomic_folder
-from components.progress import Progress
-from components.sandbox.nursery import InfrastructureError
-from components.sandbox.verdict import Admission
-from components.synthesis.chains import Composer, Draft
+from components.core.config import Data, Params
+from components.core.errors import InfrastructureError, UserError
+from components.core.files import atomic_folder
+from components.core.progress import Progress
+from components.core.task import KernelTask, dataset_version, write_tasks
+from components.judge.verdict import Admission
 from components.synthesis.compose import stream
+from components.synthesis.dataset_summary import Rejection, Summary, write_summary
 from components.synthesis.headroom import headroom
-from components.synthesis.mining import mined
 from components.synthesis.model_composer import ModelComposer
-from components.synthesis.rubric import Rubric
-from components.synthesis.summary import Rejection, Summary, write_summary
-from components.task import KernelTask, dataset_version, write_tasks
+from components.synthesis.operator_table import mined
+from components.synthesis.task_filter import Rubric
+from components.synthesis.torch_composer import Composer, Draft
 
 HOPELESS = 60
 """Executed candidates in a row without one admission, after which the parameters are to blame."""
@@ -68,7 +68,9 @@ class Candidate:
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
         admission = self.judgement.result()
-        return not admission.admitted and (self.resized or self.draft is None or admission.reason != "eager_time")
+        return not admission.admitted and (
+            self.resized or self.draft is None or admission.reason != "eager_time"
+        )
 
 
 Place = tuple[str, str]
@@ -83,7 +85,9 @@ def targets(data: Data) -> Counter[Place]:
         for kind, share in kinds(data).items():
             wanted[split, kind] = int(count * share)
         # What rounding down left goes to the largest remainders.
-        rest = sorted(kinds(data), key=lambda kind: (int(count * kinds(data)[kind]) - count * kinds(data)[kind], kind))
+        rest = sorted(
+            kinds(data), key=lambda kind: (int(count * kinds(data)[kind]) - count * kinds(data)[kind], kind)
+        )
         for kind in rest[: count - sum(number for (place, _), number in wanted.items() if place == split)]:
             wanted[split, kind] += 1
     return wanted
@@ -123,20 +127,33 @@ class Builder:
             elif self.window:
                 self.decide()
                 step = len(self.admitted) if self.wanted is not None else self.candidates
-                self.progress.update("data", step, total, candidates=self.candidates, rejected=len(self.rejected))
+                self.progress.update(
+                    "data", step, total, candidates=self.candidates, rejected=len(self.rejected)
+                )
             else:
                 return
 
     def place(self, task: KernelTask) -> Place:
-        return task.split, task.data_source if self.wanted is not None and ("train", "") not in self.wanted else ""
+        return task.split, task.data_source if self.wanted is not None and (
+            "train",
+            "",
+        ) not in self.wanted else ""
 
     def enter(self, candidate: Candidate) -> Candidate:
         task = candidate.task
-        reason, detail = (candidate.refused.reason, candidate.refused.detail) if candidate.refused else self.rubric.look(task)
+        reason, detail = (
+            (candidate.refused.reason, candidate.refused.detail)
+            if candidate.refused
+            else self.rubric.look(task)
+        )
         self.dry = 0 if not reason and self.needs(candidate, self.room()) else self.dry + 1
         if self.dry > DRY and self.wanted is not None:
-            missing = ", ".join(f"{count - self.done[key]} {' '.join(filter(None, key))}" for key, count in self.wanted.items() if count > self.done[key])
-            raise BadInput(
+            missing = ", ".join(
+                f"{count - self.done[key]} {' '.join(filter(None, key))}"
+                for key, count in self.wanted.items()
+                if count > self.done[key]
+            )
+            raise UserError(
                 f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed (missing: {missing}); "
                 "ask for fewer tasks or widen data.numel."
             )
@@ -163,7 +180,11 @@ class Builder:
 
     def feed(self) -> None:
         """Give the pool the first of the window that are needed, as many as keep it busy."""
-        under_way = sum(1 for candidate in self.window if candidate.judgement is not None and not candidate.judgement.done())
+        under_way = sum(
+            1
+            for candidate in self.window
+            if candidate.judgement is not None and not candidate.judgement.done()
+        )
         room = Counter(self.wanted or {})
         room.subtract(self.done)
         for place, candidate in enumerate(self.window):
@@ -183,7 +204,11 @@ class Builder:
         self.window[0] = replace(first, judgement=judgement)
         while not judgement.done():
             self.feed()
-            others = (other.judgement for other in self.window if other.judgement is not None and not other.judgement.done())
+            others = (
+                other.judgement
+                for other in self.window
+                if other.judgement is not None and not other.judgement.done()
+            )
             wait([judgement, *others], return_when=FIRST_COMPLETED)
         return judgement.result()
 
@@ -198,21 +223,39 @@ class Builder:
         if admission is None:
             self.surplus += 1
             return
-        if admission.reason == "infrastructure":  # a set must not depend on what failed beside it; who builds again goes on here
-            raise InfrastructureError(f"the judge failed by its own fault: {admission.evidence.get('detail', '')}")
+        if (
+            admission.reason == "infrastructure"
+        ):  # a set must not depend on what failed beside it; who builds again goes on here
+            raise InfrastructureError(
+                f"the judge failed by its own fault: {admission.evidence.get('detail', '')}"
+            )
         reason, detail = self.rubric.weigh(admission)
         if not reason:
             self.fruitless = 0
             self.done[self.place(task)] += 1
             flops = candidate.draft.flops if candidate.draft is not None else None
-            evidence = {"device": self.params.device} | admission.evidence | self.rubric.nearest(task) | headroom(admission.evidence, flops)
-            self.admitted.append(task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)}))
+            evidence = (
+                {"device": self.params.device}
+                | admission.evidence
+                | self.rubric.nearest(task)
+                | headroom(admission.evidence, flops)
+            )
+            self.admitted.append(
+                task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)})
+            )
             return
         self.fruitless += 1
         self.rejected.append(Rejection(task, reason, detail))
         if self.wanted is not None and self.fruitless >= HOPELESS:
-            raise BadInput(f"data: the last {HOPELESS} candidates that ran were all refused, this one for {reason}; widen data.eager_seconds or data.numel.")
-        if reason == "eager_time" and candidate.draft is not None and self.composer is not None and not candidate.resized:
+            raise UserError(
+                f"data: the last {HOPELESS} candidates that ran were all refused, this one for {reason}; widen data.eager_seconds or data.numel."
+            )
+        if (
+            reason == "eager_time"
+            and candidate.draft is not None
+            and self.composer is not None
+            and not candidate.resized
+        ):
             resized = self.composer.resized(candidate.draft, admission.evidence["eager_seconds"])
             if resized is not None:
                 self.window.appendleft(self.enter(Candidate(resized.task, draft=resized, resized=True)))
@@ -221,30 +264,47 @@ class Builder:
     def write(self, out: Path) -> Summary:
         with atomic_folder(out) as folder:
             write_tasks(folder / "tasks.parquet", self.admitted)
-            similarities = tuple(sorted(similarity for similarity, _ in self.rubric.nearest_programs.values()))
+            similarities = tuple(
+                sorted(similarity for similarity, _ in self.rubric.nearest_programs.values())
+            )
             version = dataset_version(folder / "tasks.parquet")
-            if out.is_dir() and any(out.iterdir()) and (old := dataset_version(out / "tasks.parquet")) != version:
-                raise BadInput(f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; give another folder, or delete it first.")
-            summary = Summary(version, self.candidates, self.surplus, tuple(self.admitted), tuple(self.rejected), similarities)
+            if (
+                out.is_dir()
+                and any(out.iterdir())
+                and (old := dataset_version(out / "tasks.parquet")) != version
+            ):
+                raise UserError(
+                    f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; give another folder, or delete it first."
+                )
+            summary = Summary(
+                version,
+                self.candidates,
+                self.surplus,
+                tuple(self.admitted),
+                tuple(self.rejected),
+                similarities,
+            )
             write_summary(folder, self.params, summary)
         return summary
 
 
 def check_out(out: Path) -> None:
-    """BadInput unless `out` is a new or empty folder, or holds a data set: what lies there would be gone."""
+    """UserError unless `out` is a new or empty folder, or holds a data set: what lies there would be gone."""
     if out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file()):
         return
     if out.exists() or out.is_symlink():
-        raise BadInput(f"{out}: holds something else than a data set; give a new or empty folder.")
+        raise UserError(f"{out}: holds something else than a data set; give a new or empty folder.")
 
 
-def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None) -> Summary:
+def build(
+    params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None
+) -> Summary:
     """Make a data set and write it to the folder `out` in one step: tasks.parquet, rejected.parquet, metrics.json,
     plots/*.csv and README.md. Equal parameters and verdicts give an equal data set, in whatever order verdicts come.
     `seeds` is the folder of the mined table; it is not looked at where data.operators is core; the journal of
     data.composer's answers lies beside it.
 
-    Raises BadInput when data.against cannot be read, when the parameters admit next to nothing, or when `out` holds another data set.
+    Raises UserError when data.against cannot be read, when the parameters admit next to nothing, or when `out` holds another data set.
     """
     check_out(out)
     data = params.data
@@ -254,16 +314,23 @@ def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds:
         source = (Candidate(task) for task in stream(data.seed, data, params.device))
     else:
         if seeds is None:
-            raise BadInput(f"data.operators: {data.operators} needs the folder of the mined table; give one, or set data.operators to core.")
+            raise UserError(
+                f"data.operators: {data.operators} needs the folder of the mined table; give one, or set data.operators to core."
+            )
         table = mined(seeds, progress)
         if data.composer:
             asked = ModelComposer(sorted({form.name for form in table.forms}), data, seeds.parent / "answers")
-            source = (Candidate(item) if isinstance(item, KernelTask) else Candidate(item.task, refused=item) for item in asked)
+            source = (
+                Candidate(item) if isinstance(item, KernelTask) else Candidate(item.task, refused=item)
+                for item in asked
+            )
         else:
             builder.composer = Composer(table, data, params.device, modules=data.operators == "all")
             source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # probes are small: fifteen more threads that wait for each took two of sixteen cores from the judge
+    torch.set_num_threads(
+        1
+    )  # probes are small: fifteen more threads that wait for each took two of sixteen cores from the judge
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on many a mined form; the rubric decides
@@ -273,14 +340,24 @@ def build(params: Params, out: Path, pool: Admitting, progress: Progress, seeds:
     return builder.write(out)
 
 
-def readmit(params: Params, tasks: Iterable[KernelTask], total: int, out: Path, pool: Admitting, progress: Progress) -> Summary:
+def readmit(
+    params: Params, tasks: Iterable[KernelTask], total: int, out: Path, pool: Admitting, progress: Progress
+) -> Summary:
     """Hold given tasks against the rubric and the judge, every one of them, and write those that pass as `build` does.
 
-    Raises BadInput when none passes: an empty data set is none."""
+    Raises UserError when none passes: an empty data set is none."""
     check_out(out)
     builder = Builder(params, pool, progress, None)
     builder.run((Candidate(task) for task in itertools.islice(tasks, total)), total)
     if not builder.admitted:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(item.reason for item in builder.rejected).most_common()) or "no rows"
-        raise BadInput(f"{out}: no task was admitted ({reasons}), so nothing was written; see cuda-agent data check for each row.")
+        reasons = (
+            ", ".join(
+                f"{reason} {count}"
+                for reason, count in Counter(item.reason for item in builder.rejected).most_common()
+            )
+            or "no rows"
+        )
+        raise UserError(
+            f"{out}: no task was admitted ({reasons}), so nothing was written; see cuda-agent data check for each row."
+        )
     return builder.write(out)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from components.task import KernelTask
+from components.core.task import KernelTask
 
 LIKED = 4
 """How often the tasks with the most headroom come in one pass of training."""
@@ -32,4 +32,8 @@ def headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
 def weighed(tasks: Iterable[KernelTask]) -> list[KernelTask]:
     """Tasks as often as they are worth in one pass of training: once where nothing is to be won or nothing is known, once
     more with every doubling of the headroom, four times at most."""
-    return [task for task in tasks for _ in range(min(LIKED, 1 + int(math.log2(max(task.evidence.get("headroom", 1.0), 1.0)))))]
+    return [
+        task
+        for task in tasks
+        for _ in range(min(LIKED, 1 + int(math.log2(max(task.evidence.get("headroom", 1.0), 1.0)))))
+    ]

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.synthesis.operators import FAULTS, SMALL, Form, LeftOut, apply, made_for, shape_after
-from components.synthesis.seeds import canonical
+from components.synthesis.core_operators import canonical
+from components.synthesis.mined_operators import FAULTS, SMALL, Form, Skipped, apply, made_for, shape_after
 
 VARIANTS = 14
 """Forms that are tried of one operator, at most."""
@@ -114,12 +114,21 @@ FIRST = frozenset("self input x x1 input1 tensor a".split())
 
 WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     # What no signature tells: (init, call).
-    "torch.matmul": (("", "torch.matmul({x}, {y}.transpose(-1, -2))"), ("", "torch.matmul({x}.transpose(-1, -2), {y})")),
+    "torch.matmul": (
+        ("", "torch.matmul({x}, {y}.transpose(-1, -2))"),
+        ("", "torch.matmul({x}.transpose(-1, -2), {y})"),
+    ),
     "torch.mm": (("", "torch.mm({x}, {y}.t())"), ("", "torch.mm({x}.t(), {y})")),
     "torch.bmm": (("", "torch.bmm({x}, {y}.transpose(1, 2))"), ("", "torch.bmm({x}.transpose(1, 2), {y})")),
-    "torch.einsum": (("", 'torch.einsum("...ij,...kj->...ik", {x}, {y})'), ("", 'torch.einsum("...ij,...ij->...i", {x}, {y})')),
+    "torch.einsum": (
+        ("", 'torch.einsum("...ij,...kj->...ik", {x}, {y})'),
+        ("", 'torch.einsum("...ij,...ij->...i", {x}, {y})'),
+    ),
     "torch.where": (("", "torch.where({x} > 0.0, {x}, {y})"), ("", "torch.where({x} > {y}, {x}, 0.5 * {x})")),
-    "torch.masked_fill": (("", "torch.masked_fill({x}, {x} > 1.0, 0.5)"), ("", "torch.masked_fill({x}, {y} > 0.5, -1.0)")),
+    "torch.masked_fill": (
+        ("", "torch.masked_fill({x}, {x} > 1.0, 0.5)"),
+        ("", "torch.masked_fill({x}, {y} > 0.5, -1.0)"),
+    ),
     "torch.addcmul": (("", "torch.addcmul({x}, {x}, {y}, value=0.5)"),),
     "torch.cat": (("", "torch.cat([{x}, {y}], dim=1)"), ("", "torch.cat([{x}, {y}], dim=-1)")),
     "torch.stack": (("", "torch.stack([{x}, {y}], dim=1)"), ("", "torch.stack([{x}, {y}], dim=2)")),
@@ -130,10 +139,21 @@ WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
         ("nn.Parameter(torch.randn({last}, {last}) * {last} ** -0.5)", "F.linear({x}, {self})"),
         ("nn.Parameter(torch.randn({half_last}, {last}) * {last} ** -0.5)", "F.linear({x}, {self})"),
     ),
-    "F.conv1d": (("nn.Parameter(torch.randn({channels}, {channels}, 3) * (3 * {channels}) ** -0.5)", "F.conv1d({x}, {self}, padding=1)"),),
+    "F.conv1d": (
+        (
+            "nn.Parameter(torch.randn({channels}, {channels}, 3) * (3 * {channels}) ** -0.5)",
+            "F.conv1d({x}, {self}, padding=1)",
+        ),
+    ),
     "F.conv2d": (
-        ("nn.Parameter(torch.randn({channels}, {channels}, 3, 3) * (9 * {channels}) ** -0.5)", "F.conv2d({x}, {self}, padding=1)"),
-        ("nn.Parameter(torch.randn({channels}, 1, 3, 3) / 3.0)", "F.conv2d({x}, {self}, padding=1, groups={channels})"),
+        (
+            "nn.Parameter(torch.randn({channels}, {channels}, 3, 3) * (9 * {channels}) ** -0.5)",
+            "F.conv2d({x}, {self}, padding=1)",
+        ),
+        (
+            "nn.Parameter(torch.randn({channels}, 1, 3, 3) / 3.0)",
+            "F.conv2d({x}, {self}, padding=1, groups={channels})",
+        ),
     ),
     "F.prelu": (("nn.Parameter(torch.rand({channels}) * 0.5)", "F.prelu({x}, {self})"),),
     "F.scaled_dot_product_attention": (
@@ -146,8 +166,14 @@ WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
         ("", 'F.interpolate({x}, scale_factor=0.5, mode="area")'),
     ),
     "nn.MultiheadAttention": (
-        ("nn.MultiheadAttention({last}, 4, batch_first=True)", "{self}({x}, {x}, {x}, need_weights=False)[0]"),
-        ("nn.MultiheadAttention({last}, 8, batch_first=True)", "{self}({x}, {y}, {y}, need_weights=False)[0]"),
+        (
+            "nn.MultiheadAttention({last}, 4, batch_first=True)",
+            "{self}({x}, {x}, {x}, need_weights=False)[0]",
+        ),
+        (
+            "nn.MultiheadAttention({last}, 8, batch_first=True)",
+            "{self}({x}, {y}, {y}, need_weights=False)[0]",
+        ),
     ),
     "nn.Conv2d": (
         ("nn.Conv2d({channels}, {channels}, 3, padding=1, groups={channels})", "{self}({x})"),
@@ -169,7 +195,9 @@ NOT_MINED: dict[str, str] = {
         r"Module|ModuleList|ModuleDict|ParameterList|ParameterDict|Sequential|Container|DataParallel|RNNBase|RNNCellBase|SyncBatchNorm"
     ),
     "a stack of many operators, or a loop over time steps; the cells are mined": r"LSTM|GRU|RNN|Transformer\w*",
-    "no operator": (r"(handle|has)_torch_function\w*|assert_int_or_pair|boolean_dispatch|Optional|Tensor|torch|save|\w*seed|from_file|wait|range"),
+    "no operator": (
+        r"(handle|has)_torch_function\w*|assert_int_or_pair|boolean_dispatch|Optional|Tensor|torch|save|\w*seed|from_file|wait|range"
+    ),
     "a decomposition, ill-conditioned on random matrices": (
         r"(cholesky|lu|qr|svd|logdet|slogdet|inverse|pinverse|orgqr|ormqr|geqrf|triangular_solve|nuclear_norm)\w*|det"
     ),
@@ -186,10 +214,10 @@ class Argument:
     tensor: bool
 
 
-def mine() -> tuple[list[Form], list[LeftOut]]:
+def mine() -> tuple[list[Form], list[Skipped]]:
     """Forms in the order of names, and every public name that none was kept of. About ten seconds of one core."""
     forms: list[Form] = []
-    left_out: list[LeftOut] = []
+    left_out: list[Skipped] = []
     meanings: dict[tuple[str, ...], str] = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -203,7 +231,7 @@ def mine() -> tuple[list[Form], list[LeftOut]]:
                     found, reason = [], f"another name of {other}"
             forms += found
             if not found:
-                left_out.append(LeftOut(name, reason))
+                left_out.append(Skipped(name, reason))
     return forms, left_out
 
 
@@ -268,7 +296,12 @@ def _templates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
         return
     for signature in _overloads(name, thing):
         tensors = [a for a in signature if a.tensor and a.required]
-        if not tensors or len(tensors) > 2 or tensors[0] is not signature[0] or (len(tensors) == 2 and tensors[1].name not in SECOND):
+        if (
+            not tensors
+            or len(tensors) > 2
+            or tensors[0] is not signature[0]
+            or (len(tensors) == 2 and tensors[1].name not in SECOND)
+        ):
             continue
         inputs = ["{x}", "{y}"][: len(tensors)]
         for arguments in _filled([a for a in signature if not a.tensor]):
@@ -293,8 +326,14 @@ def _unruled(name: str, thing: Any) -> str:
         return "has no signature that can be read"
     if not isinstance(thing, type) and not any(signature and signature[0].tensor for signature in signatures):
         return "takes no tensor first"
-    unknown = [a.name for a in signatures[0] if a.required and a.name not in ARGUMENTS and a.name not in FIRST]
-    return f"needs {', '.join(unknown)}, and no rule says what to give" if unknown else "takes more tensors than a chain has"
+    unknown = [
+        a.name for a in signatures[0] if a.required and a.name not in ARGUMENTS and a.name not in FIRST
+    ]
+    return (
+        f"needs {', '.join(unknown)}, and no rule says what to give"
+        if unknown
+        else "takes more tensors than a chain has"
+    )
 
 
 def _signature(function: Any) -> list[Argument]:
@@ -307,7 +346,9 @@ def _signature(function: Any) -> list[Argument]:
 
 
 def _is_tensor(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (Tensor, "Tensor", "torch.Tensor") or (parameter.default is parameter.empty and parameter.name in FIRST | SECOND)
+    return parameter.annotation in (Tensor, "Tensor", "torch.Tensor") or (
+        parameter.default is parameter.empty and parameter.name in FIRST | SECOND
+    )
 
 
 def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:

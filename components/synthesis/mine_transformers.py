@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from components.synthesis.cutting import Library, Missing
-from components.synthesis.operators import LeftOut, Module
+from components.synthesis.mined_operators import Module, Skipped
+from components.synthesis.source_extraction import Library, Missing
 
 FAMILIES = tuple(
     """albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2 deepseek_v2 deepseek_v3 diffllama dinov2 electra esm
@@ -32,10 +32,18 @@ FAMILIES = tuple(
 """Folders of transformers.models that are looked at; most others copy a module of one of these."""
 SCALED: dict[str, float] = {
     # Configuration values that follow the hidden size, as multiples of it.
-    **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0),
-    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size shared_expert_intermediate_size".split(), 2.0),
+    **dict.fromkeys(
+        "hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0
+    ),
+    **dict.fromkeys(
+        "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size shared_expert_intermediate_size".split(),
+        2.0,
+    ),
     **dict.fromkeys("moe_intermediate_size mlp_intermediate_size".split(), 0.5),
-    **dict.fromkeys("num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads".split(), 1 / 64),
+    **dict.fromkeys(
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads".split(),
+        1 / 64,
+    ),
     **dict.fromkeys("num_key_value_heads num_kv_heads".split(), 1 / 128),
 }
 FIXED: dict[str, Any] = {
@@ -55,7 +63,9 @@ FIXED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
 }
 VECTOR, IMAGE = "torch.randn({batch}, {length}, {hidden})", "torch.randn({batch}, {hidden}, {side}, {side})"
-INPUTS = frozenset("hidden_states x hidden_state inputs input hidden features input_tensor hidden_states_gate residual pixel_values query embeddings".split())
+INPUTS = frozenset(
+    "hidden_states x hidden_state inputs input hidden features input_tensor hidden_states_gate residual pixel_values query embeddings".split()
+)
 MADE_WITH = {
     "config": "config",
     "layer_idx": "0",
@@ -64,7 +74,10 @@ MADE_WITH = {
     "block_size": "64",
     "eps": "1e-6",
     "dtype": "torch.float32",
-    **dict.fromkeys("hidden_size dim d_model normalized_shape in_features embed_dim num_features channels in_channels num_channels".split(), "{hidden}"),
+    **dict.fromkeys(
+        "hidden_size dim d_model normalized_shape in_features embed_dim num_features channels in_channels num_channels".split(),
+        "{hidden}",
+    ),
     **dict.fromkeys("intermediate_size hidden_features ffn_dim out_channels".split(), "{twice}"),
     **dict.fromkeys("num_heads num_attention_heads".split(), "{heads}"),
 }
@@ -99,7 +112,14 @@ def scaled(config: dict[str, Any], hidden: int) -> dict[str, Any]:
 
 def write_source(module: Module, batch: int, length: int, hidden: int) -> str:
     """The task's source for inputs of these sizes."""
-    values = {"batch": batch, "length": length, "hidden": hidden, "twice": 2 * hidden, "heads": max(1, hidden // 64), "side": math.isqrt(length)}
+    values = {
+        "batch": batch,
+        "length": length,
+        "hidden": hidden,
+        "twice": 2 * hidden,
+        "heads": max(1, hidden // 64),
+        "side": math.isqrt(length),
+    }
     given = ", ".join(f"{key}={value!r}" for key, value in scaled(module.config, hidden).items())
     config = f"        config = SimpleNamespace({given})\n" if "config" in module.init else ""
     names = ("x", "y", "z", "w")[: len(module.inputs)]
@@ -113,10 +133,10 @@ def write_source(module: Module, batch: int, length: int, hidden: int) -> str:
     )
 
 
-def mine() -> tuple[list[Module], list[LeftOut]]:
+def mine() -> tuple[list[Module], list[Skipped]]:
     """Modules in the order of families, and every class of a mined role that was left out. About a minute of one core."""
     found: list[Module] = []
-    left_out: list[LeftOut] = []
+    left_out: list[Skipped] = []
     meanings: dict[str, str] = {}
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -126,14 +146,21 @@ def mine() -> tuple[list[Module], list[LeftOut]]:
             config = None if family == "activations" else _config(family)
             for name in [*library.classes(), *library.rotations()]:
                 try:
-                    module = _module(library, family, name, config) if name in library.classes() else _rotation(library, family, name)
-                    meaning = re.sub(rf"\b{library.prefix}(?=[A-Z])", "", module.code).replace(library.prefix, "") + module.call
+                    module = (
+                        _module(library, family, name, config)
+                        if name in library.classes()
+                        else _rotation(library, family, name)
+                    )
+                    meaning = (
+                        re.sub(rf"\b{library.prefix}(?=[A-Z])", "", module.code).replace(library.prefix, "")
+                        + module.call
+                    )
                     if meaning in meanings:
                         raise Missing(f"the same as {meanings[meaning]}")
                     meanings[meaning] = f"{family}.{name}"
                     found.append(module)
                 except Missing as reason:
-                    left_out.append(LeftOut(f"transformers.{family}.{name}", str(reason)))
+                    left_out.append(Skipped(f"transformers.{family}.{name}", str(reason)))
     return found, left_out
 
 
@@ -152,7 +179,11 @@ def _config(family: str) -> Any:
     """The family's default configuration, the text model's where there are several; None where there is none."""
     try:
         library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-        classes = [thing for name, thing in vars(library).items() if name.endswith("Config") and getattr(thing, "__module__", "") == library.__name__]
+        classes = [
+            thing
+            for name, thing in vars(library).items()
+            if name.endswith("Config") and getattr(thing, "__module__", "") == library.__name__
+        ]
         classes.sort(key=lambda thing: ("Text" not in thing.__name__, len(thing.__name__)))
         return classes[0]() if classes else None
     except (ImportError, TypeError, ValueError, AttributeError):
@@ -169,7 +200,11 @@ def _module(library: Library, family: str, name: str, config: Any) -> Module:
     read = sorted(set(re.findall(r"config\.(\w+)|getattr\([\w.]*config, '(\w+)'", code)))
     values: dict[str, Any] = {}
     for key in ("".join(pair) for pair in read):
-        value = FIXED[key] if config is None or key.startswith("_") else getattr(config, key, FIXED.get(key, _NOTHING))
+        value = (
+            FIXED[key]
+            if config is None or key.startswith("_")
+            else getattr(config, key, FIXED.get(key, _NOTHING))
+        )
         if value is not _NOTHING and _is_plain(value):
             values[key] = value
     given = _required(node, "forward", library)
@@ -249,7 +284,9 @@ def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
         elif argument == "position_ids":
             given.append(f"{argument}={add('torch.arange({length}).unsqueeze(0)')}")
         elif argument == "position_embeddings":
-            given.append(f"{argument}=({add('torch.randn(1, {length}, 64)')}, {add('torch.randn(1, {length}, 64)')})")
+            given.append(
+                f"{argument}=({add('torch.randn(1, {length}, 64)')}, {add('torch.randn(1, {length}, 64)')})"
+            )
         elif argument == "attention_mask":
             given.append("attention_mask=None")
         else:
@@ -268,10 +305,17 @@ def _why_not(module: Module) -> str:
         out, again = model(*inputs), model(*inputs)
         other = model(*scope["get_inputs"]())
     except Exception as error:  # the library's own code on arguments that we guessed: anything may be raised
-        return f"does not run on guessed arguments ({type(error).__name__}: {' '.join(str(error).split())[:90]})"
+        return (
+            f"does not run on guessed arguments ({type(error).__name__}: {' '.join(str(error).split())[:90]})"
+        )
     if isinstance(out, tuple):
         return SEVERAL
-    if not isinstance(out, torch.Tensor) or not isinstance(other, torch.Tensor) or out.dtype != torch.float32 or out.dim() < 2:
+    if (
+        not isinstance(out, torch.Tensor)
+        or not isinstance(other, torch.Tensor)
+        or out.dtype != torch.float32
+        or out.dim() < 2
+    ):
         return "gives no float32 tensor back"
     if not torch.equal(out, again):
         return "is not deterministic"

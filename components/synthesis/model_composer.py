@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from components.config import BadInput, Data
-from components.files import digest_json, read_json, write_json
+from components.core.config import Data
+from components.core.errors import UserError
+from components.core.files import digest_json, read_json, write_json
+from components.core.task import KernelTask
 from components.policy.chat_client import ChatClient, ServerFailed
 from components.synthesis.compose import is_held_out
-from components.synthesis.summary import Rejection
-from components.task import KernelTask
+from components.synthesis.dataset_summary import Rejection
 
 AHEAD = 8
 """Questions under way at once."""
@@ -59,14 +60,18 @@ class ModelComposer:
         try:
             while True:
                 while len(asked) < AHEAD:
-                    ops = tuple(rng.sample(self.operators, rng.choices(list(mix), weights=list(mix.values()))[0]))
+                    ops = tuple(
+                        rng.sample(self.operators, rng.choices(list(mix), weights=list(mix.values()))[0])
+                    )
                     asked.append((ops, executor.submit(self._answer, ops, number)))
                     number += 1
                 ops, answer = asked.popleft()
                 read = self._read(ops, answer.result())
                 fruitless = fruitless + 1 if isinstance(read, Rejection) else 0
                 if isinstance(read, Rejection) and fruitless >= FRUITLESS:
-                    raise BadInput(f"data.composer_model: {FRUITLESS} answers in a row held no source ({read.reason}); name a model that writes one.")
+                    raise UserError(
+                        f"data.composer_model: {FRUITLESS} answers in a row held no source ({read.reason}); name a model that writes one."
+                    )
                 yield read
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -76,17 +81,34 @@ class ModelComposer:
         """Text and finish reason, from the journal or from the server."""
         (low, high), (fastest, slowest) = self.data.numel, self.data.eager_seconds
         operators = "\n".join(f"- {name}" for name in ops)
-        question = QUESTION.format(count=len(ops), operators=operators, low=low, high=high, fastest=fastest * 1e3, slowest=slowest * 1e3)
+        question = QUESTION.format(
+            count=len(ops),
+            operators=operators,
+            low=low,
+            high=high,
+            fastest=fastest * 1e3,
+            slowest=slowest * 1e3,
+        )
         key = digest_json([self.data.composer_model, question, self.data.seed, number])
         place = self.answers / key[:2] / f"{key}.json"
         if not place.is_file():
             messages = [{"role": "user", "content": question}]
             try:
-                turn = self.client.turn(messages, tools=(), max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=int(key[:7], 16))
+                turn = self.client.turn(
+                    messages, tools=(), max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=int(key[:7], 16)
+                )
             except ServerFailed as error:
-                raise BadInput(f"data.composer: {error}; see to {self.client.url}, then run the same command again: the answers so far are kept.") from error
+                raise UserError(
+                    f"data.composer: {error}; see to {self.client.url}, then run the same command again: the answers so far are kept."
+                ) from error
             # A lone surrogate, which JSON can spell, is no text.
-            write_json(place, {"content": turn.content.encode(errors="replace").decode(), "finish_reason": turn.finish_reason})
+            write_json(
+                place,
+                {
+                    "content": turn.content.encode(errors="replace").decode(),
+                    "finish_reason": turn.finish_reason,
+                },
+            )
         answer: dict[str, str] = read_json(place)
         return answer
 
@@ -94,7 +116,18 @@ class ModelComposer:
         text = THOUGHT.sub("", answer["content"])
         blocks = BLOCK.findall(text)
         split = "held_out" if is_held_out(ops, self.data.seed) else "train"
-        task = KernelTask.model_validate({"code": max(blocks, key=len, default=text), "ops": ops, "data_source": f"torch#{len(ops)}", "split": split})
+        task = KernelTask.model_validate(
+            {
+                "code": max(blocks, key=len, default=text),
+                "ops": ops,
+                "data_source": f"torch#{len(ops)}",
+                "split": split,
+            }
+        )
         if not blocks:
-            return Rejection(task, "cut_off" if answer["finish_reason"] == "length" else "no_code", f"an answer of {len(text)} characters")
+            return Rejection(
+                task,
+                "cut_off" if answer["finish_reason"] == "length" else "no_code",
+                f"an answer of {len(text)} characters",
+            )
         return task

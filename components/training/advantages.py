@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both [batch, seq], unwhitened, 0 where `action_mask` is 0.
 
     `values[t]` is the value of the state before token t is emitted; the state after the last own token is worth 0, also

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from components.config import BadInput
-from components.policy.model import verify_checkpoint
+from components.core.errors import UserError
+from components.policy.checkpoint import verify_checkpoint
 from components.training.engine import DTYPES
 from components.training.networks import load_critic
 from components.training.ppo import run_ppo
@@ -17,8 +17,15 @@ def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     """Train `stage.actor` with `stage.critic`; `episodes` takes the place of the agent loop in tests."""
     params, folder = stage.params, stage.critic
     if folder is None:
-        raise BadInput(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
+        raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
     own, other = verify_checkpoint(stage.actor).files, verify_checkpoint(folder).files
     if own.get(TOKENIZER) != other.get(TOKENIZER):
-        raise BadInput(f"{folder / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; give the critic that was made from this actor.")
-    return run_ppo(stage, params.agentic, lambda: load_critic(folder, DTYPES[params.engine.dtype]), episodes or agent_loop())
+        raise UserError(
+            f"{folder / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; give the critic that was made from this actor."
+        )
+    return run_ppo(
+        stage,
+        params.agentic,
+        lambda: load_critic(folder, DTYPES[params.engine.dtype]),
+        episodes or agent_loop(),
+    )

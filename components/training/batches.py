@@ -34,7 +34,9 @@ class Batch:
         return dataclasses.replace(self, **fields)
 
     def to(self, device: torch.device) -> Self:
-        return dataclasses.replace(self, **{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
+        return dataclasses.replace(
+            self, **{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)}
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -64,7 +66,9 @@ def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     )
     for row, (ids, mask) in enumerate(rows):
         if len(ids) != len(mask) or not any(mask) or mask[0]:
-            raise ValueError(f"row {row}: {len(ids)} ids, {len(mask)} mask entries, {sum(mask)} own tokens; the mask must fit and spare the first token")
+            raise ValueError(
+                f"row {row}: {len(ids)} ids, {len(mask)} mask entries, {sum(mask)} own tokens; the mask must fit and spare the first token"
+            )
         batch.ids[row, : len(ids)] = torch.tensor(ids)
         batch.action_mask[row, : len(ids)] = torch.tensor(mask, dtype=torch.bool)
         batch.valid[row, : len(ids)] = True
@@ -79,7 +83,13 @@ def collate(trajectories: Sequence[Trajectory]) -> Rollout:
         sampler_logprob[row, : len(trajectory.ids)] = torch.tensor(trajectory.sampler_logprob)
         last = max(t for t, own in enumerate(trajectory.action_mask) if own)
         rewards[row, last] = trajectory.reward
-    return Rollout(ids=batch.ids, action_mask=batch.action_mask, valid=batch.valid, sampler_logprob=sampler_logprob, rewards=rewards)
+    return Rollout(
+        ids=batch.ids,
+        action_mask=batch.action_mask,
+        valid=batch.valid,
+        sampler_logprob=sampler_logprob,
+        rewards=rewards,
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,9 @@ class Microbatch:
     counted: bool = True
 
 
-def plan(lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1) -> list[Microbatch]:
+def plan(
+    lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1
+) -> list[Microbatch]:
     """This rank's micro-batches of `rows`, longest first, each within the budget of padded tokens (or a single row).
 
     Rows are dealt by length, so ranks get equal work. Every rank gets the same number of micro-batches, since forward

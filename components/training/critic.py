@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.agent.trajectory import Trajectory, load_trajectories
-from components.config import BadInput
-from components.policy.model import load_model, load_tokenizer, verify_checkpoint
+from components.core.errors import StageFailed, UserError
+from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.training.advantages import explained_variance, gae
 from components.training.batches import Rollout, collate
+from components.training.checkpointing import load_state, save_state
+from components.training.collapse_detection import Terminated, Termination
 from components.training.engine import DTYPES, DeepSpeedEngine, Engine, join_world
-from components.training.guards import Terminated, Termination
 from components.training.losses import value_loss_sum
+from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, critic_from_actor
-from components.training.passes import Sums, evaluate, train_step
 from components.training.rollouts import derived_seed, trainable
-from components.training.stage import Metrics, Stage, StageFailed, StageResult, finish, load_result
-from components.training.states import load_state, save_state
+from components.training.stage import Metrics, Stage, StageResult, finish, load_result
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,33 @@ def run(stage: Stage) -> StageResult:
     tokenizer = load_tokenizer(stage.actor)
     network = critic_from_actor(load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device))
     network.baseline.fill_(float(_monte_carlo(batch, gamma)[batch.action_mask].mean()))
-    engine = DeepSpeedEngine(network, settings, device=params.device, gradient_clip=params.agentic.gradient_clip)
+    engine = DeepSpeedEngine(
+        network, settings, device=params.device, gradient_clip=params.agentic.gradient_clip
+    )
 
     start = load_state(stage.out, {"critic": engine}, settings, world)
     metrics = Metrics(stage.out, world, start=start)
     total = critic.epochs * -(-len(taught) // critic.batch)
     with Termination() as termination:
         for epoch in range(start, critic.epochs):
-            clock, sums, norms = time.monotonic(), Sums(), []
+            clock, sums, norms = time.monotonic(), MetricSums(), []
             targets = Targets(**vars(batch), returns=_returns(engine, batch, gamma, critic.lam, budget))
             order = list(range(len(taught)))
             random.Random(derived_seed(params.seed, "critic", epoch)).shuffle(order)
             for first in range(0, len(order), critic.batch):
                 done_steps = (epoch * len(order) + first) / critic.batch
                 learning_rate = critic.learning_rate * max(0.0, 1 - done_steps / total)
-                norms.append(train_step(engine, targets, order[first : first + critic.batch], _loss, sums, budget=budget, learning_rate=learning_rate))
+                norms.append(
+                    train_step(
+                        engine,
+                        targets,
+                        order[first : first + critic.batch],
+                        _loss,
+                        sums,
+                        budget=budget,
+                        learning_rate=learning_rate,
+                    )
+                )
             figures = sums.means(world, batch.tokens) | {"critic_gradient_norm": sum(norms) / len(norms)}
             figures["explained_variance_held_out"] = _explained(engine, unseen, gamma, budget)
             figures["seconds"] = time.monotonic() - clock
@@ -77,7 +89,9 @@ def run(stage: Stage) -> StageResult:
             stage.progress.update(stage.name, epoch + 1, critic.epochs, value_loss=figures["value_loss"])
             save_state(stage.out, epoch + 1, {"critic": engine}, settings, world, kept=critic.epochs)
             if termination.asked(world) and epoch + 1 < critic.epochs:
-                raise Terminated(f"{stage.name}: ended by SIGTERM after pass {epoch + 1} of {critic.epochs}, whose state is saved; the same command continues")
+                raise Terminated(
+                    f"{stage.name}: ended by SIGTERM after pass {epoch + 1} of {critic.epochs}, whose state is saved; the same command continues"
+                )
 
     # The pass that explained most: a small set of trajectories is soon memorised.
     passes = [(record["explained_variance_held_out"], record["step"]) for record in metrics.records]
@@ -108,7 +122,9 @@ def run(stage: Stage) -> StageResult:
             rewards=(None, None),
             figures=figures,
             seconds=time.monotonic() - started,
-            stopped="" if measured else "all held-out rewards are equal, so the explained variance is undefined and was not required",
+            stopped=""
+            if measured
+            else "all held-out rewards are equal, so the explained variance is undefined and was not required",
             extra={VALUE_HEAD: network.extra()},
         )
 
@@ -118,29 +134,43 @@ def read_all(folders: Sequence[Path]) -> list[Trajectory]:
     found = sorted({file.parent for folder in folders for file in folder.rglob("trajectories.jsonl")})
     trajectories = [trajectory for folder in found for trajectory in checked(folder)]
     if not trajectories:
-        raise BadInput(f"{', '.join(map(str, folders)) or 'no folder'}: no trajectory to learn values from; run the stages from warmup on.")
+        raise UserError(
+            f"{', '.join(map(str, folders)) or 'no folder'}: no trajectory to learn values from; run the stages from warmup on."
+        )
     return trainable(trajectories)
 
 
 def checked(folder: Path) -> list[Trajectory]:
-    """The trajectories of a folder, each with a mask and log-probabilities that fit its tokens; BadInput names one that has not."""
+    """The trajectories of a folder, each with a mask and log-probabilities that fit its tokens; UserError names one that has not."""
     trajectories = load_trajectories(folder)
     for place, one in enumerate(trajectories):
-        fits = len(one.ids) == len(one.action_mask) == len(one.sampler_logprob) and set(one.action_mask) <= {0, 1}
+        fits = len(one.ids) == len(one.action_mask) == len(one.sampler_logprob) and set(one.action_mask) <= {
+            0,
+            1,
+        }
         if not fits or (one.action_mask and one.action_mask[0]) or any(p > 1e-3 for p in one.sampler_logprob):
-            raise BadInput(
+            raise UserError(
                 f"{folder}: action_mask or sampler_logprob of trajectory {place} does not fit its tokens; restore the folder from the run that wrote it."
             )
     return trajectories
 
 
-def split_by_task(trajectories: Sequence[Trajectory], share: float, *, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:
+def split_by_task(
+    trajectories: Sequence[Trajectory], share: float, *, seed: int
+) -> tuple[list[Trajectory], list[Trajectory]]:
     """Trajectories to learn from and held-out ones; no task is on both sides, and each side has at least one task."""
-    tasks = sorted({trajectory.task_id for trajectory in trajectories}, key=lambda task: derived_seed(seed, "held out", task))
+    tasks = sorted(
+        {trajectory.task_id for trajectory in trajectories},
+        key=lambda task: derived_seed(seed, "held out", task),
+    )
     if len(tasks) < 2:
-        raise BadInput("critic: trajectories of a single task cannot be split into taught and held-out ones; give more tasks.")
+        raise UserError(
+            "critic: trajectories of a single task cannot be split into taught and held-out ones; give more tasks."
+        )
     held_out = set(tasks[: min(len(tasks) - 1, max(1, round(share * len(tasks))))])
-    return [t for t in trajectories if t.task_id not in held_out], [t for t in trajectories if t.task_id in held_out]
+    return [t for t in trajectories if t.task_id not in held_out], [
+        t for t in trajectories if t.task_id in held_out
+    ]
 
 
 def _loss(network: nn.Module, rows: Targets) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed, nn
 
-from components import config
+from components.core import config
 from components.training.batches import Microbatch
 
 BETAS = (0.9, 0.95)
@@ -97,7 +97,9 @@ def join_world(device: config.Device, timeout_seconds: float) -> World:
         if "WORLD_SIZE" in os.environ:
             distributed.init_process_group(backend, timeout=timeout)
         else:
-            distributed.init_process_group(backend, timeout=timeout, store=distributed.HashStore(), rank=0, world_size=1)
+            distributed.init_process_group(
+                backend, timeout=timeout, store=distributed.HashStore(), rank=0, world_size=1
+            )
     return World(distributed.get_rank(), distributed.get_world_size(), target)
 
 
@@ -124,7 +126,9 @@ def _deepspeed(device: config.Device) -> Any:
 class DeepSpeedEngine:
     """DeepSpeed, ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
 
-    def __init__(self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float):
+    def __init__(
+        self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float
+    ):
         """`module` goes to the device and is trained in place. Call on every rank with equal weights."""
         self.world = join_world(device, engine.collective_seconds)
         self.settings = engine
@@ -140,11 +144,17 @@ class DeepSpeedEngine:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
         self.engine, *_ = self.deepspeed.initialize(
-            model=module, optimizer=optimizer, config=self._config(gradient_clip, sum(parameter.numel() for parameter in parameters))
+            model=module,
+            optimizer=optimizer,
+            config=self._config(gradient_clip, sum(parameter.numel() for parameter in parameters)),
         )
 
     def _config(self, gradient_clip: float, numel: int) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.settings.zero_stage, "overlap_comm": False, "reduce_bucket_size": min(numel, 500_000_000)}
+        zero: dict[str, Any] = {
+            "stage": self.settings.zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(numel, 500_000_000),
+        }
         if self.settings.cpu_offload and self.settings.zero_stage > 0:
             zero["offload_optimizer"] = {"device": "cpu"}
         return {
@@ -189,7 +199,11 @@ class DeepSpeedEngine:
         """ZeRO 0 in float32 reports no norm; a single process can tell it from its gradients."""
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan
-        gradients = [parameter.grad.float().norm() for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad.float().norm()
+            for parameter in self.module.parameters()
+            if parameter.grad is not None
+        ]
         return float(torch.stack(gradients).norm()) if gradients else math.nan
 
     @contextlib.contextmanager
@@ -206,5 +220,7 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         path, client = self.engine.load_checkpoint(str(folder), tag="state")
         if path is None:
-            raise config.BadInput(f"{folder}: the resumable state is damaged; delete the folder and run again.")
+            raise config.UserError(
+                f"{folder}: the resumable state is damaged; delete the folder and run again."
+            )
         torch.set_rng_state(client["rng"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Sums = dict[str, Tensor]
+MetricSums = dict[str, Tensor]
 """Metrics as sums over own tokens; divide by their number."""
 
 
@@ -28,7 +28,7 @@ def policy_loss_sum(
     clip_low: float,
     clip_high: float,
     importance: Tensor | None = None,
-) -> tuple[Tensor, Sums]:
+) -> tuple[Tensor, MetricSums]:
     """Clipped surrogate of PPO, max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), times `importance`, summed.
 
     `importance` holds the detached truncated weights between sampler and trainer (`importance_weights`).
@@ -52,7 +52,9 @@ def policy_loss_sum(
     return masked_sum(loss, mask), {name: masked_sum(value, mask) for name, value in metrics.items()}
 
 
-def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None) -> tuple[Tensor, Sums]:
+def value_loss_sum(
+    values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
+) -> tuple[Tensor, MetricSums]:
     """Half the squared error, or the larger one of it and that of the value clipped to `clip` around the old; summed."""
     error = (values - returns).square()
     active = torch.zeros_like(action_mask, dtype=torch.bool)
@@ -60,24 +62,33 @@ def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, action_m
         clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
         active = (clipped > error).detach()
         error = torch.maximum(error, clipped)
-    return 0.5 * masked_sum(error, action_mask), {"value_clip_fraction": masked_sum(active.float(), action_mask)}
+    return 0.5 * masked_sum(error, action_mask), {
+        "value_clip_fraction": masked_sum(active.float(), action_mask)
+    }
 
 
 def policy_loss(
-    actor_logprob: Tensor, old_logprob: Tensor, advantages: Tensor, action_mask: Tensor, clip_low: float, clip_high: float
+    actor_logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Tensor, dict[str, float]]:
     """Token mean of the clipped surrogate, with clip fractions and the mean of old - actor log-probability."""
     total, sums = policy_loss_sum(actor_logprob, old_logprob, advantages, action_mask, clip_low, clip_high)
     return _mean(total, sums, action_mask)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None) -> tuple[Tensor, dict[str, float]]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
+) -> tuple[Tensor, dict[str, float]]:
     """Token mean of the value loss; `clip` is in units of the reward, None is off."""
     total, sums = value_loss_sum(values, old_values, returns, action_mask, clip)
     return _mean(total, sums, action_mask)
 
 
-def _mean(total: Tensor, sums: Sums, action_mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+def _mean(total: Tensor, sums: MetricSums, action_mask: Tensor) -> tuple[Tensor, dict[str, float]]:
     tokens = action_mask.bool().sum().clamp(min=1)
     return total / tokens, {name: float(value / tokens) for name, value in sums.items()}
 
@@ -87,13 +98,15 @@ def likelihood_loss_sum(actor_logprob: Tensor, action_mask: Tensor) -> Tensor:
     return -masked_sum(actor_logprob, action_mask)
 
 
-def importance_weights(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor, cap: float) -> Tensor:
+def importance_weights(
+    old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor, cap: float
+) -> Tensor:
     """min(pi_old / mu, cap) per own token, 1 elsewhere: corrects the trainer's difference from the sampler (TIS)."""
     difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
 
 
-def effective_share(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
+def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
     """(sum w)^2 / (n sum w^2) of the untruncated weights w = pi_old / mu over the n own tokens: 1 when the policies agree."""
     mask = action_mask.bool()
     weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))

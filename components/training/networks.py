@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel
 
-from components.config import BadInput
+from components.core.errors import UserError
 
 VALUE_HEAD = "value_head.safetensors"
 LOGITS = 2**26
@@ -41,7 +41,10 @@ class Actor(nn.Module):
         if len(states) <= slices:
             logprob, entropy = self._score(states, targets)
         else:
-            parts = [checkpoint(self._score, *part, use_reentrant=False) for part in zip(states.split(slices), targets.split(slices), strict=True)]
+            parts = [
+                checkpoint(self._score, *part, use_reentrant=False)
+                for part in zip(states.split(slices), targets.split(slices), strict=True)
+            ]
             logprob, entropy = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         empty = torch.zeros(ids.shape, device=ids.device)
         return empty.masked_scatter(action_mask, logprob), empty.masked_scatter(action_mask, entropy)
@@ -100,7 +103,9 @@ def critic_from_actor(policy: PreTrainedModel) -> Critic:
 def load_critic(folder: Path, dtype: torch.dtype) -> Critic:
     """A critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`."""
     if not (folder / VALUE_HEAD).is_file():
-        raise BadInput(f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3.")
+        raise UserError(
+            f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3."
+        )
     backbone = AutoModel.from_pretrained(folder, dtype=dtype)
     critic = Critic(backbone, backbone.config.get_text_config().hidden_size)
     tensors = load_file(folder / VALUE_HEAD)

@@ -19,19 +19,36 @@ from torch import Tensor, nn
 
 from components.agent.reward import raw_speedup
 from components.agent.trajectory import Trajectory
-from components.config import Ppo
-from components.policy.model import load_model, load_tokenizer, verify_checkpoint
+from components.core.config import Ppo
+from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
+from components.training.checkpointing import load_state, save_state
+from components.training.collapse_detection import KEPT, Terminated, Termination, collapse
 from components.training.engine import DTYPES, DeepSpeedEngine, Engine, NotFinite, join_world
-from components.training.guards import KEPT, Terminated, Termination, collapse
-from components.training.losses import effective_share, importance_weights, kl_k2, kl_k3, likelihood_loss_sum, masked_sum, policy_loss_sum, value_loss_sum
+from components.training.losses import (
+    effective_sample_size,
+    importance_weights,
+    kl_k2,
+    kl_k3,
+    likelihood_loss_sum,
+    masked_sum,
+    policy_loss_sum,
+    value_loss_sum,
+)
+from components.training.microbatching import Loss, MetricSums, evaluate, train_step
 from components.training.networks import Actor, Critic
-from components.training.passes import Loss, Sums, evaluate, train_step
-from components.training.publish import open_policy_sampler
-from components.training.rollouts import RunEpisodes, Solved, choose_tasks, collect, derived_seed, reward_figures, trainable
+from components.training.rollouts import (
+    RunEpisodes,
+    SolveRateTracker,
+    choose_tasks,
+    collect,
+    derived_seed,
+    reward_figures,
+    trainable,
+)
 from components.training.stage import Figures, Metrics, Stage, StageResult, finish, load_result
-from components.training.states import load_state, save_state
+from components.training.weight_sync import open_policy_sampler
 
 
 @dataclass(frozen=True)
@@ -59,9 +76,16 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
     world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
     policy = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device)
-    sampling = open_policy_sampler(policy, tokenizer, params, world, checkpoint=stage.actor, digest=digest, out=stage.out)
+    sampling = open_policy_sampler(
+        policy, tokenizer, params, world, checkpoint=stage.actor, digest=digest, out=stage.out
+    )
     reference = Actor(copy.deepcopy(policy), ppo.rollouts.temperature)
-    actor = DeepSpeedEngine(Actor(policy, ppo.rollouts.temperature), settings, device=params.device, gradient_clip=ppo.gradient_clip)
+    actor = DeepSpeedEngine(
+        Actor(policy, ppo.rollouts.temperature),
+        settings,
+        device=params.device,
+        gradient_clip=ppo.gradient_clip,
+    )
     critic_network = make_critic()
     critic = DeepSpeedEngine(critic_network, settings, device=params.device, gradient_clip=ppo.gradient_clip)
     engines = {"actor": actor, "critic": critic}
@@ -71,7 +95,7 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
         # A policy that collapses before its first state goes back to what it started from.
         save_state(stage.out, 0, engines, settings, world)
     metrics = Metrics(stage.out, world, start=start)
-    solved = Solved.before(stage.out, start) if ppo.solve_rate_share else None
+    solved = SolveRateTracker.before(stage.out, start) if ppo.solve_rate_share else None
     earlier_seconds = sum(record["seconds"] or 0.0 for record in metrics.records)
     stopped = ""
     with Termination() as termination:
@@ -79,8 +103,25 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             clock = Clock()
             sampler = sampling.publish(actor, step)
             published = clock.lap("publish")
-            chosen = choose_tasks(tasks, ppo.rollouts.tasks, seed=params.seed, step=step, solved=solved, share=ppo.solve_rate_share)
-            trajectories = collect(stage, world, chosen, ppo.rollouts, step=step, total=ppo.steps, sampler=sampler, tokenizer=tokenizer, episodes=episodes)
+            chosen = choose_tasks(
+                tasks,
+                ppo.rollouts.tasks,
+                seed=params.seed,
+                step=step,
+                solved=solved,
+                share=ppo.solve_rate_share,
+            )
+            trajectories = collect(
+                stage,
+                world,
+                chosen,
+                ppo.rollouts,
+                step=step,
+                total=ppo.steps,
+                sampler=sampler,
+                tokenizer=tokenizer,
+                episodes=episodes,
+            )
             sampling.rest()
             usable = trainable(trajectories)
             if solved is not None:
@@ -88,14 +129,18 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             figures = reward_figures(usable) | published
             figures["dropped"] = len(trajectories) - len(usable)
             if ppo.reward == "speedup":
-                usable = [replace(trajectory, reward=raw_speedup(trajectory.verdicts[-1])) for trajectory in usable]
+                usable = [
+                    replace(trajectory, reward=raw_speedup(trajectory.verdicts[-1])) for trajectory in usable
+                ]
             rollout = collate(usable)
             figures["tokens"] = rollout.tokens
             figures |= clock.lap("rollout", rollout.tokens)
 
             if step == 0 and stage.critic is None:
                 critic_network.baseline.fill_(figures["reward"])
-            experience, scored = score(rollout, usable, actor, reference, critic, ppo, settings.tokens_per_microbatch)
+            experience, scored = score(
+                rollout, usable, actor, reference, critic, ppo, settings.tokens_per_microbatch
+            )
             figures |= scored | clock.lap("score", int(rollout.valid.sum()))
             if stopped := collapse(ppo, figures, metrics.records):
                 load_state(stage.out, engines, settings, world, before=step)
@@ -103,11 +148,24 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
                 break
 
             try:
-                figures |= update_critic(experience, critic, ppo, settings.tokens_per_microbatch, derived_seed(params.seed, "critic", step))
+                figures |= update_critic(
+                    experience,
+                    critic,
+                    ppo,
+                    settings.tokens_per_microbatch,
+                    derived_seed(params.seed, "critic", step),
+                )
                 figures |= clock.lap("critic", int(rollout.valid.sum()) * ppo.epochs)
                 if step >= ppo.critic_warmup_steps and not figures["equal_rewards"]:
                     seed = derived_seed(params.seed, "actor", step)
-                    figures |= update_actor(experience, actor, ppo, settings.tokens_per_microbatch, seed, step - ppo.critic_warmup_steps)
+                    figures |= update_actor(
+                        experience,
+                        actor,
+                        ppo,
+                        settings.tokens_per_microbatch,
+                        seed,
+                        step - ppo.critic_warmup_steps,
+                    )
                     figures |= clock.lap("actor", int(rollout.valid.sum()) * ppo.epochs)
             except NotFinite as error:
                 # The update before may have made weights that only now show: go back beyond it.
@@ -122,12 +180,17 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             if (step + 1) % ppo.checkpoint_every == 0 or step + 1 == ppo.steps or asked:
                 save_state(stage.out, step + 1, engines, settings, world)
             if asked and step + 1 < ppo.steps:
-                raise Terminated(f"{stage.name}: ended by SIGTERM after update {step + 1} of {ppo.steps}, whose state is saved; the same command continues")
+                raise Terminated(
+                    f"{stage.name}: ended by SIGTERM after update {step + 1} of {ppo.steps}, whose state is saved; the same command continues"
+                )
     if not stopped and metrics.records and all(record["equal_rewards"] for record in metrics.records):
         stopped = "the rewards of every batch were all equal, so the policy was not changed; give tasks of mixed difficulty or more samples"
 
     before, after = metrics.mean("reward", slice(0, 2)), metrics.mean("reward", slice(-2, None))
-    summary = {name: metrics.mean(name, slice(-2, None)) for name in ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")}
+    summary = {
+        name: metrics.mean(name, slice(-2, None))
+        for name in ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")
+    }
     with actor.whole():
         return finish(
             stage,
@@ -142,7 +205,13 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
 
 
 def score(
-    rollout: Rollout, trajectories: Sequence[Trajectory], actor: Engine, reference: Actor, critic: Engine, ppo: Ppo, budget: int
+    rollout: Rollout,
+    trajectories: Sequence[Trajectory],
+    actor: Engine,
+    reference: Actor,
+    critic: Engine,
+    ppo: Ppo,
+    budget: int,
 ) -> tuple[Experience, Figures]:
     """What the trainer's networks say about the trajectories before any update: the whole batch, on every rank."""
     old_logprob, entropy = evaluate(actor.forward, actor.world, rollout, budget)
@@ -168,7 +237,7 @@ def score(
         "kl_start": float(masked_sum(kl_k3(old_logprob, reference_logprob), mask) / own),
         "sampler_difference": float(masked_sum(difference.abs(), mask) / own),
         "importance": float(masked_sum(experience.importance, mask) / own),
-        "effective_share": effective_share(old_logprob, rollout.sampler_logprob, mask),
+        "effective_share": effective_sample_size(old_logprob, rollout.sampler_logprob, mask),
         # Advantages of such a batch are the critic's errors alone, and whitening would make them large.
         "equal_rewards": float(len({trajectory.reward for trajectory in trajectories}) == 1),
         "explained_variance": explained_variance(old_values, returns, mask),
@@ -188,31 +257,65 @@ def update_critic(experience: Experience, critic: Engine, ppo: Ppo, budget: int,
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
 
 
-def update_actor(experience: Experience, actor: Engine, ppo: Ppo, budget: int, seed: int, updates: int) -> Figures:
+def update_actor(
+    experience: Experience, actor: Engine, ppo: Ppo, budget: int, seed: int, updates: int
+) -> Figures:
     """Move the policy along the clipped surrogate; `updates` counts the actor's steps so far, for the warm-up."""
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 
     def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         logprob, _ = network(rows.ids, rows.action_mask)
-        surrogate, parts = policy_loss_sum(logprob, rows.old_logprob, rows.advantages, rows.action_mask, ppo.clip_low, ppo.clip_high, rows.importance)
+        surrogate, parts = policy_loss_sum(
+            logprob,
+            rows.old_logprob,
+            rows.advantages,
+            rows.action_mask,
+            ppo.clip_low,
+            ppo.clip_high,
+            rows.importance,
+        )
         total = surrogate
         if ppo.kl_coefficient > 0:
-            total = total + ppo.kl_coefficient * masked_sum(kl_k2(logprob, rows.reference_logprob), rows.action_mask)
+            total = total + ppo.kl_coefficient * masked_sum(
+                kl_k2(logprob, rows.reference_logprob), rows.action_mask
+            )
         if ppo.replay_coefficient > 0:
             total = total + ppo.replay_coefficient * likelihood_loss_sum(logprob, rows.best)
         return total, parts | {"policy_loss": surrogate}
 
-    return update(experience, actor, loss, ppo, budget, seed, learning_rate) | {"learning_rate": learning_rate}
+    return update(experience, actor, loss, ppo, budget, seed, learning_rate) | {
+        "learning_rate": learning_rate
+    }
 
 
-def update(experience: Experience, engine: Engine, loss: Loss[Experience], ppo: Ppo, budget: int, seed: int, learning_rate: float) -> Figures:
+def update(
+    experience: Experience,
+    engine: Engine,
+    loss: Loss[Experience],
+    ppo: Ppo,
+    budget: int,
+    seed: int,
+    learning_rate: float,
+) -> Figures:
     """`ppo.epochs` passes over the batch in `ppo.minibatches` shuffled optimizer steps; the means of their metrics."""
-    order, norms, sums, shuffler = list(range(len(experience.ids))), [], Sums(), random.Random(seed)
+    order, norms, sums, shuffler = list(range(len(experience.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):
         shuffler.shuffle(order)
         for part in range(min(ppo.minibatches, len(order))):
-            norms.append(train_step(engine, experience, order[part :: ppo.minibatches], loss, sums, budget=budget, learning_rate=learning_rate))
-    return sums.means(engine.world, experience.tokens * ppo.epochs) | {"gradient_norm": sum(norms) / len(norms)}
+            norms.append(
+                train_step(
+                    engine,
+                    experience,
+                    order[part :: ppo.minibatches],
+                    loss,
+                    sums,
+                    budget=budget,
+                    learning_rate=learning_rate,
+                )
+            )
+    return sums.means(engine.world, experience.tokens * ppo.epochs) | {
+        "gradient_norm": sum(norms) / len(norms)
+    }
 
 
 def best_of_task(trajectories: Sequence[Trajectory]) -> Tensor:
@@ -232,7 +335,9 @@ class Clock:
     def lap(self, phase: str, tokens: int = 0) -> Figures:
         now = time.monotonic()
         seconds, self.last = now - self.last, now
-        return {f"seconds_{phase}": seconds} | ({f"tokens_per_second_{phase}": tokens / seconds} if tokens else {})
+        return {f"seconds_{phase}": seconds} | (
+            {f"tokens_per_second_{phase}": tokens / seconds} if tokens else {}
+        )
 
     def total(self) -> Figures:
         return {"seconds": time.monotonic() - self.started}

@@ -17,19 +17,28 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
-from components.config import BadInput, Rejection
-from components.files import digest_json
-from components.policy.model import load_model, load_tokenizer, verify_checkpoint
+from components.core.config import Rejection
+from components.core.errors import UserError
+from components.core.files import digest_json
+from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.training.batches import Batch, pad
+from components.training.checkpointing import load_state, save_state
+from components.training.collapse_detection import Terminated, Termination
 from components.training.engine import DTYPES, DeepSpeedEngine, join_world
-from components.training.guards import Terminated, Termination
 from components.training.losses import likelihood_loss_sum
+from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
-from components.training.passes import Sums, train_step
-from components.training.publish import open_policy_sampler
-from components.training.rollouts import RunEpisodes, agent_loop, choose_tasks, collect, derived_seed, reward_figures, trainable
+from components.training.rollouts import (
+    RunEpisodes,
+    agent_loop,
+    choose_tasks,
+    collect,
+    derived_seed,
+    reward_figures,
+    trainable,
+)
 from components.training.stage import Metrics, Stage, StageResult, finish, load_result
-from components.training.states import load_state, save_state
+from components.training.weight_sync import open_policy_sampler
 
 Row = tuple[Sequence[int], Sequence[int]]
 """Ids and action mask of a trajectory or demonstration."""
@@ -37,7 +46,9 @@ CHECKED = 32
 """Tasks that are sampled once more after the fine-tuning."""
 
 
-def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
+def run(
+    stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int], list[Row]] | None = None
+) -> StageResult:
     """Fine-tune `stage.actor`; `replay` gives that many cold-start demonstrations, the same ones whenever it is asked."""
     if (done := load_result(stage.out)) is not None:
         return done
@@ -47,14 +58,28 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
     world = join_world(params.device, settings.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
     policy = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=params.device)
-    sampling = open_policy_sampler(policy, tokenizer, params, world, checkpoint=stage.actor, digest=digest, out=stage.out)
+    sampling = open_policy_sampler(
+        policy, tokenizer, params, world, checkpoint=stage.actor, digest=digest, out=stage.out
+    )
     network = Actor(policy, rejection.rollouts.temperature)
-    actor = DeepSpeedEngine(network, settings, device=params.device, gradient_clip=params.warmup.gradient_clip)
+    actor = DeepSpeedEngine(
+        network, settings, device=params.device, gradient_clip=params.warmup.gradient_clip
+    )
     loop = episodes or agent_loop()
     tasks = choose_tasks(stage.tasks(), rejection.rollouts.tasks, seed=params.seed, step=0)
 
     sampler = sampling.publish(actor, 0)
-    trajectories = collect(stage, world, tasks, rejection.rollouts, step=0, total=1, sampler=sampler, tokenizer=tokenizer, episodes=loop)
+    trajectories = collect(
+        stage,
+        world,
+        tasks,
+        rejection.rollouts,
+        step=0,
+        total=1,
+        sampler=sampler,
+        tokenizer=tokenizer,
+        episodes=loop,
+    )
     sampling.rest()
     kept, reasons = select(trainable(trajectories), rejection)
     batches = schedule(kept, rejection, replay, seed=params.seed)
@@ -63,24 +88,48 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
     metrics = Metrics(stage.out, world, start=start)
     with Termination() as termination:
         for step in range(start, len(batches)):
-            batch, sums, clock = pad(batches[step]), Sums(), time.monotonic()
+            batch, sums, clock = pad(batches[step]), MetricSums(), time.monotonic()
             learning_rate = rejection.learning_rate * (1 - step / len(batches))
-            norm = train_step(actor, batch, range(len(batch.ids)), likelihood_loss, sums, budget=settings.tokens_per_microbatch, learning_rate=learning_rate)
-            figures = sums.means(world, batch.tokens) | {"gradient_norm": norm, "learning_rate": learning_rate, "seconds": time.monotonic() - clock}
+            norm = train_step(
+                actor,
+                batch,
+                range(len(batch.ids)),
+                likelihood_loss,
+                sums,
+                budget=settings.tokens_per_microbatch,
+                learning_rate=learning_rate,
+            )
+            figures = sums.means(world, batch.tokens) | {
+                "gradient_norm": norm,
+                "learning_rate": learning_rate,
+                "seconds": time.monotonic() - clock,
+            }
             metrics.write(step, figures)
             stage.progress.update(stage.name, step + 1, len(batches), loss=figures["loss"])
             asked = termination.asked(world)
             if (step + 1) % (len(batches) // rejection.epochs) == 0 or asked:
                 save_state(stage.out, step + 1, {"actor": actor}, settings, world)
             if asked:
-                raise Terminated(f"{stage.name}: ended by SIGTERM after update {step + 1} of {len(batches)}, whose state is saved; the same command continues")
+                raise Terminated(
+                    f"{stage.name}: ended by SIGTERM after update {step + 1} of {len(batches)}, whose state is saved; the same command continues"
+                )
 
     before = reward_figures(trainable(trajectories))
     after = before
     if batches:
         again = rejection.rollouts.model_copy(update={"samples": 1})
         sampler = sampling.publish(actor, len(batches))
-        checked = collect(stage, world, tasks[:CHECKED], again, step=1, total=1, sampler=sampler, tokenizer=tokenizer, episodes=loop)
+        checked = collect(
+            stage,
+            world,
+            tasks[:CHECKED],
+            again,
+            step=1,
+            total=1,
+            sampler=sampler,
+            tokenizer=tokenizer,
+            episodes=loop,
+        )
         after = reward_figures(trainable(checked))
     with actor.whole():
         return finish(
@@ -94,7 +143,9 @@ def run(stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int
             | {f"after_{name}": value for name, value in after.items()}
             | {"steps": float(len(batches)), "loss": metrics.mean("loss", slice(-1, None))},
             seconds=time.monotonic() - started,
-            stopped="" if batches else "no trajectory passed the filters; the weights are those the stage started from",
+            stopped=""
+            if batches
+            else "no trajectory passed the filters; the weights are those the stage started from",
         )
 
 
@@ -116,7 +167,9 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
         else:
             seen.add(trajectory.ids)
             candidates.append((place, trajectory))
-    best_first = sorted(candidates, key=lambda item: (-item[1].reward, -_speedup(item[1]), len(item[1].ids), item[0]))
+    best_first = sorted(
+        candidates, key=lambda item: (-item[1].reward, -_speedup(item[1]), len(item[1].ids), item[0])
+    )
     per_task: Counter[str] = Counter()
     kept = []
     for place, trajectory in best_first:
@@ -159,11 +212,15 @@ def _speedup(trajectory: Trajectory) -> float:
     return ratio.estimate if ratio is not None else 0.0
 
 
-def schedule(kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]] | None, *, seed: int) -> list[list[Row]]:
+def schedule(
+    kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]] | None, *, seed: int
+) -> list[list[Row]]:
     """The rows of every optimizer step: shuffled passes over the kept trajectories, each batch filled up with demonstrations."""
     replayed = round(rejection.batch * rejection.replay_share)
     if replayed and replay is None:
-        raise BadInput("rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0.")
+        raise UserError(
+            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0."
+        )
     own = max(1, rejection.batch - replayed)
     batches: list[list[Row]] = []
     for epoch in range(rejection.epochs):
@@ -174,5 +231,8 @@ def schedule(kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[
         # The last batch of a pass may be small; its demonstrations shrink alike, so that the share holds.
         counts = [math.ceil(replayed * len(batch) / own) for batch in batches]
         demonstrations = iter(replay(sum(counts)))
-        batches = [batch + [next(demonstrations) for _ in range(count)] for batch, count in zip(batches, counts, strict=True)]
+        batches = [
+            batch + [next(demonstrations) for _ in range(count)]
+            for batch, count in zip(batches, counts, strict=True)
+        ]
     return batches

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from components import config
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
-from components.config import BadInput, Params
-from components.files import digest_json
-from components.policy.sampling import Sampler
-from components.sandbox.pool import JudgePool
-from components.task import KernelTask
+from components.core import config
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.files import digest_json
+from components.core.task import KernelTask
+from components.judge.pool import JudgePool
+from components.policy.sampler import Sampler
 from components.training.engine import World
 from components.training.stage import Figures, Stage
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RunEpisodes(Protocol):
-    """`components.agent.loop.run_episodes`: one trajectory per given task, in order."""
+    """`components.agent.token_rollout.run_episodes`: one trajectory per given task, in order."""
 
     def __call__(
         self,
@@ -44,7 +45,7 @@ class RunEpisodes(Protocol):
 
 def agent_loop() -> RunEpisodes:
     """The real agent loop; tests give a smaller one."""
-    from components.agent.loop import run_episodes
+    from components.agent.token_rollout import run_episodes
 
     return run_episodes
 
@@ -54,14 +55,14 @@ def derived_seed(*parts: object) -> int:
     return int(digest_json([str(part) for part in parts])[:15], 16)
 
 
-class Solved:
+class SolveRateTracker:
     """How the policy did on each task when this stage last met it."""
 
     def __init__(self) -> None:
         self.last: dict[str, list[bool]] = {}
 
     @classmethod
-    def before(cls, out: Path, step: int) -> Solved:
+    def before(cls, out: Path, step: int) -> SolveRateTracker:
         """What a resumed stage has met already, from its trajectories on disk."""
         solved = cls()
         for earlier in range(step):
@@ -82,7 +83,15 @@ class Solved:
         return p * (1 - p)
 
 
-def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int, solved: Solved | None = None, share: float = 0.0) -> list[KernelTask]:
+def choose_tasks(
+    tasks: Sequence[KernelTask],
+    count: int,
+    *,
+    seed: int,
+    step: int,
+    solved: SolveRateTracker | None = None,
+    share: float = 0.0,
+) -> list[KernelTask]:
     """`count` tasks of a step: consecutive stretches of shuffled passes over all tasks, and of these a `share` drawn by the
     weights of `solved` instead. Passes depend on seed and step alone, draws also on what the steps before came to."""
     drawn = round(count * share) if solved is not None else 0
@@ -152,10 +161,16 @@ def step_folder(out: Path, step: int) -> Path:
 
 def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Those that say something about the policy: it produced tokens, and the judge itself did not fail."""
-    kept = [trajectory for trajectory in trajectories if any(trajectory.action_mask) and trajectory.final.status != "infrastructure"]
+    kept = [
+        trajectory
+        for trajectory in trajectories
+        if any(trajectory.action_mask) and trajectory.final.status != "infrastructure"
+    ]
     if not kept:
         reason = trajectories[0].final.reason if trajectories else "none was sampled"
-        raise BadInput(f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor.")
+        raise UserError(
+            f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor."
+        )
     return kept
 
 
@@ -166,7 +181,9 @@ def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
     for trajectory in trajectories:
         by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
     figures = {"reward": sum(trajectory.reward for trajectory in trajectories) / count}
-    figures |= {f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count for m in (-1, 1, 2, 3)}
+    figures |= {
+        f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count for m in (-1, 1, 2, 3)
+    }
     figures["truncated"] = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count
     figures["equal_reward_tasks"] = sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task)
     figures["turns"] = sum(len(trajectory.turns) for trajectory in trajectories) / count

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.config import BadInput, Params
-from components.files import atomic_write, read_json, write_json
-from components.policy.model import MANIFEST, Manifest, save_checkpoint, verify_checkpoint
-from components.progress import Progress
-from components.sandbox.pool import JudgePool
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.files import atomic_write, read_json, write_json
+from components.core.progress import Progress
+from components.core.task import KernelTask, dataset_version, read_tasks
+from components.judge.pool import JudgePool
+from components.policy.checkpoint import MANIFEST, Manifest, save_checkpoint, verify_checkpoint
 from components.synthesis.headroom import weighed
-from components.task import KernelTask, dataset_version, read_tasks
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,9 @@ class Stage:
         """The training tasks, those with headroom more often where data.weigh_by_headroom says so; held-out ones are never seen."""
         tasks = [task for task in read_tasks(self.dataset / "tasks.parquet") if task.split == "train"]
         if not tasks:
-            raise BadInput(f"{self.dataset / 'tasks.parquet'}: no training task in it; build a data set with cuda-agent data build.")
+            raise UserError(
+                f"{self.dataset / 'tasks.parquet'}: no training task in it; build a data set with cuda-agent data build."
+            )
         return weighed(tasks) if self.params.data.weigh_by_headroom else tasks
 
 
@@ -81,10 +84,6 @@ class StageResult(BaseModel):
     """Why the stage ended early; empty when it did not."""
 
 
-class StageFailed(Exception):
-    """A stage whose result must not be used: one sentence with the figure that fell short."""
-
-
 def load_result(out: Path) -> StageResult | None:
     """The result of a finished stage, its checkpoint verified; None when the stage is not finished, or its checkpoint was deleted since."""
     if not (out / RESULT).is_file():
@@ -92,7 +91,9 @@ def load_result(out: Path) -> StageResult | None:
     try:
         result = StageResult.model_validate(read_json(out / RESULT))
     except (ValueError, ValidationError) as error:
-        raise BadInput(f"{out / RESULT}: not the result of a stage; delete the folder and run again.") from error
+        raise UserError(
+            f"{out / RESULT}: not the result of a stage; delete the folder and run again."
+        ) from error
     if not (out / result.checkpoint).exists():
         return None
     verify_checkpoint(out / result.checkpoint)
@@ -100,18 +101,23 @@ def load_result(out: Path) -> StageResult | None:
 
 
 def check_finished(stage: Stage) -> None:
-    """BadInput when `stage.out` holds the result of another stage, or of this one from another input, data set or parameters of its own."""
+    """UserError when `stage.out` holds the result of another stage, or of this one from another input, data set or parameters of its own."""
     if not (stage.out / RESULT).is_file() or (result := load_result(stage.out)) is None:
         return
     made = Manifest.model_validate(read_json(stage.out / result.checkpoint / MANIFEST))  # verified above
     asked = stage.params.model_dump(mode="json")
     own = {"stage": (made.stage, stage.name), "input": (made.parent, verify_checkpoint(stage.actor).digest)}
     own |= {"data set": (made.dataset, dataset_version(stage.dataset / "tasks.parquet"))}
-    own |= {f"{stage.name}.{key}": (value, asked[stage.name].get(key)) for key, value in made.params.get(stage.name, {}).items()}
+    own |= {
+        f"{stage.name}.{key}": (value, asked[stage.name].get(key))
+        for key, value in made.params.get(stage.name, {}).items()
+    }
     own |= {key: (made.params.get(key), asked[key]) for key in ("seed", "device")}
     different = [name for name, (there, wanted) in own.items() if there != wanted]
     if different:
-        raise BadInput(f"{stage.out}: holds the finished stage {made.stage} of another {', '.join(different)}; give another folder, or delete it first.")
+        raise UserError(
+            f"{stage.out}: holds the finished stage {made.stage} of another {', '.join(different)}; give another folder, or delete it first."
+        )
 
 
 def finish(
@@ -166,11 +172,16 @@ class Metrics:
         self.path = out / "metrics.jsonl"
         self.writes = world.rank == 0
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
-        self.records: list[dict[str, float | None]] = [record for record in map(json.loads, lines) if record["step"] < start]
+        self.records: list[dict[str, float | None]] = [
+            record for record in map(json.loads, lines) if record["step"] < start
+        ]
 
     def write(self, step: int, figures: Figures) -> None:
         """Append a step; a figure without a value (NaN) is null."""
-        self.records.append({"step": step} | {name: float(value) if math.isfinite(value) else None for name, value in figures.items()})
+        self.records.append(
+            {"step": step}
+            | {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
+        )
         if self.writes:
             atomic_write(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
 

@@ -5,7 +5,7 @@ The critic is made here from the actor; `critic_warmup_steps` train it alone bef
 
 from __future__ import annotations
 
-from components.policy.model import load_model
+from components.policy.checkpoint import load_model
 from components.training.engine import DTYPES
 from components.training.networks import critic_from_actor
 from components.training.ppo import run_ppo

@@ -24,7 +24,12 @@ import sys
 import time
 from pathlib import Path
 
-SERVERS = {"account": "swift.account.server", "container": "swift.container.server", "object": "swift.obj.server", "proxy": "swift.proxy.server"}
+SERVERS = {
+    "account": "swift.account.server",
+    "container": "swift.container.server",
+    "object": "swift.obj.server",
+    "proxy": "swift.proxy.server",
+}
 STORAGE = tuple(SERVERS)[:3]
 UPDATING = "swift.obj.updater"
 PROGRAM = """
@@ -89,7 +94,10 @@ max_manifest_segments = 10000
 [filter:versioned_writes]
 use = egg:swift#versioned_writes
 allow_object_versioning = true
-""" + "".join(f"\n[filter:{name}]\nuse = egg:swift#{name}\n" for name in ("catch_errors", "gatekeeper", "listing_formats", "bulk", "copy", "dlo", "symlink"))
+""" + "".join(
+    f"\n[filter:{name}]\nuse = egg:swift#{name}\n"
+    for name in ("catch_errors", "gatekeeper", "listing_formats", "bulk", "copy", "dlo", "symlink")
+)
 
 IDENTITY = """[swift-hash]
 swift_hash_path_suffix = cuda-agent
@@ -122,15 +130,29 @@ def configure(folder: Path, host: str, port: int, key: str, secret: str, region:
     (folder / "swift.conf").write_text(IDENTITY)
     for kind, inner in zip(STORAGE, free_ports(len(STORAGE)), strict=True):
         ring = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
-        ring.add_dev({"region": 1, "zone": 1, "ip": "127.0.0.1", "port": inner, "device": "one", "weight": 1.0, "meta": ""})
+        ring.add_dev(
+            {
+                "region": 1,
+                "zone": 1,
+                "ip": "127.0.0.1",
+                "port": inner,
+                "device": "one",
+                "weight": 1.0,
+                "meta": "",
+            }
+        )
         ring.rebalance(seed=1)
         ring.get_ring().save(str(folder / f"{kind}.ring.gz"))
         common = COMMON.format(host="127.0.0.1", port=inner, user=user, folder=folder)
-        (folder / f"{kind}.conf").write_text(common + SERVER.format(kind=kind) + (UPDATER if kind == "object" else ""))
+        (folder / f"{kind}.conf").write_text(
+            common + SERVER.format(kind=kind) + (UPDATER if kind == "object" else "")
+        )
     proxy = folder / "proxy.conf"
     proxy.touch(mode=0o600)
     common = COMMON.format(host=host, port=port, user=user, folder=folder)
-    proxy.write_text(common + PROXY.format(region=region, team=word(team), person=word(person), secret=secret))
+    proxy.write_text(
+        common + PROXY.format(region=region, team=word(team), person=word(person), secret=secret)
+    )
 
 
 def launch(module: str, configuration: Path) -> subprocess.Popen[bytes]:
@@ -146,30 +168,44 @@ def make_bucket(endpoint: str, bucket: str) -> None:
     import boto3
     from botocore.config import Config
 
-    client = boto3.client("s3", endpoint_url=endpoint, config=Config(retries={"mode": "standard", "max_attempts": 10}))
+    client = boto3.client(
+        "s3", endpoint_url=endpoint, config=Config(retries={"mode": "standard", "max_attempts": 10})
+    )
     if bucket not in [item["Name"] for item in client.list_buckets()["Buckets"]]:
         client.create_bucket(Bucket=bucket)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000)
     parser.add_argument("--bucket", help="made unless it is there")
     given = parser.parse_args()
     key, secret = os.environ.get("AWS_ACCESS_KEY_ID", ""), os.environ.get("AWS_SECRET_ACCESS_KEY", "")
-    if not all(key.partition(":")) or not secret or any(letter.isspace() or letter == "%" for letter in secret):
-        parser.error("AWS_ACCESS_KEY_ID must have the form TEAM:PERSON, and AWS_SECRET_ACCESS_KEY must be set, without spaces and per cent signs.")
+    if (
+        not all(key.partition(":"))
+        or not secret
+        or any(letter.isspace() or letter == "%" for letter in secret)
+    ):
+        parser.error(
+            "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON, and AWS_SECRET_ACCESS_KEY must be set, without spaces and per cent signs."
+        )
     folder = given.folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.setxattr(folder, "user.swift.metadata", b"")
     except OSError as error:
-        parser.error(f"{folder}: cannot keep objects ({error.strerror}); give a folder on a file system with extended attributes.")
+        parser.error(
+            f"{folder}: cannot keep objects ({error.strerror}); give a folder on a file system with extended attributes."
+        )
     configure(folder, given.host, given.port, key, secret, os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
 
-    running = [launch(module, folder / f"{kind}.conf") for kind, module in SERVERS.items()] + [launch(UPDATING, folder / "object.conf")]
+    running = [launch(module, folder / f"{kind}.conf") for kind, module in SERVERS.items()] + [
+        launch(UPDATING, folder / "object.conf")
+    ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         deadline = time.monotonic() + LONGEST_START

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from components.config import resolve
+from components.core.config import resolve
+from components.core.errors import InfrastructureError, TaskError
+from components.core.files import read_json, write_json
+from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
-from components.files import read_json, write_json
-from components.sandbox.baselines import Bench, TaskFault
-from components.sandbox.compiled import ROLES, seconds, started
-from components.sandbox.judge import Judge
-from components.sandbox.nursery import InfrastructureError
-from components.task import KernelTask
+from components.judge.compile_baseline import ROLES, seconds, started
+from components.judge.judge import Judge
+from components.judge.task_bench import Bench
 
 PASSES = ("first", "second")
 
@@ -37,14 +37,16 @@ def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
     began = time.monotonic()
     roles = {"eager": "eager"} | {name: ROLES[judge.params.device][name] for name in modes}
     try:
-        with judge.turns.taking(judge.turns.whole // 8):  # what it needs is not known before it has run
-            bench = Bench(judge.params, judge.nursery, judge.turns, code)
-        with contextlib.closing(bench), judge.turns.taking(bench.bytes):
+        with judge.turns.reserve_memory(
+            judge.turns.whole // 8
+        ):  # what it needs is not known before it has run
+            bench = Bench(judge.params, judge.runner_factory, judge.turns, code)
+        with contextlib.closing(bench), judge.turns.reserve_memory(bench.bytes):
             bench.fill()
             roles = {name: roles[name] for name in started(bench, roles)}
             with judge.turns.measuring():
                 found = seconds(bench, roles)
-    except (TaskFault, InfrastructureError, torch.OutOfMemoryError) as error:
+    except (TaskError, InfrastructureError, torch.OutOfMemoryError) as error:
         return {"fault": str(error)[:300]}
     return {"seconds": found, "took": round(time.monotonic() - began, 2)}
 
@@ -56,21 +58,37 @@ def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         first, second = (record.get(name, {}).get("seconds", {}) for name in PASSES)
         for arm in first.keys() & second.keys():
             found.setdefault(arm, []).append(abs(second[arm] / first[arm] - 1))
-    return {arm: {"tasks": len(values), "median": statistics.median(values), "p95": float(np.quantile(values, 0.95))} for arm, values in sorted(found.items())}
+    return {
+        arm: {
+            "tasks": len(values),
+            "median": statistics.median(values),
+            "p95": float(np.quantile(values, 0.95)),
+        }
+        for arm, values in sorted(found.items())
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite")
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--levels", default="")
     parser.add_argument("--every", type=int, default=1, help="take each n-th task")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a repeated command goes on")
-    parser.add_argument("--modes", help="of torch.compile, separated by commas; all that the device has where it is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after so long; a repeated command goes on"
+    )
+    parser.add_argument(
+        "--modes", help="of torch.compile, separated by commas; all that the device has where it is left out"
+    )
     parser.add_argument("--set", dest="sets", action="append", default=[])
     chosen = parser.parse_args()
-    params = resolve(chosen.profile, (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets)).params
+    params = resolve(
+        chosen.profile,
+        (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets),
+    ).params
     suite = load_suite(params, Path())[:: chosen.every]
     modes = chosen.modes.split(",") if chosen.modes else list(ROLES[params.device])
     tasks: dict[str, dict[str, Any]] = read_json(chosen.out)["tasks"] if chosen.out.is_file() else {}
@@ -79,7 +97,11 @@ def main() -> None:
         judge = Judge(params, Path(folder))
         try:
             for name in PASSES:
-                open_tasks = [task for task in suite if name not in tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})]
+                open_tasks = [
+                    task
+                    for task in suite
+                    if name not in tasks.setdefault(task.task_id, {"name": task.name, "level": task.level})
+                ]
 
                 def one(task: KernelTask) -> dict[str, Any] | None:
                     return measured(judge, task.code, modes) if time.monotonic() < end else None
@@ -88,12 +110,22 @@ def main() -> None:
                     for task, found in zip(open_tasks, workers.map(one, open_tasks), strict=True):
                         if found is not None:
                             tasks[task.task_id][name] = found
-                            write_json(chosen.out, {"device": params.device, "precision": params.precision, "agreement": agreement(tasks), "tasks": tasks})
+                            write_json(
+                                chosen.out,
+                                {
+                                    "device": params.device,
+                                    "precision": params.precision,
+                                    "agreement": agreement(tasks),
+                                    "tasks": tasks,
+                                },
+                            )
                             print(name, task.level, task.name, found, flush=True)
         finally:
             judge.close()
     for arm, figures in agreement(tasks).items():
-        print(f"{arm:16} {figures['tasks']:4} tasks  median {figures['median']:.2%}  95th percentile {figures['p95']:.2%}")
+        print(
+            f"{arm:16} {figures['tasks']:4} tasks  median {figures['median']:.2%}  95th percentile {figures['p95']:.2%}"
+        )
 
 
 if __name__ == "__main__":

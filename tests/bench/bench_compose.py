@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from components.config import Params, resolve
-from components.progress import Quiet
-from components.synthesis import chains, mining
-from components.synthesis.operators import Form, apply
-from components.synthesis.rubric import Rubric
+from components.core.config import Params, resolve
+from components.core.progress import Quiet
+from components.synthesis import operator_table, torch_composer
+from components.synthesis.mined_operators import Form, apply
+from components.synthesis.task_filter import Rubric
 
 PARTS = {"matters": "probe on small real tensors", "metered": "fit and cost on meta tensors"}
 
@@ -42,15 +42,20 @@ def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Calla
     return call
 
 
-def compose(params: Params, seeds: Path, seed: int, seconds: float, answer: Any = None) -> tuple[int, Counter[str]]:
+def compose(
+    params: Params, seeds: Path, seed: int, seconds: float, answer: Any = None
+) -> tuple[int, Counter[str]]:
     """How many tasks one process composes and looks at in so many seconds of CPU time, and what it spent them on."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     spent: Counter[str] = Counter()
     for name in PARTS:
-        setattr(chains, name, timed(spent, name, getattr(chains, name)))
+        setattr(torch_composer, name, timed(spent, name, getattr(torch_composer, name)))
     data = params.data.model_copy(update={"seed": seed})
-    composer, rubric = chains.Composer(mining.mined(seeds, Quiet()), data, params.device, modules=True), Rubric(data)
+    composer, rubric = (
+        torch_composer.Composer(operator_table.mined(seeds, Quiet()), data, params.device, modules=True),
+        Rubric(data),
+    )
     look = timed(spent, "look", rubric.look)
     composer.compose()  # torch imports much at its first use
     spent.clear()
@@ -66,7 +71,9 @@ def compose(params: Params, seeds: Path, seed: int, seconds: float, answer: Any 
 
 def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
     """Milliseconds of CPU for asking whether a form fits a task's size: of a meta tensor, and of a real one."""
-    composer = chains.Composer(mining.mined(seeds, Quiet()), params.data, "cpu", modules=False)
+    composer = torch_composer.Composer(
+        operator_table.mined(seeds, Quiet()), params.data, "cpu", modules=False
+    )
     drafts = [composer.compose() for _ in range(count)]
     totals = []
     for device in ("meta", "cpu"):
@@ -82,26 +89,40 @@ def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seeds", type=Path, default=Path(tempfile.gettempdir()) / "cuda-agent-seeds", help="where the mined table is kept")
+    parser.add_argument(
+        "--seeds",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "cuda-agent-seeds",
+        help="where the mined table is kept",
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    mining.mined(options.seeds, Quiet())
+    operator_table.mined(options.seeds, Quiet())
     params = resolve("smoke", ("data.operators=all",)).params
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    others = [context.Process(target=compose, args=(params, options.seeds, seed, options.seconds, answers)) for seed in range(1, options.processes)]
+    others = [
+        context.Process(target=compose, args=(params, options.seeds, seed, options.seconds, answers))
+        for seed in range(1, options.processes)
+    ]
     for process in others:
         process.start()
     count, spent = compose(params, options.seeds, 0, options.seconds)
     counts = [count, *(answers.get() for _ in others)]
-    print(f"{sum(counts) * 60 / options.seconds:.0f} compositions a minute of CPU time on {options.processes} cores ({counts})")
+    print(
+        f"{sum(counts) * 60 / options.seconds:.0f} compositions a minute of CPU time on {options.processes} cores ({counts})"
+    )
     names = PARTS | {"look": "first look of the rubric", "else": "everything else"}
     print(", ".join(f"{names[name]} {seconds / spent.total():.0%}" for name, seconds in spent.most_common()))
     meta, real = asked(params, options.seeds, 40)
-    print(f"whether an operator fits: {meta:.2f} ms of a meta tensor, {real:.2f} ms of a real one of the task's size")
+    print(
+        f"whether an operator fits: {meta:.2f} ms of a meta tensor, {real:.2f} ms of a real one of the task's size"
+    )
 
 
 if __name__ == "__main__":

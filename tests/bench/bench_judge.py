@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from components.config import PROJECT, resolve
+from components.core.config import PROJECT, resolve
+from components.core.task import KernelTask, load_task
+from components.judge.candidate_folder import read_workspace
+from components.judge.judge import Judge
+from components.judge.measurement import TimedRunner
 from components.sandbox.build import Builder
-from components.sandbox.judge import Judge
-from components.sandbox.rounds import Arm
-from components.sandbox.workspace import read_workspace
-from components.task import KernelTask, load_task
 
 TEMPLATE = PROJECT / "agent_workdir"
 REPEATS = 8
@@ -67,7 +67,10 @@ void launch(const float* a, const float* b, const float* alpha, float* out, int6
   fused<<<(count + 255) / 256, 256, 0, stream>>>(a, b, alpha, out, count);
 }
 """
-SOURCES = {"cpu": {"binding.cpp": HEAD + CPU_BINDING}, "cuda": {"binding.cpp": HEAD + CUDA_BINDING, "forward.cu": CUDA_KERNEL}}
+SOURCES = {
+    "cpu": {"binding.cpp": HEAD + CPU_BINDING},
+    "cuda": {"binding.cpp": HEAD + CUDA_BINDING, "forward.cu": CUDA_KERNEL},
+}
 NAIVE = """
 import sys, time, torch
 from torch.utils.cpp_extension import load
@@ -97,7 +100,12 @@ def naive_seconds(device: str) -> float:
         for name, text in SOURCES[device].items():
             Path(folder, name).write_text(text)
         Path(folder, "naive.py").write_text(NAIVE)
-        environment = os.environ | {"HOME": folder, "OMP_NUM_THREADS": "1", "CCACHE_DISABLE": "1", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        environment = os.environ | {
+            "HOME": folder,
+            "OMP_NUM_THREADS": "1",
+            "CCACHE_DISABLE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        }
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         started = time.perf_counter()
         command = [sys.executable, "naive.py", device, str(TEMPLATE), *SOURCES[device]]
@@ -107,8 +115,8 @@ def naive_seconds(device: str) -> float:
 
 PHASES: dict[str, tuple[type, str]] = {
     "build": (Builder, "build"),
-    "start and load": (Arm, "__init__"),
-    "verify and warm up": (Arm, "round"),
+    "start and load": (TimedRunner, "__init__"),
+    "verify and warm up": (TimedRunner, "round"),
     "timed phases": (Judge, "_phase"),
     "all": (Judge, "verdict"),
 }
@@ -133,7 +141,10 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
         setattr(owner, method, timed(records[name], originals[name]))
 
     def one(number: int) -> None:
-        fresh = {name: f"{text}// {in_flight} {number}\n" if name.startswith("kernels/") else text for name, text in files.items()}  # built anew
+        fresh = {
+            name: f"{text}// {in_flight} {number}\n" if name.startswith("kernels/") else text
+            for name, text in files.items()
+        }  # built anew
         verdict = judge.verdict(task, fresh, always_compile=True)
         assert verdict.status == "correct", verdict
 
@@ -143,20 +154,27 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
     finally:
         for name, (owner, method) in PHASES.items():
             setattr(owner, method, originals[name])
-    parts = [f"{name} {np.quantile(seconds, 0.5):.3f} / {np.quantile(seconds, 0.95):.3f}" for name, seconds in records.items()]
+    parts = [
+        f"{name} {np.quantile(seconds, 0.5):.3f} / {np.quantile(seconds, 0.95):.3f}"
+        for name, seconds in records.items()
+    ]
     print(f"{in_flight} in flight, seconds p50 / p95: {', '.join(parts)}", flush=True)
     return records["all"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device
     task, files = load_task(TEMPLATE / "model.py"), read_workspace(TEMPLATE)
     naive = naive_seconds(device)
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("smoke", (f"device={device}",)).params, Path(folder))
-        judge.verdict(task, files, always_compile=True)  # the zygote, the binding and the task's baselines: once per night and task
+        judge.verdict(
+            task, files, always_compile=True
+        )  # the zygote, the binding and the task's baselines: once per night and task
         seconds = latency(judge, task, files, REPEATS, 1)
         started = time.perf_counter()
         latency(judge, task, files, IN_FLIGHT, IN_FLIGHT)

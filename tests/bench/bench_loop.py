@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_world import MEASURE, TASK, Script, World, call, params, tokenizer, write
+from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
 
-from components.agent.loop import run_episodes
-from components.policy.sampling import Completion
+from components.agent.token_rollout import run_episodes
+from components.policy.sampler import Completion
 
 TURNS = 20
 REPEATS = 5
@@ -33,10 +33,14 @@ class Prepared:
 
     def __init__(self, command: str):
         script = Script(TOKENIZER, lambda i, t: f"{write(1.0 + t)}\n{call('Bash', command=command)}")
-        self.turns = [script.generate([[]], max_new_tokens=512, temperature=1.0, seed=0)[0] for _ in range(TURNS)]
+        self.turns = [
+            script.generate([[]], max_new_tokens=512, temperature=1.0, seed=0)[0] for _ in range(TURNS)
+        ]
         self.turn = 0
 
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int) -> list[Completion]:
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
+    ) -> list[Completion]:
         self.turn += 1
         return [self.turns[self.turn - 1]] * len(prompts)
 
@@ -44,7 +48,14 @@ class Prepared:
 def milliseconds_a_turn(count: int, shell: bool) -> tuple[float, float]:
     """CPU and wall milliseconds of one turn of one trajectory."""
     policy = Prepared("cat model.py | wc -l" if shell else MEASURE)
-    more = {"pool": World(), "epoch": "bench", "seed": 0, "max_turns": TURNS, "max_new_tokens": 512, "temperature": 1.0}
+    more = {
+        "pool": World(),
+        "epoch": "bench",
+        "seed": 0,
+        "max_turns": TURNS,
+        "max_new_tokens": 512,
+        "temperature": 1.0,
+    }
     cpu, wall = time.process_time(), time.perf_counter()
     trajectories = run_episodes([TASK] * count, params=PARAMS, sampler=policy, tokenizer=TOKENIZER, **more)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall

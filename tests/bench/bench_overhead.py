@@ -25,16 +25,27 @@ TIMES = 3
 def main() -> None:
     home, more = Path(sys.argv[1]), tuple(sys.argv[2:])
     first = run(home, REDUCED, *more)
-    assert first.code == 0, first.people
+    assert first.code == 0, first.stderr_console
     seconds = []
     for _ in range(TIMES):
         (home / "runs" / first.record["run_id"] / "run.json").unlink()
         began = time.monotonic()
-        again = subprocess.run([sys.executable, "-m", "components.cli", *words(home, REDUCED, *more)], capture_output=True, text=True, check=False)
+        again = subprocess.run(
+            [sys.executable, "-m", "components.cli", *words(home, REDUCED, *more)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         seconds.append(round(time.monotonic() - began, 2))
-        assert again.returncode == 0 and all(stage["cached"] for stage in json.loads(again.stdout)["stages"]), again.stderr
+        assert again.returncode == 0 and all(
+            stage["cached"] for stage in json.loads(again.stdout)["stages"]
+        ), again.stderr
     best = min(seconds)
-    print(json.dumps({"cached_night_seconds": seconds, "share_of_a_30_minute_night": round(best / NIGHT_SECONDS, 4)}))
+    print(
+        json.dumps(
+            {"cached_night_seconds": seconds, "share_of_a_30_minute_night": round(best / NIGHT_SECONDS, 4)}
+        )
+    )
 
 
 if __name__ == "__main__":

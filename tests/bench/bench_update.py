@@ -21,8 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from components.config import Params, resolve
-from components.policy.coldstart import new_model
+from components.bootstrap.cold_start import new_model
+from components.core.config import Params, resolve
 from components.training.batches import pad
 from components.training.engine import BETAS, DTYPES, DeepSpeedEngine
 from components.training.losses import policy_loss_sum
@@ -39,7 +39,9 @@ def experience(params: Params, rows: int, longest: int) -> Experience:
         mask = [0] * (length // 3)
         while len(mask) < length:
             mask += [1] * source.randint(20, 60) + [0] * source.randint(40, 120)
-        examples.append(([source.randrange(3, params.policy.vocabulary) for _ in range(length)], mask[:length]))
+        examples.append(
+            ([source.randrange(3, params.policy.vocabulary) for _ in range(length)], mask[:length])
+        )
     batch = pad(examples)
     noise = torch.Generator().manual_seed(0)
     numbers = [torch.randn(batch.ids.shape, generator=noise) for _ in range(2)]
@@ -73,7 +75,10 @@ def plain(params: Params, model: torch.nn.Module, data: Experience, per_device: 
             optimizer.zero_grad()
             for first in range(0, len(rows), per_device):
                 some = rows[first : first + per_device]
-                ids, mask, old, advantages = (x[some].to(device) for x in (data.ids, data.action_mask, data.old_logprob, data.advantages))
+                ids, mask, old, advantages = (
+                    x[some].to(device)
+                    for x in (data.ids, data.action_mask, data.old_logprob, data.advantages)
+                )
                 logits: Tensor = model(input_ids=ids, use_cache=False).logits
                 logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
                 logprob = torch.nn.functional.pad(logprobs.gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
@@ -86,7 +91,9 @@ def plain(params: Params, model: torch.nn.Module, data: Experience, per_device: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rows", type=int, default=96)
@@ -101,7 +108,9 @@ def main() -> None:
     torch.nn.Module.to(model, options.device, DTYPES[params.engine.dtype])
     per_device = max(1, params.engine.tokens_per_microbatch // int(data.ids.shape[1]))
     other = plain(params, copy.deepcopy(model), data, per_device)
-    engine = DeepSpeedEngine(Actor(model, 1.0), params.engine, device=params.device, gradient_clip=params.agentic.gradient_clip)
+    engine = DeepSpeedEngine(
+        Actor(model, 1.0), params.engine, device=params.device, gradient_clip=params.agentic.gradient_clip
+    )
     ppo = params.agentic.model_copy(update={"epochs": 1, "learning_rate": 1e-6})
     ways: dict[str, Callable[[], object]] = {
         f"plain loop, {per_device} rows each": other,
@@ -124,7 +133,10 @@ def main() -> None:
     rates = {name: tokens / sorted(found)[len(found) // 2] for name, found in seconds.items()}
     sys.stderr.flush()
     for name, rate in rates.items():
-        print(f"{name:28} {rate:10.0f} tokens/s   this project is {rates['this project'] / rate:5.2f} times as fast", flush=True)
+        print(
+            f"{name:28} {rate:10.0f} tokens/s   this project is {rates['this project'] / rate:5.2f} times as fast",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

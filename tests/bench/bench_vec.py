@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from components.config import PROJECT
+from components.core.config import PROJECT
 from components.sandbox.build import CPU_FLAGS, X86_FLAGS
 
 NUMEL = 2**18
@@ -49,11 +49,18 @@ def least(call: Callable[[], object]) -> float:
 def library(header: Path, column: int, folder: Path) -> ctypes.CDLL:
     """A loop for each function: with `header` (column 0), or with libm (column 1)."""
     start = 'extern "C" __attribute__((visibility("default"))) void {}(const float* __restrict x, float* __restrict out, int64_t n) {{\n'
-    loop = start + "#pragma omp simd\nfor (int64_t i = 0; i < n; ++i) {{ float v = x[i]; out[i] = {}; }}\n}}\n"
-    text = f'#include "{header.resolve()}"\n' + "".join(loop.format(f"each_{name}", forms[column]) for name, forms in FUNCTIONS.items())
+    loop = (
+        start + "#pragma omp simd\nfor (int64_t i = 0; i < n; ++i) {{ float v = x[i]; out[i] = {}; }}\n}}\n"
+    )
+    text = f'#include "{header.resolve()}"\n' + "".join(
+        loop.format(f"each_{name}", forms[column]) for name, forms in FUNCTIONS.items()
+    )
     made = folder / f"{column}{len(list(folder.iterdir()))}"
     made.with_suffix(".cpp").write_text(text)
-    subprocess.run(["g++", *CPU_FLAGS, *X86_FLAGS, "-shared", made.with_suffix(".cpp"), "-o", made.with_suffix(".so")], check=True)
+    subprocess.run(
+        ["g++", *CPU_FLAGS, *X86_FLAGS, "-shared", made.with_suffix(".cpp"), "-o", made.with_suffix(".so")],
+        check=True,
+    )
     return ctypes.CDLL(str(made.with_suffix(".so")))
 
 
@@ -64,13 +71,21 @@ def main() -> None:
     arguments = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(NUMEL))
     own = PROJECT / "agent_workdir" / "vec.h"
     with tempfile.TemporaryDirectory() as name:
-        ways = {"libm": library(own, 1, Path(name))} | {path: library(Path(path), 0, Path(name)) for path in sys.argv[1:2]}
+        ways = {"libm": library(own, 1, Path(name))} | {
+            path: library(Path(path), 0, Path(name)) for path in sys.argv[1:2]
+        }
         ours = library(own, 0, Path(name))
         for function, (_, _, eager) in FUNCTIONS.items():
             took = least(lambda function=function: getattr(ours, f"each_{function}")(*arguments))
             others = {"eager": least(lambda eager=eager: eager(x))}
-            others |= {way: least(lambda made=made, function=function: getattr(made, f"each_{function}")(*arguments)) for way, made in ways.items()}
-            print(f"{function:<8} {took:6.0f} us  " + "  ".join(f"{seconds / took:5.1f}x {way}" for way, seconds in others.items()))
+            others |= {
+                way: least(lambda made=made, function=function: getattr(made, f"each_{function}")(*arguments))
+                for way, made in ways.items()
+            }
+            print(
+                f"{function:<8} {took:6.0f} us  "
+                + "  ".join(f"{seconds / took:5.1f}x {way}" for way, seconds in others.items())
+            )
 
 
 if __name__ == "__main__":

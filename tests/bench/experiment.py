@@ -18,18 +18,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.config import PROJECT, Params, resolve
+from components.bootstrap.cold_start import coldstart
+from components.core.config import PROJECT, Params, resolve
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import changes
 from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
-from components.policy.coldstart import coldstart
-from components.policy.model import MANIFEST
-from components.sandbox.pool import LocalPool
-from components.sandbox.pools import open_pool
-from components.training.entry import run_stage, training_sources
+from components.judge.pool import LocalPool, open_pool
+from components.policy.checkpoint import MANIFEST
+from components.training.run_stage import run_stage, training_sources
 from components.training.stage import CHECKPOINT, Stage
 
 TASKS = "tasks"
@@ -40,10 +39,19 @@ STYLE = (
     "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end } .grid { stroke: #ddd } .axis { stroke: #444 } "
     + (
         ".line { fill: none; stroke-width: 2 } .dashed { stroke-dasharray: 5 4 } .band { opacity: .16 }"
-        + "".join(f" .line.{name} {{ stroke: {code} }} .dot.{name}, .band.{name} {{ fill: {code} }}" for name, code in COLOURS.items())
+        + "".join(
+            f" .line.{name} {{ stroke: {code} }} .dot.{name}, .band.{name} {{ fill: {code} }}"
+            for name, code in COLOURS.items()
+        )
     )
 )
-ABLATIONS = ("without stage 1", "without stage 2", "without stage 3", "bare speed-up as reward", "stage 1, one turn")
+ABLATIONS = (
+    "without stage 1",
+    "without stage 2",
+    "without stage 3",
+    "bare speed-up as reward",
+    "stage 1, one turn",
+)
 
 
 class Lines:
@@ -76,20 +84,51 @@ class Experiment:
         await_file(policy / MANIFEST)
         print(f"evaluating {name}", flush=True)
         suite = load_suite(params, self.out / TASKS)
-        found = evaluate(checkpoint_policy(policy, params), suite, self.pool, folder, epoch=folder.name, progress=Lines(), seed=params.seed)
+        found = evaluate(
+            checkpoint_policy(policy, params),
+            suite,
+            self.pool,
+            folder,
+            epoch=folder.name,
+            progress=Lines(),
+            seed=params.seed,
+        )
         print(row(name, found), flush=True)
 
-    def stage(self, name: str, place: str, params: Params, actor: Path, critic: Path | None = None, sampled: tuple[str, ...] = ()) -> Path:
+    def stage(
+        self,
+        name: str,
+        place: str,
+        params: Params,
+        actor: Path,
+        critic: Path | None = None,
+        sampled: tuple[str, ...] = (),
+    ) -> Path:
         out = self.out / place
         folders = tuple(self.out / earlier / "trajectories" for earlier in sampled)
         if self.part != "evaluation":
-            run_stage(Stage(name, params, actor, self.out / TASKS, out, self.pool, Lines(), "experiment", critic, folders))
+            run_stage(
+                Stage(
+                    name,
+                    params,
+                    actor,
+                    self.out / TASKS,
+                    out,
+                    self.pool,
+                    Lines(),
+                    "experiment",
+                    critic,
+                    folders,
+                )
+            )
         return out / CHECKPOINT
 
     def cold(self, seed: int) -> Path:
         params, out = self.params(seed), self.out / f"{seed} cold start"
         if self.part != "evaluation" and not (out / MANIFEST).is_file():
-            coldstart(params, training_sources(params, seed), out, dataset="", code="experiment", progress=Lines())
+            coldstart(
+                params, training_sources(params, seed), out, dataset="", code="experiment", progress=Lines()
+            )
         return out
 
     def full(self, seed: int) -> None:
@@ -99,13 +138,17 @@ class Experiment:
         self.evaluated(f"{seed} stage 1", first, params)
         second = self.stage("rejection", f"{seed} rejection", params, first)
         self.evaluated(f"{seed} stage 2", second, params)
-        values = self.stage("critic", f"{seed} critic", params, second, sampled=(f"{seed} warmup", f"{seed} rejection"))
+        values = self.stage(
+            "critic", f"{seed} critic", params, second, sampled=(f"{seed} warmup", f"{seed} rejection")
+        )
         fourth = self.stage("agentic", f"{seed} agentic", params, second, values)
         self.evaluated(f"{seed} stage 4", fourth, params)
 
     def ablations(self, seed: int) -> None:
         params, cold, name = self.params(seed), self.cold(seed), iter(ABLATIONS)
-        first, second, values = (self.out / f"{seed} {stage}" / CHECKPOINT for stage in ("warmup", "rejection", "critic"))
+        first, second, values = (
+            self.out / f"{seed} {stage}" / CHECKPOINT for stage in ("warmup", "rejection", "critic")
+        )
 
         without = next(name)
         actor = self.stage("rejection", f"{without} rejection", params, cold)
@@ -113,10 +156,14 @@ class Experiment:
         self.evaluated(without, self.stage("agentic", f"{without} agentic", params, actor, critic), params)
 
         without = next(name)
-        critic = self.stage("critic", f"{without} critic", params, first, sampled=(f"{seed} warmup", f"{seed} rejection"))
+        critic = self.stage(
+            "critic", f"{without} critic", params, first, sampled=(f"{seed} warmup", f"{seed} rejection")
+        )
         self.evaluated(without, self.stage("agentic", f"{without} agentic", params, first, critic), params)
 
-        without = next(name)  # stage 1's code makes its critic from the actor, untaught; here with stage 4's settings
+        without = next(
+            name
+        )  # stage 1's code makes its critic from the actor, untaught; here with stage 4's settings
         fresh = params.model_copy(update={"warmup": params.agentic})
         self.evaluated(without, self.stage("warmup", f"{without} agentic", fresh, second), params)
 
@@ -143,12 +190,25 @@ def row(name: str, found: Evaluation) -> str:
     eager, fast = figures.geomean.eager, figures.geomean.compile
     ratios = [f"{ratio:.2f}" if ratio is not None else "-" for ratio in (eager, fast)]
     interval = f"{figures.mean_reward:.2f} [{reward.low:.2f}, {reward.high:.2f}]"
-    rates = [share(figures.pass_rate), interval, share(figures.faster_rate.eager), share(figures.faster_rate.compile)]
+    rates = [
+        share(figures.pass_rate),
+        interval,
+        share(figures.faster_rate.eager),
+        share(figures.faster_rate.compile),
+    ]
     return "| " + " | ".join([name, *rates, *ratios]) + " |"
 
 
 def table(out: Path, seeds: list[int]) -> None:
-    columns = ["", "pass rate", "mean reward", "faster than eager", "faster than compile", "geomean, eager", "geomean, compile"]
+    columns = [
+        "",
+        "pass rate",
+        "mean reward",
+        "faster than eager",
+        "faster than compile",
+        "geomean, eager",
+        "geomean, compile",
+    ]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for name in [*(f"{seed} {stage}" for seed in seeds for stage in FULL), *ABLATIONS]:
         if (out / f"evaluation {name}" / RESULTS).is_file():
@@ -157,40 +217,67 @@ def table(out: Path, seeds: list[int]) -> None:
         first, last = (out / f"evaluation {seed} {stage}" for stage in (FULL[0], FULL[-1]))
         if (last / RESULTS).is_file():
             change = changes(load_evaluation(first).tasks, load_evaluation(last).tasks)["mean_reward"]
-            print(f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from the cold start to stage 4, paired by task")
+            print(
+                f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from the cold start to stage 4, paired by task"
+            )
 
 
 def plot(out: Path, seeds: list[int], file: Path) -> None:
     """Mean reward with its intervals, and pass rate (dashed) and share faster than torch.compile, by stage, a colour for each seed."""
     reward, rates = [], []
     for seed, colour in zip(seeds, COLOURS, strict=False):
-        found = {number: out / f"evaluation {seed} {stage}" for number, stage in zip(NUMBERS, FULL, strict=True)}
-        figures = {number: load_evaluation(folder).overall for number, folder in found.items() if (folder / RESULTS).is_file()}
+        found = {
+            number: out / f"evaluation {seed} {stage}" for number, stage in zip(NUMBERS, FULL, strict=True)
+        }
+        figures = {
+            number: load_evaluation(folder).overall
+            for number, folder in found.items()
+            if (folder / RESULTS).is_file()
+        }
         bounds = [each.intervals["mean_reward"] for each in figures.values()]
-        reward.append(Series("", colour, list(figures), [each.mean_reward for each in figures.values()], [(bound.low, bound.high) for bound in bounds]))
-        rates.append(Series("", colour, list(figures), [each.pass_rate for each in figures.values()], dashed=True))
-        rates.append(Series("", colour, list(figures), [each.faster_rate.compile or 0.0 for each in figures.values()]))
+        reward.append(
+            Series(
+                "",
+                colour,
+                list(figures),
+                [each.mean_reward for each in figures.values()],
+                [(bound.low, bound.high) for bound in bounds],
+            )
+        )
+        rates.append(
+            Series("", colour, list(figures), [each.pass_rate for each in figures.values()], dashed=True)
+        )
+        rates.append(
+            Series("", colour, list(figures), [each.faster_rate.compile or 0.0 for each in figures.values()])
+        )
     stages = "stage (0: the cold start)"
     charts = [
         line_chart(reward, x_label=stages, y_label="mean reward", y_range=(-1, 3), whole_x=True),
-        line_chart(rates, x_label=stages, y_label="passed (dashed), faster than compile", y_range=(0, 1), whole_x=True),
+        line_chart(
+            rates,
+            x_label=stages,
+            y_label="passed (dashed), faster than compile",
+            y_range=(0, 1),
+            whole_x=True,
+        ),
     ]
     height = HEIGHT + 12
     drawn = "".join(
-        f'<g transform="translate(0 {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>' for place, chart in enumerate(charts)
+        f'<g transform="translate(0 {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>'
+        for place, chart in enumerate(charts)
     )
     named = "".join(
         f'<circle class="dot {colour}" cx="{60 + 80 * place}" cy="{2 * height + 6}" r="4"/><text x="{70 + 80 * place}" y="{2 * height + 10}">seed {seed}</text>'
         for place, (seed, colour) in enumerate(zip(seeds, COLOURS, strict=False))
     )
-    frame = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-    )
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
     file.write_text(f"{frame}{drawn}{named}</svg>\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", default="cpu")
     parser.add_argument("--seeds", default="0,1,2")
@@ -205,8 +292,24 @@ def main() -> None:
         if chosen.part == "evaluation":
             await_file(out / TASKS / "tasks.parquet")
         else:
-            command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile, "--home", out / "home", "--out", out / TASKS]
-            subprocess.run([*command, *(word for value in chosen.sets for word in ("--set", value))], check=True, cwd=PROJECT)
+            command = [
+                sys.executable,
+                "-m",
+                "components.cli",
+                "data",
+                "build",
+                "--profile",
+                chosen.profile,
+                "--home",
+                out / "home",
+                "--out",
+                out / TASKS,
+            ]
+            subprocess.run(
+                [*command, *(word for value in chosen.sets for word in ("--set", value))],
+                check=True,
+                cwd=PROJECT,
+            )
         verdicts = "verdicts of evaluations" if chosen.part == "evaluation" else "verdicts"
         pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / verdicts)
         experiment = Experiment(out, chosen.profile, tuple(chosen.sets), chosen.part, pool)

@@ -19,15 +19,15 @@ from statistics import median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import judge_world as world
+import judge_fixtures as world
 
-from components.config import resolve
+from components.core.config import resolve
+from components.core.task import KernelTask
+from components.judge.judge import Judge
+from components.judge.measurement import StagedInputs, TimedRunner
+from components.judge.statistics import net, paired_ratio
+from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import SUFFIX
-from components.sandbox.judge import Judge
-from components.sandbox.rounds import Arm, Staging
-from components.sandbox.timing import net, paired_ratio
-from components.sandbox.verdict import MARGIN, Ratio
-from components.task import KernelTask
 
 RUNNER_SECONDS = 300
 REPEATS_PER_RUNNER = 5
@@ -45,30 +45,40 @@ def repeating(device: str, times: int) -> dict[str, str]:
     call = "answer(t, stream);" if cuda else 'answer(t); asm volatile("" ::: "memory");'
     folder = world.HERE / ("exploits_cuda" if cuda else "exploits")
     kernel = f'#include "{header}"\nKERNEL(forward) {{ for (int i = 0; i < {times}; ++i) {{ {call} }} }}\n'
-    return {"model_new.py": world.MODEL_NEW, f"kernels/{name}": kernel, f"kernels/{header}": (folder / header).read_text()}
+    return {
+        "model_new.py": world.MODEL_NEW,
+        f"kernels/{name}": kernel,
+        f"kernels/{header}": (folder / header).read_text(),
+    }
 
 
 @contextlib.contextmanager
-def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterator[list[Arm]]:
+def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterator[list[TimedRunner]]:
     """Two candidates in runners of their own, on the small task."""
-    arms: list[Arm] = []
+    arms: list[TimedRunner] = []
     with judge._bench(small_task(judge.params.device)) as bench:
         try:
             for files in (first, second):
                 library = judge.builder.build(files).library
                 assert library is not None
-                header = {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX}
+                header = {
+                    "role": "candidate",
+                    "files": {"model_new.py": files["model_new.py"]},
+                    "suffix": SUFFIX,
+                }
                 with library.open("rb") as file:
-                    arms.append(Arm(bench, header, file.fileno(), seconds=RUNNER_SECONDS))
+                    arms.append(TimedRunner(bench, header, file.fileno(), seconds=RUNNER_SECONDS))
                 bench.verify(arms[-1], "check")
-                arms[-1].round("time", Staging(bench, bench.per_round).hold(bench.sets.fresh(bench.per_round)))
+                arms[-1].round(
+                    "time", StagedInputs(bench, bench.per_round).hold(bench.sets.fresh(bench.per_round))
+                )
             yield arms
         finally:
             for arm in arms:
                 arm.close()
 
 
-def measured(judge: Judge, arms: list[Arm]) -> Ratio:
+def measured(judge: Judge, arms: list[TimedRunner]) -> Ratio:
     """Seconds of the second arm over those of the first, as a verdict would say it."""
     bench = arms[0].bench
     raw = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")}, ["eager"])

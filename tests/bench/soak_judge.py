@@ -16,21 +16,33 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import judge_world as world
+import judge_fixtures as world
 import psutil
 
-from components.config import resolve
-from components.sandbox.judge import Judge
-from components.sandbox.nursery import InfrastructureError
+from components.core.config import resolve
+from components.core.errors import InfrastructureError
+from components.judge.judge import Judge
 
 HONEST = ("simd", "naive", "two_pass", "scratch_buffer", "static_output", "two_outputs")
-HOSTILE = ("segfault", "native_exit", "stale_after_calls", "poisoned_parameters", "output_flood", "fork_symbol", "walls", "exit_at_import", "loud_neighbour")
+HOSTILE = (
+    "segfault",
+    "native_exit",
+    "stale_after_calls",
+    "poisoned_parameters",
+    "output_flood",
+    "fork_symbol",
+    "walls",
+    "exit_at_import",
+    "loud_neighbour",
+)
 WARM_UP = 30
 
 
 def state(done: int, started: float) -> None:
     process = psutil.Process()
-    runners = sum(p.info["uids"] is not None and p.info["uids"].real == 65534 for p in psutil.process_iter(["uids"]))
+    runners = sum(
+        p.info["uids"] is not None and p.info["uids"].real == 65534 for p in psutil.process_iter(["uids"])
+    )
     resident = process.memory_info().rss / 2**20
     print(
         f"after {done:5}: {resident:7.1f} MiB resident, {process.num_fds()} descriptors, {process.num_threads()} threads, "

@@ -22,11 +22,21 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 ORDINARY = 10001
 PREFLIGHT = """
-from components.config import resolve
+from components.core.config import resolve
 from components.sandbox.preflight import check_isolation
 check_isolation(resolve("smoke").params.sandbox, "cuda")
 """
-FEW = ("float4", "plain", "graph_copied_inputs", "cublas_product", "illegal_access", "device_memory_bomb", "host_memory_bomb", "late_thread", "pointer_cache")
+FEW = (
+    "float4",
+    "plain",
+    "graph_copied_inputs",
+    "cublas_product",
+    "illegal_access",
+    "device_memory_bomb",
+    "host_memory_bomb",
+    "late_thread",
+    "pointer_cache",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,10 @@ class Check:
 def checks(out: Path) -> list[Check]:
     """The most telling first: where time runs out, the last ones are cut off."""
     corpus = ("tests/device/judge_corpus.py", "--repeats", "10")
-    own = [Check("isolation", ("-c", PREFLIGHT)), Check("corpus", (*corpus, "--table", str(out / "corpus.md")))]
+    own = [
+        Check("isolation", ("-c", PREFLIGHT)),
+        Check("corpus", (*corpus, "--table", str(out / "corpus.md"))),
+    ]
     if os.geteuid() != 0:
         return own
     return [
@@ -56,7 +69,12 @@ def copied(folder: Path) -> Path:
     """A copy of the checkout and a home that the ordinary account may use."""
     folder.chmod(0o755)
     copy = folder / "checkout"
-    shutil.copytree(PROJECT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".cuda-agent", "__pycache__", ".whl"), symlinks=True)
+    shutil.copytree(
+        PROJECT,
+        copy,
+        ignore=shutil.ignore_patterns(".git", ".venv", ".cuda-agent", "__pycache__", ".whl"),
+        symlinks=True,
+    )
     (folder / "home").mkdir()
     for path in (folder / "home", copy, *copy.rglob("*")):
         os.chown(path, ORDINARY, ORDINARY, follow_symlinks=False)
@@ -67,7 +85,9 @@ def run(check: Check, copy: Path, out: Path, seconds: float) -> tuple[str, float
     """How `check` ended, and after how many seconds."""
     began = time.monotonic()
     ordinary = check.user is not None
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"HOME": str(copy.parent / "home")} if ordinary else {})
+    environment = (
+        os.environ | {"PYTHONUNBUFFERED": "1"} | ({"HOME": str(copy.parent / "home")} if ordinary else {})
+    )
     with (out / f"{check.name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *check.arguments],
@@ -92,9 +112,16 @@ def run(check: Check, copy: Path, out: Path, seconds: float) -> tuple[str, float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=580, help="for all checks together")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "check-gpu", help="folder for logs and tables")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "check-gpu",
+        help="folder for logs and tables",
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
@@ -105,7 +132,10 @@ def main() -> int:
         for check in checks(options.out):
             said, seconds = run(check, copy, options.out, end - time.monotonic())
             results.append(said)
-            print(f"{check.name:24} {check.user if check.user is not None else os.geteuid():<8} {seconds:8.1f}  {said}", flush=True)
+            print(
+                f"{check.name:24} {check.user if check.user is not None else os.geteuid():<8} {seconds:8.1f}  {said}",
+                flush=True,
+            )
             for line in (options.out / f"{check.name}.log").read_text(errors="replace").splitlines()[-3:]:
                 print(f"    {line[:200]}", flush=True)
     return 0 if all(said == "OK" for said in results) else 1

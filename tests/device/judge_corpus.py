@@ -18,17 +18,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
+import judge_fixtures as world
 import judge_validity
-import judge_world as world
 import torch
 
-from components.config import resolve
-from components.sandbox.judge import Judge
-from components.sandbox.nursery import InfrastructureError
-from components.sandbox.verdict import Verdict
+from components.core.config import resolve
+from components.core.errors import InfrastructureError
+from components.judge.judge import Judge
+from components.judge.verdict import Verdict
 
 
-def judged(judge: Judge, group: str, name: str, limits: dict[str, float] | None = None, *, always_compile: bool = False) -> Verdict:
+def judged(
+    judge: Judge,
+    group: str,
+    name: str,
+    limits: dict[str, float] | None = None,
+    *,
+    always_compile: bool = False,
+) -> Verdict:
     """The verdict; the judge's own failure is one too, as the pool makes of it."""
     sandbox = judge.params.sandbox
     judge.params = judge.params.model_copy(update={"sandbox": sandbox.model_copy(update=limits or {})})
@@ -51,10 +58,18 @@ ROWS: list[str] = []
 
 
 def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) -> None:
-    ratios = [f"{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else "-" for ratio in (verdict.speedup.eager, verdict.speedup.compile)]
-    print(f"{mark:5} {name:42} {expected:34} {verdict.status + ' ' + verdict.reason:40.40} {ratios[0]:22} {ratios[1]:22} {seconds:6.1f}", flush=True)
+    ratios = [
+        f"{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else "-"
+        for ratio in (verdict.speedup.eager, verdict.speedup.compile)
+    ]
+    print(
+        f"{mark:5} {name:42} {expected:34} {verdict.status + ' ' + verdict.reason:40.40} {ratios[0]:22} {ratios[1]:22} {seconds:6.1f}",
+        flush=True,
+    )
     limit = expected.partition("<= ")[2]
-    ROWS.append(f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} | {ratios[1]} |")
+    ROWS.append(
+        f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} | {ratios[1]} |"
+    )
     if mark == "FAIL" and verdict.log:
         print("      " + verdict.log.strip()[-400:].replace("\n", "\n      "), flush=True)
 
@@ -75,12 +90,16 @@ def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
         wanted, started = world.expected(name, f"exploits{suffix}"), time.monotonic()
         limits = {limit: wanted[limit] for limit in ("run_seconds", "build_seconds") if limit in wanted}
         verdict = judged(judge, f"exploits{suffix}", name, limits)
-        good = answered = verdict.status in wanted["status"].split("|") and verdict.reason.startswith(wanted["reason"])
+        good = answered = verdict.status in wanted["status"].split("|") and verdict.reason.startswith(
+            wanted["reason"]
+        )
         says = f"{wanted['status']} {wanted['reason']}"
         if good and "times_honest" in wanted and verdict.status == "correct":
             plain = "plain" if suffix else "simd"
             for _ in range(3):  # a measurement can be off on a busy machine, a gain comes again
-                limit = wanted["times_honest"] * eager_speedup(judged(judge, f"honest{suffix}", wanted.get("honest", plain)))
+                limit = wanted["times_honest"] * eager_speedup(
+                    judged(judge, f"honest{suffix}", wanted.get("honest", plain))
+                )
                 good = verdict.status == "correct" and eager_speedup(verdict) <= limit
                 if good:
                     break
@@ -94,27 +113,47 @@ def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--repeats", type=int, default=200, help="comparisons of each kind for the measurement's own validity")
+    parser.add_argument(
+        "--repeats", type=int, default=200, help="comparisons of each kind for the measurement's own validity"
+    )
     parser.add_argument("--table", type=Path, help="write the lines as a table in Markdown")
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     suffix = "_cuda" if arguments.device == "cuda" else ""
     free = torch.cuda.mem_get_info()[0] if suffix else 0
     with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(resolve("smoke" if suffix else "ci", (f"device={arguments.device}",)).params, Path(folder))
+        judge = Judge(
+            resolve("smoke" if suffix else "ci", (f"device={arguments.device}",)).params, Path(folder)
+        )
         try:
 
             def chosen(group: str) -> list[str]:
                 return [n for n in world.names(group + suffix) if not arguments.names or n in arguments.names]
 
-            print(f"{'':5} {'name':42} {'expected':34} {'got':40} {'eager':22} {'compile':22} seconds", flush=True)
+            print(
+                f"{'':5} {'name':42} {'expected':34} {'got':40} {'eager':22} {'compile':22} seconds",
+                flush=True,
+            )
             started = time.monotonic()
             marks = honest(judge, chosen("honest"), suffix)
             judged_in = time.monotonic() - started
-            marks += hostile(judge, [n for n in chosen("exploits") if world.expected(n, "exploits" + suffix).get("together", 1) == 1], suffix)
+            marks += hostile(
+                judge,
+                [
+                    n
+                    for n in chosen("exploits")
+                    if world.expected(n, "exploits" + suffix).get("together", 1) == 1
+                ],
+                suffix,
+            )
             if not arguments.names:
-                marks += honest(judge, ["plain" if suffix else "simd"], suffix)  # the sentinel: nothing that came before has harmed the judge
-                print(f"{3600 * len(chosen('honest')) / judged_in:.0f} honest candidates an hour, one after the other, compile measured for each", flush=True)
+                marks += honest(
+                    judge, ["plain" if suffix else "simd"], suffix
+                )  # the sentinel: nothing that came before has harmed the judge
+                print(
+                    f"{3600 * len(chosen('honest')) / judged_in:.0f} honest candidates an hour, one after the other, compile measured for each",
+                    flush=True,
+                )
                 judge_validity.report(judge, arguments.repeats)
         finally:
             judge.close()
@@ -122,7 +161,9 @@ def main() -> int:
         torch.cuda.empty_cache()
         left = free - torch.cuda.mem_get_info()[0]  # but for what torch's own libraries took in this process
         own = torch.cuda.memory_reserved()
-        print(f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was made, {own / 2**20:.0f} of them torch's")
+        print(
+            f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was made, {own / 2**20:.0f} of them torch's"
+        )
     if arguments.table:
         head = "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | --- | --- | --- | --- |\n"
         arguments.table.write_text(head + "".join(f"{row}\n" for row in ROWS))

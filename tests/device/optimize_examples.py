@@ -23,12 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agent_world import completion, server
+from agent_fixtures import completion, server
 
-from components.agent.modules import user_task
-from components.config import PROJECT, Device
-from components.policy.composed_form import composed_form
-from components.policy.demonstrations import DONE, MEASURE, STYLES, SUFFIX, write_kernel
+from components.agent.user_module import user_task
+from components.bootstrap.canonicalize import canonicalize
+from components.bootstrap.demonstrations import DONE, MEASURE, STYLES, SUFFIX, write_kernel
+from components.core.config import PROJECT, Device
 
 EXAMPLES = PROJECT / "docs" / "examples"
 SECONDS = 300
@@ -38,21 +38,34 @@ OTHER_FORMS = {"normalised_mish": ("Block", "torch.randn(256, 1024)")}
 
 def script(code: str, device: Device) -> Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]]:
     """The server's answers on one module: a kernel in each style, fastest first, each measured, then the end."""
-    chain = composed_form(code)
+    chain = canonicalize(code)
     kernels = [write_kernel(chain, style, device) for style in reversed(STYLES[device])] if chain else []
 
     def answer(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         if turn >= len(kernels):
             return 200, completion(DONE), {}
-        write = ("Write", json.dumps({"file_path": f"kernels/forward.{SUFFIX[device]}", "content": kernels[turn]}))
-        return 200, completion("", [write, ("Bash", json.dumps({"command": MEASURE}))], finish="tool_calls"), {}
+        write = (
+            "Write",
+            json.dumps({"file_path": f"kernels/forward.{SUFFIX[device]}", "content": kernels[turn]}),
+        )
+        return (
+            200,
+            completion("", [write, ("Bash", json.dumps({"command": MEASURE}))], finish="tool_calls"),
+            {},
+        )
 
     return answer
 
 
 def cuda_agent(*words: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", "components.cli", *words], capture_output=True, text=True, timeout=SECONDS, cwd=PROJECT)
+    done = subprocess.run(
+        [sys.executable, "-m", "components.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=PROJECT,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -63,8 +76,14 @@ def plain_commands() -> bool:
         path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
         environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path}
         good = True
-        for command in (["bash", "utils/compile.sh"], [sys.executable, "-m", "utils.verification"], [sys.executable, "-m", "utils.profiling"]):
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        for command in (
+            ["bash", "utils/compile.sh"],
+            [sys.executable, "-m", "utils.verification"],
+            [sys.executable, "-m", "utils.profiling"],
+        ):
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )
             print(f"$ {' '.join(command[-2:])}\n{(done.stdout + done.stderr).strip()[-400:]}", flush=True)
             good = good and done.returncode == 0
     return good
@@ -75,20 +94,45 @@ def optimized(name: str, device: Device, out: Path, sets: list[str]) -> bool:
     module, form = EXAMPLES / f"{name}.py", OTHER_FORMS.get(name)
     code = user_task(module, *form, "").code if form else module.read_text()
     with server(script(code, device)) as address:
-        words = ["optimize", str(module), "--policy", address, "--device", device, "--attempts", "1", "--turns", "4", "--out", str(out / name), "--json"]
+        words = [
+            "optimize",
+            str(module),
+            "--policy",
+            address,
+            "--device",
+            device,
+            "--attempts",
+            "1",
+            "--turns",
+            "4",
+            "--out",
+            str(out / name),
+            "--json",
+        ]
         words += ["--class", form[0], "--inputs", form[1]] if form else []
-        status, said, why = cuda_agent(*words, "--home", str(out / "home"), *(word for value in sets for word in ("--set", value)))
+        status, said, why = cuda_agent(
+            *words, "--home", str(out / "home"), *(word for value in sets for word in ("--set", value))
+        )
     if status != 0:
-        print(f"FAIL  {name:18} exit code {status}: {why.strip().splitlines()[-1][:200] if why.strip() else ''}", flush=True)
+        print(
+            f"FAIL  {name:18} exit code {status}: {why.strip().splitlines()[-1][:200] if why.strip() else ''}",
+            flush=True,
+        )
         return False
     record = json.loads(said)
-    ratios = [f"{ratio['estimate']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of {arm}" for arm, ratio in record["speedup"].items() if ratio]
+    ratios = [
+        f"{ratio['estimate']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of {arm}"
+        for arm, ratio in record["speedup"].items()
+        if ratio
+    ]
     print(f"OK    {name:18} {'gain' if record['found'] else 'no gain'}: {', '.join(ratios)}", flush=True)
     return True
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--set", dest="sets", action="append", default=[])

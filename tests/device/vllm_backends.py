@@ -35,12 +35,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from components.config import PROJECT, Params, resolve
+from components.bootstrap.cold_start import new_model
+from components.bootstrap.tokenizer import train_tokenizer
+from components.core.config import PROJECT, Params, resolve
 from components.policy.backends import open_sampler
-from components.policy.coldstart import new_model
-from components.policy.model import load_model, load_tokenizer
-from components.policy.sampling import Completion, Sampler
-from components.policy.tokenizer import train_tokenizer
+from components.policy.checkpoint import load_model, load_tokenizer
+from components.policy.sampler import Completion, Sampler
 from components.policy.vllm_sampler import EXTENSION, VllmSampler
 from components.training.batches import pad
 from components.training.networks import Actor
@@ -52,7 +52,12 @@ NOISE = 0.02
 
 def params_of(case: str, url: str, dtype: str) -> Params:
     backend, _, transfer = case.partition(" ")
-    sets = [f"policy.backend={backend}", f"policy.server={url}", f"policy.weight_transfer={transfer or 'ipc'}", "policy.sleep=true"]
+    sets = [
+        f"policy.backend={backend}",
+        f"policy.server={url}",
+        f"policy.weight_transfer={transfer or 'ipc'}",
+        "policy.sleep=true",
+    ]
     return resolve("", (*sets, "policy.context=4096", f"engine.dtype={dtype}", "policy.batch=256")).params
 
 
@@ -90,9 +95,15 @@ def server(case: str, folder: Path, dtype: str, log: Path) -> Iterator[str]:
     command += ["--weight-transfer-config", '{"backend": "ipc"}'] if case.endswith("ipc") else []
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     python_path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": python_path}
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "PYTHONPATH": python_path,
+    }
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 400
         while True:
@@ -113,7 +124,10 @@ def difference(actor: Actor, prompts: Sequence[list[int]], completions: Sequence
     """Mean absolute difference of the own tokens' log-probabilities (nats)."""
     total, tokens = 0.0, 0
     for first in range(0, len(prompts), 16):
-        rows = [([*p, *c.ids], [0] * len(p) + [1] * len(c.ids)) for p, c in zip(prompts[first : first + 16], completions[first : first + 16], strict=True)]
+        rows = [
+            ([*p, *c.ids], [0] * len(p) + [1] * len(c.ids))
+            for p, c in zip(prompts[first : first + 16], completions[first : first + 16], strict=True)
+        ]
         batch = pad(rows).to(torch.device("cuda"))
         with torch.no_grad():
             logprob, _ = actor(batch.ids, batch.action_mask)
@@ -160,7 +174,12 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
                 return time.monotonic() - started
 
         source = torch.Generator().manual_seed(0)
-        prompts = [torch.randint(3, 200, (int(torch.randint(32, 256, (1,), generator=source)),), generator=source).tolist() for _ in range(sequences)]
+        prompts = [
+            torch.randint(
+                3, 200, (int(torch.randint(32, 256, (1,), generator=source)),), generator=source
+            ).tolist()
+            for _ in range(sequences)
+        ]
         actor = Actor(trained, 1.0)
         sampler.generate(prompts[:8], max_new_tokens=8, temperature=1.0, seed=0)
         seconds = []
@@ -188,15 +207,31 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--limit", type=int, default=256)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--case", choices=CASES, help="one backend, in this process; prints its figures as JSON")
+    parser.add_argument(
+        "--case", choices=CASES, help="one backend, in this process; prints its figures as JSON"
+    )
     arguments = parser.parse_args()
     if arguments.case:
-        print("RESULT " + json.dumps(measure(arguments.case, arguments.checkpoint, arguments.sequences, arguments.limit, arguments.dtype)), flush=True)
+        print(
+            "RESULT "
+            + json.dumps(
+                measure(
+                    arguments.case,
+                    arguments.checkpoint,
+                    arguments.sequences,
+                    arguments.limit,
+                    arguments.dtype,
+                )
+            ),
+            flush=True,
+        )
         # vLLM's threads and child processes may outlive the interpreter's patience.
         os._exit(0)
     failed = False
@@ -205,17 +240,35 @@ def main() -> None:
         if folder is None:
             folder = Path(temporary) / "policy"
             make_checkpoint(folder)
-        print(f"{'backend':<18}{'difference':>12}{'greedy':>12}{'stale':>12}{'tokens/s':>12}{'push s':>10}", flush=True)
+        print(
+            f"{'backend':<18}{'difference':>12}{'greedy':>12}{'stale':>12}{'tokens/s':>12}{'push s':>10}",
+            flush=True,
+        )
         for case in CASES:
             if case.endswith("ipc") and importlib.util.find_spec("ray") is None:
-                print(f"{case:<18} left out: vLLM 0.24's ipc engine imports ray, which is not installed here", flush=True)
+                print(
+                    f"{case:<18} left out: vLLM 0.24's ipc engine imports ray, which is not installed here",
+                    flush=True,
+                )
                 continue
-            command = [sys.executable, __file__, "--case", case, "--checkpoint", str(folder), "--sequences", str(arguments.sequences)]
+            command = [
+                sys.executable,
+                __file__,
+                "--case",
+                case,
+                "--checkpoint",
+                str(folder),
+                "--sequences",
+                str(arguments.sequences),
+            ]
             command += ["--limit", str(arguments.limit), "--dtype", arguments.dtype]
             ran = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
             lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
-                print(f"{case:<18} failed (exit code {ran.returncode}):\n{(ran.stdout + ran.stderr)[-3000:]}", flush=True)
+                print(
+                    f"{case:<18} failed (exit code {ran.returncode}):\n{(ran.stdout + ran.stderr)[-3000:]}",
+                    flush=True,
+                )
                 failed = True
                 continue
             row = json.loads(lines[-1].removeprefix("RESULT "))

@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 from night import REDUCED
 
-from components.config import PROJECT
+from components.core.config import PROJECT
 
 ATTEMPTS = 40
 LONGEST_PAUSE = 4.0
@@ -46,13 +46,21 @@ SERVICES = ("postgres", "s3", "prefect", "mlflow")
 """In the order in which they stand on one another."""
 
 
-class Night:
+class PipelineRun:
     """One night's command, its home and the process that runs it."""
 
     def __init__(self, stack: Path, home: Path, seed: int, model: str, pool: str):
         self.stack, self.home, self.seed, self.pool = stack, home, seed, pool
-        own = {"registry.model": model, "registry.tracking_uri": f"http://127.0.0.1:{os.environ['MLFLOW_PORT']}", "seed": seed}
-        own |= {"store.url": f"s3://{os.environ['BUCKET']}/{model}", "store.endpoint": os.environ["AWS_ENDPOINT_URL_S3"], "sandbox.pool": pool}
+        own = {
+            "registry.model": model,
+            "registry.tracking_uri": f"http://127.0.0.1:{os.environ['MLFLOW_PORT']}",
+            "seed": seed,
+        }
+        own |= {
+            "store.url": f"s3://{os.environ['BUCKET']}/{model}",
+            "store.endpoint": os.environ["AWS_ENDPOINT_URL_S3"],
+            "sandbox.pool": pool,
+        }
         self.sets = [f"{key}={json.dumps(value)}" for key, value in (REDUCED | own).items()]
         self.process = 0
 
@@ -65,7 +73,7 @@ class Night:
                 os.dup2(log.fileno(), 2)
             chosen = [word for value in self.sets for word in ("--set", value)]
             sys.argv = ["cuda-agent", "run", "--profile", "ci", "--home", str(self.home), *chosen]
-            from components.cli import main
+            from components.cli.main import main
 
             code = 1
             try:
@@ -101,7 +109,13 @@ def alive(pid: int) -> bool:
 
 def again(stack: Path, service: str, **environment: str) -> None:
     command = [PROJECT / "infra" / "one-host.sh", "start", stack, service]
-    subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command,
+        env=os.environ | environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def kill_below(root: int, *words: str) -> bool:
@@ -124,10 +138,10 @@ def end_service(stack: Path, name: str) -> None:
             time.sleep(0.01)
 
 
-def kill_service(*names: str) -> Callable[[Night, random.Random], bool]:
+def kill_service(*names: str) -> Callable[[PipelineRun, random.Random], bool]:
     """Killed all at once, and started again in their order after a while."""
 
-    def fault(night: Night, chance: random.Random) -> bool:
+    def fault(night: PipelineRun, chance: random.Random) -> bool:
         for name in names:
             end_service(night.stack, name)
         time.sleep(chance.uniform(0, 3))
@@ -138,23 +152,29 @@ def kill_service(*names: str) -> Callable[[Night, random.Random], bool]:
     return fault
 
 
-def skew_clock(night: Night, chance: random.Random) -> bool:
+def skew_clock(night: PipelineRun, chance: random.Random) -> bool:
     """Prefect's server or MLflow with a clock minutes off until it is started the next time. Only where libfaketime is installed."""
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
     if library is None:
         return False
     service = chance.choice(("prefect", "mlflow"))
     end_service(night.stack, service)
-    again(night.stack, service, LD_PRELOAD=str(library), FAKETIME=f"{chance.uniform(-600, 600):+.0f}s", FAKETIME_DONT_FAKE_MONOTONIC="1")
+    again(
+        night.stack,
+        service,
+        LD_PRELOAD=str(library),
+        FAKETIME=f"{chance.uniform(-600, 600):+.0f}s",
+        FAKETIME_DONT_FAKE_MONOTONIC="1",
+    )
     return True
 
 
-def kill_night(night: Night, chance: random.Random) -> bool:
+def kill_night(night: PipelineRun, chance: random.Random) -> bool:
     os.kill(night.process, signal.SIGKILL)
     return True
 
 
-def cut_store(night: Night, chance: random.Random) -> bool:
+def cut_store(night: PipelineRun, chance: random.Random) -> bool:
     """The object store hears nothing and says nothing for a while."""
     group = pid_of(night.stack, "s3")
     os.killpg(group, signal.SIGSTOP)
@@ -163,7 +183,7 @@ def cut_store(night: Night, chance: random.Random) -> bool:
     return True
 
 
-def fill_disk(night: Night, chance: random.Random) -> bool:
+def fill_disk(night: PipelineRun, chance: random.Random) -> bool:
     """Only where the home has a file system of its own: others live on the machine's."""
     if not night.home.parent.is_mount():
         return False
@@ -177,17 +197,19 @@ def fill_disk(night: Night, chance: random.Random) -> bool:
     return True
 
 
-def judges(night: Night) -> int:
+def judges(night: PipelineRun) -> int:
     """The process below which the judges are."""
     return pid_of(night.stack, "ray-node") if night.pool == "ray" else night.process
 
 
-FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
+FAULTS: dict[str, Callable[[PipelineRun, random.Random], bool]] = {
     "the night's process killed": kill_night,
     "a runner of the judge killed": lambda night, _: kill_below(judges(night), "/sandbox/zygote.py"),
     "a compiler killed": lambda night, _: kill_below(judges(night), "cc1plus"),
     "DVC killed": lambda night, _: kill_below(night.process, "-m dvc", "dvc"),
-    "the judge's Ray actor killed": lambda night, _: kill_below(pid_of(night.stack, "ray-node"), "ray::JudgeActor"),
+    "the judge's Ray actor killed": lambda night, _: kill_below(
+        pid_of(night.stack, "ray-node"), "ray::JudgeActor"
+    ),
     "a Ray node killed": kill_service("ray-node"),
     "Ray's cluster killed": kill_service("ray-head", "ray-node"),
     "Prefect's server killed": kill_service("prefect"),
@@ -200,30 +222,37 @@ FAULTS: dict[str, Callable[[Night, random.Random], bool]] = {
 }
 
 
-def hand(night: Night, chance: random.Random) -> list[str]:
+def hand(night: PipelineRun, chance: random.Random) -> list[str]:
     """The faults of one night: every kind that means something to it twice, in a random order."""
     names = [name for name in FAULTS if night.pool == "ray" or "Ray" not in name] * 2
     chance.shuffle(names)
     return names
 
 
-def wrong(night: Night) -> list[str]:
+def wrong(night: PipelineRun) -> list[str]:
     """What is not as it must be after a finished night, a sentence each."""
-    from components.config import resolve
+    from components.core.config import resolve
     from components.registry.promotion import Promotion
     from components.registry.tracking import RUN_KEY, connect
-    from components.storage.opening import open_store
+    from components.storage.factory import open_store
     from components.storage.s3 import S3Store
-    from flows.leash import VARIABLE
-    from flows.runs import Night as Identity
+    from flows.process_reaper import VARIABLE
+    from flows.run_context import PipelineRun as Identity
 
     resolved = resolve("ci", (*night.sets, f"home={json.dumps(str(night.home))}"))
     identity, params = Identity(resolved), resolved.params
     client, found = connect(params.registry, night.home), []
-    runs = client.search_runs([item.experiment_id for item in client.search_experiments()], filter_string=f"tags.`{RUN_KEY}` = '{identity.key}'")
-    names = Counter(run.data.tags.get("cuda_agent.stage", "night") for run in runs)
+    run_context = client.search_runs(
+        [item.experiment_id for item in client.search_experiments()],
+        filter_string=f"tags.`{RUN_KEY}` = '{identity.key}'",
+    )
+    names = Counter(run.data.tags.get("cuda_agent.stage", "night") for run in run_context)
     found += [f"MLflow has {count} runs of {name}" for name, count in names.items() if count > 1]
-    found += [f"MLflow's run of {run.info.run_name} is {run.info.status}" for run in runs if run.info.status != "FINISHED"]
+    found += [
+        f"MLflow's run of {run.info.run_name} is {run.info.status}"
+        for run in run_context
+        if run.info.status != "FINISHED"
+    ]
     versions = client.search_model_versions(f"name = '{params.registry.model}'")
     found += [f"{len(versions)} versions registered"] if len(versions) != 1 else []
     office = Promotion(client, params.registry, night.home)
@@ -248,13 +277,13 @@ def wrong(night: Night) -> list[str]:
     return found
 
 
-def manifest(night: Night) -> dict[str, str]:
+def manifest(night: PipelineRun) -> dict[str, str]:
     (file,) = night.home.glob("runs/*/manifest.json")
     values: dict[str, str] = json.loads(file.read_text())
     return values
 
 
-def to_the_end(night: Night, tell: Callable[..., None], left: list[str], chance: random.Random) -> int:
+def to_the_end(night: PipelineRun, tell: Callable[..., None], left: list[str], chance: random.Random) -> int:
     """Run the night until it is done, with the faults that are left of its hand; how often it was started."""
     for attempt in range(1, ATTEMPTS + 1):
         night.start()
@@ -283,23 +312,39 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line, following in zip(lines, [*lines[1:], {}], strict=True):
         if "fault" in line and line["seed"] in done:
             (ended if "code" in following else went_on)[line["fault"]] += 1
-    rows = [f"| {name} | {went_on[name] + ended[name]} | {went_on[name]} | {ended[name]} |" for name in FAULTS]
+    rows = [
+        f"| {name} | {went_on[name] + ended[name]} | {went_on[name]} | {ended[name]} |" for name in FAULTS
+    ]
     bad = [f"night {line['seed']}: {'; '.join(line['wrong'])}" for line in nights if line["wrong"]]
     all_of_them = f"all, in {len(nights)} nights, {sum(line['compared'] for line in nights)} of them compared"
     total = f"| {all_of_them} | {went_on.total() + ended.total()} | {went_on.total()} | {ended.total()} |"
-    return "\n".join(["| fault | injected | the night went on | ended, continued by the same command |", "| --- | --- | --- | --- |", *rows, total, *bad])
+    return "\n".join(
+        [
+            "| fault | injected | the night went on | ended, continued by the same command |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            total,
+            *bad,
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stack", type=Path)
     parser.add_argument("record", type=Path)
     parser.add_argument("--seconds", type=float, default=400, help="no new night after so many")
     parser.add_argument("--pool", choices=("local", "ray"), default="local", help="where the judges are")
-    parser.add_argument("--homes", type=Path, help="folder of the homes; on a file system of its own the disk is filled too")
+    parser.add_argument(
+        "--homes", type=Path, help="folder of the homes; on a file system of its own the disk is filled too"
+    )
     parser.add_argument("--table", action="store_true", help="only print what the record amounts to")
     given = parser.parse_args()
-    lines = [json.loads(line) for line in given.record.read_text().splitlines()] if given.record.is_file() else []
+    lines = (
+        [json.loads(line) for line in given.record.read_text().splitlines()] if given.record.is_file() else []
+    )
     if given.table:
         print(table(lines))
         return
@@ -311,9 +356,9 @@ def main() -> None:
         with given.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    from flows import runs
+    from flows import run_context
 
-    runs.prepare_environment(given.stack)
+    run_context.prepare_environment(given.stack)
     import deepspeed  # noqa: F401  before the forks
 
     import flows.nightly  # noqa: F401
@@ -321,7 +366,10 @@ def main() -> None:
     while time.monotonic() - started < given.seconds:
         last = lines[-1] if lines else {"seed": 0, "wrong": []}
         seed = last["seed"] + ("wrong" in last)
-        night, calm = (Night(given.stack, homes / kind, seed, f"{kind}-{seed}", given.pool) for kind in ("night", "calm"))
+        night, calm = (
+            PipelineRun(given.stack, homes / kind, seed, f"{kind}-{seed}", given.pool)
+            for kind in ("night", "calm")
+        )
         if "wrong" in last:
             for home in (night.home, calm.home):
                 shutil.rmtree(home, ignore_errors=True)
@@ -337,8 +385,18 @@ def main() -> None:
             shutil.copytree(night.home / "verdicts", calm.home / "verdicts", dirs_exist_ok=True)
             to_the_end(calm, tell, [], chance)
             ours, theirs = manifest(night), manifest(calm)
-            problems += [f"{name} differs from the undisturbed night's" for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-        tell(seed=seed, attempts=attempts, seconds=round(time.monotonic() - began), compared=compared, wrong=problems)
+            problems += [
+                f"{name} differs from the undisturbed night's"
+                for name in sorted(ours.keys() | theirs.keys())
+                if ours.get(name) != theirs.get(name)
+            ]
+        tell(
+            seed=seed,
+            attempts=attempts,
+            seconds=round(time.monotonic() - began),
+            compared=compared,
+            wrong=problems,
+        )
         print(f"night {seed}: {attempts} attempts, {problems or 'nothing wrong'}", flush=True)
 
 

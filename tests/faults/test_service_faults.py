@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect_world import answers, free_port, prefect_server, wait_for
+from prefect_fixtures import answers, free_port, prefect_server, wait_for
 
-from components.config import PROJECT, resolve
-from components.registry.tracking import NightRun, connect
-from flows.faults import SERVICE, kind_of
+from components.core.config import PROJECT, resolve
+from components.registry.tracking import MlflowRun, connect
+from flows.retry_policy import SERVICE, kind_of
 
 FLOW = """
 import os, time
@@ -52,15 +52,27 @@ def test_a_night_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -
     (tmp_path / "prefect").mkdir()
     with prefect_server(tmp_path / "prefect") as environment:
         environment |= {"WORLD": str(tmp_path), "PREFECT_WORKER_QUERY_SECONDS": "2"}
-        subprocess.run([sys.executable, "-c", DEPLOY, str(tmp_path)], cwd=PROJECT, env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", DEPLOY, str(tmp_path)],
+            cwd=PROJECT,
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
         url = environment["PREFECT_API_URL"]
         run = subprocess.run(
-            [sys.executable, "-m", "prefect", "deployment", "run", "nightly/nightly"], env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-m", "prefect", "deployment", "run", "nightly/nightly"],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         )
         assert "Created flow run" in run.stdout
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "cpu"]
         with (tmp_path / "worker.log").open("wb") as log:
-            worker = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            worker = subprocess.Popen(
+                command, cwd=PROJECT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
         try:
             first = tmp_path / "attempt-0"
             wait_for(lambda: first.is_file() and first.read_text(), 120)
@@ -79,9 +91,28 @@ def test_a_night_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    environment = dict(os.environ) | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder / "artifacts")]
+    environment = dict(os.environ) | {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{folder / 'mlflow.db'}",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
     with (folder / "mlflow.log").open("ab") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -94,13 +125,15 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_tracking_server_that_is_killed_leaves_one_run_with_every_figure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracking_server_that_is_killed_leaves_one_run_with_every_figure_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     port = free_port()
     registry = resolve("ci").params.registry.model_copy(update={"tracking_uri": f"http://127.0.0.1:{port}"})
 
-    def log(reward: float) -> NightRun:
-        night = NightRun(connect(registry, tmp_path), registry, tmp_path, "key", "night")
+    def log(reward: float) -> MlflowRun:
+        night = MlflowRun(connect(registry, tmp_path), registry, tmp_path, "key", "night")
         night.figures({"reward": reward})
         return night
 

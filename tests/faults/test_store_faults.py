@@ -18,10 +18,10 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from components.config import BadInput
-from components.files import digest_bytes
+from components.core.errors import UserError
+from components.core.files import digest_bytes
 from components.storage import S3Store, StoreUnavailable
-from flows.faults import patiently
+from flows.retry_policy import retry_by_kind
 
 PART = 5 << 20
 WEIGHTS = os.urandom(1 << 16) * 320
@@ -30,7 +30,12 @@ WEIGHTS = os.urandom(1 << 16) * 320
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}.items():
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -114,7 +119,9 @@ def weights(folder: Path) -> Path:
 
 
 @pytest.mark.timeout(60)
-def test_a_store_that_is_cut_off_in_an_upload_gets_the_rest_when_it_is_back(moto: tuple[str, int], tmp_path: Path) -> None:
+def test_a_store_that_is_cut_off_in_an_upload_gets_the_rest_when_it_is_back(
+    moto: tuple[str, int], tmp_path: Path
+) -> None:
     with wire(moto) as line:
         line.cut_after = 2 * PART + PART // 2
         store = S3Store("s3://nights", line.url, uploads=tmp_path / "uploads", part_bytes=PART)
@@ -124,19 +131,24 @@ def test_a_store_that_is_cut_off_in_an_upload_gets_the_rest_when_it_is_back(moto
             told.append(f"{line.up}")
             line.cut_after = None
 
-        patiently(lambda: store.put("weights", weights(tmp_path)), told.append, back)
+        retry_by_kind(lambda: store.put("weights", weights(tmp_path)), told.append, back)
         assert told and "service fault" in told[0]
-        assert store.digests("weights") == (digest_bytes(WEIGHTS), digest_bytes(WEIGHTS)) and not store.abandoned(timedelta(0))
+        assert store.digests("weights") == (
+            digest_bytes(WEIGHTS),
+            digest_bytes(WEIGHTS),
+        ) and not store.abandoned(timedelta(0))
         assert line.up < len(WEIGHTS) + 2 * PART, "parts that were up were not sent again"
 
 
 @pytest.mark.timeout(60)
-def test_a_bit_that_flips_on_the_way_is_noticed_and_the_next_try_is_whole(moto: tuple[str, int], tmp_path: Path) -> None:
+def test_a_bit_that_flips_on_the_way_is_noticed_and_the_next_try_is_whole(
+    moto: tuple[str, int], tmp_path: Path
+) -> None:
     with wire(moto) as line:
         store = S3Store("s3://nights", line.url, part_bytes=PART)
         store.put("weights", weights(tmp_path))
         line.flip_after = PART
-        with pytest.raises((BadInput, StoreUnavailable)):
+        with pytest.raises((UserError, StoreUnavailable)):
             store.get("weights", tmp_path / "back")
         assert not (tmp_path / "back").exists()
         store.get("weights", tmp_path / "back")
@@ -153,7 +165,9 @@ S3Store("s3://nights", sys.argv[1], uploads=Path(sys.argv[3]), part_bytes=int(sy
 
 
 @pytest.mark.timeout(60)
-def test_a_writer_that_is_killed_again_and_again_leaves_one_whole_object_and_no_upload(moto: tuple[str, int], tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_again_and_again_leaves_one_whole_object_and_no_upload(
+    moto: tuple[str, int], tmp_path: Path
+) -> None:
     url, source = "http://{}:{}".format(*moto), weights(tmp_path)
     command = [sys.executable, "-c", WRITER, url, str(source), str(tmp_path / "uploads"), str(PART)]
     for delay in (0.05, 0.15, 0.3):
@@ -163,11 +177,15 @@ def test_a_writer_that_is_killed_again_and_again_leaves_one_whole_object_and_no_
             process.send_signal(signal.SIGKILL)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     store = S3Store("s3://nights", url)
-    assert store.digests("weights") == (digest_bytes(WEIGHTS), digest_bytes(WEIGHTS)) and not store.abandoned(timedelta(0))
+    assert store.digests("weights") == (digest_bytes(WEIGHTS), digest_bytes(WEIGHTS)) and not store.abandoned(
+        timedelta(0)
+    )
 
 
 @pytest.mark.timeout(60)
-def test_of_ten_writers_at_once_one_wins_and_the_others_are_told(moto: tuple[str, int], tmp_path: Path) -> None:
+def test_of_ten_writers_at_once_one_wins_and_the_others_are_told(
+    moto: tuple[str, int], tmp_path: Path
+) -> None:
     url, outcomes = "http://{}:{}".format(*moto), []
 
     def write(number: int) -> None:
@@ -176,7 +194,7 @@ def test_of_ten_writers_at_once_one_wins_and_the_others_are_told(moto: tuple[str
         try:
             S3Store("s3://nights", url).put("decision", path)
             outcomes.append(number)
-        except BadInput as error:
+        except UserError as error:
             assert "never overwritten" in str(error)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(10)]
@@ -185,4 +203,6 @@ def test_of_ten_writers_at_once_one_wins_and_the_others_are_told(moto: tuple[str
     for thread in threads:
         thread.join()
     (winner,) = outcomes
-    assert S3Store("s3://nights", url).digests("decision")[0] == digest_bytes(f"writer {winner}".encode() * 100)
+    assert S3Store("s3://nights", url).digests("decision")[0] == digest_bytes(
+        f"writer {winner}".encode() * 100
+    )

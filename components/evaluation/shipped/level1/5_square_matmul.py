@@ -14,7 +14,10 @@ class Model(nn.Module):
 
 
 def get_inputs():
-    return [torch.randn(math.isqrt(NUMEL), math.isqrt(NUMEL)), torch.randn(math.isqrt(NUMEL), math.isqrt(NUMEL))]
+    return [
+        torch.randn(math.isqrt(NUMEL), math.isqrt(NUMEL)),
+        torch.randn(math.isqrt(NUMEL), math.isqrt(NUMEL)),
+    ]
 
 
 def get_init_inputs():

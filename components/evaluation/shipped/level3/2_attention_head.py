@@ -13,7 +13,11 @@ class Model(nn.Module):
 
 
 def get_inputs():
-    return [torch.randn(NUMEL // (256 * 64), 256, 64), torch.randn(NUMEL // (256 * 64), 256, 64), torch.randn(NUMEL // (256 * 64), 256, 64)]
+    return [
+        torch.randn(NUMEL // (256 * 64), 256, 64),
+        torch.randn(NUMEL // (256 * 64), 256, 64),
+        torch.randn(NUMEL // (256 * 64), 256, 64),
+    ]
 
 
 def get_init_inputs():

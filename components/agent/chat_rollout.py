@@ -1,0 +1,185 @@
+"""The agent's loop over a server that speaks text: each episode in a thread of its own, messages in, a turn out.
+
+Native tool calls where the server has them; where it refuses descriptions of tools, they are part of the first message
+and calls are read from the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Protocol
+
+from components.agent.episode import SHORTENED, Episode, Limits, abandon
+from components.agent.tool_parser import Request, native_calls, parse_calls
+from components.agent.tool_schemas import descriptions
+from components.agent.trajectory import ToolCall, Trajectory
+from components.core.config import Params
+from components.core.task import KernelTask
+from components.judge.pool import JudgePool
+from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnknown
+
+MAX_PARALLEL = 64
+CHARACTERS_PER_TOKEN = 2.5
+"""Of source text, on the careful side, where the server does not count its prompt's tokens."""
+TEXT_FORM = """
+Call a tool by writing, in your answer, one JSON object for each call between tags:
+<tool_call>
+{"name": "Write", "arguments": {"file_path": "kernels/forward.cpp", "content": "…"}}
+</tool_call>
+You get what the tools say as the next message. An answer without a call ends your work. The tools:
+"""
+
+
+class Chat(Protocol):
+    """`components.policy.chat_client.ChatClient`; tests give a scripted one."""
+
+    @property
+    def version(self) -> str: ...
+
+    def turn(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> ChatTurn: ...
+
+    def close(self) -> None: ...
+
+
+class ChatEpisode(Episode):
+    """An episode whose policy takes and gives messages."""
+
+    def __init__(
+        self, task: KernelTask, params: Params, chat: Chat, pool: JudgePool, epoch: str, *, in_turns: bool
+    ):
+        super().__init__(task, params, pool, epoch, in_turns=in_turns)
+        self.chat = chat
+        self.native = True
+        self.messages: list[dict[str, Any]] = [self.first_message()]
+        self.observed: list[int] = []
+        """Places of observations in `messages`."""
+
+    def run(self, limits: Limits, temperature: float, seed: int) -> Trajectory:
+        """All turns and the verdict. The record holds every turn that the server gave, also when it fails afterwards."""
+        for turn in range(limits.max_turns):
+            if limits.passed():
+                self.finish_reason = "time"
+            else:
+                self._turn(limits, temperature, seed * 1_000_003 + turn, last=turn + 1 == limits.max_turns)
+            if self.finish_reason:
+                break
+        return self.finish(self.chat.version)
+
+    def _turn(self, limits: Limits, temperature: float, seed: int, *, last: bool) -> None:
+        history, shortened = self._history(limits.max_new_tokens)
+        try:
+            reply = self._ask(history, limits, temperature, seed)
+        except ServerFailed as error:
+            self.finish_reason, self.error = "server", str(error)
+            return
+        requests = native_calls(reply.calls) if reply.calls else parse_calls(reply.content)
+        calls = self.perform(
+            reply.content, requests, cut=reply.finish_reason == "length", last=last, shortened=shortened
+        )
+        said: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.calls:
+            said["tool_calls"] = [_spoken(request) for request in requests]
+        self.messages.append(said)
+        self._observe(requests, calls, native=bool(reply.calls))
+
+    def _ask(self, history: list[dict[str, Any]], limits: Limits, temperature: float, seed: int) -> ChatTurn:
+        if self.native:
+            try:
+                return self.chat.turn(
+                    history,
+                    tools=descriptions(),
+                    max_new_tokens=limits.max_new_tokens,
+                    temperature=temperature,
+                    seed=seed,
+                )
+            except ToolsUnknown:
+                self.native = False
+                self.messages[0]["content"] += TEXT_FORM + "\n".join(
+                    json.dumps(tool["function"]) for tool in descriptions()
+                )
+        return self.chat.turn(
+            history, tools=(), max_new_tokens=limits.max_new_tokens, temperature=temperature, seed=seed
+        )
+
+    def _observe(self, requests: Sequence[Request], calls: Sequence[ToolCall], *, native: bool) -> None:
+        if native:
+            for request, call in zip(requests, calls, strict=True):
+                self.observed.append(len(self.messages))
+                self.messages.append(
+                    {"role": "tool", "tool_call_id": request.call_id, "content": call.observation}
+                )
+        elif calls:
+            self.observed.append(len(self.messages))
+            self.messages.append(
+                {
+                    "role": "user",
+                    "content": "\n".join(
+                        f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls
+                    ),
+                }
+            )
+
+    def _history(self, max_new_tokens: int) -> tuple[list[dict[str, Any]], int]:
+        """The messages, the oldest observations shortened until they should fit, and how many were."""
+        room = (self.params.policy.context - max_new_tokens) * CHARACTERS_PER_TOKEN
+        size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
+        history, shortened = list(self.messages), 0
+        for place in self.observed[:-1]:
+            if size <= room:
+                break
+            size -= max(0, len(str(history[place]["content"])) - len(SHORTENED))
+            history[place] = history[place] | {"content": SHORTENED}
+            shortened += 1
+        return history, shortened
+
+
+def _spoken(request: Request) -> dict[str, Any]:
+    arguments = json.dumps(request.arguments, ensure_ascii=False)
+    return {
+        "id": request.call_id,
+        "type": "function",
+        "function": {"name": request.name, "arguments": arguments},
+    }
+
+
+def run_chats(
+    tasks: Sequence[KernelTask],
+    *,
+    params: Params,
+    chat: Chat,
+    pool: JudgePool,
+    epoch: str,
+    seed: int,
+    limits: Limits,
+    temperature: float,
+    on_progress: Callable[[int, int], None],
+) -> list[Trajectory]:
+    """One trajectory per given task, in order. A server that fails ends an episode with `finish_reason` server."""
+    episodes = [ChatEpisode(task, params, chat, pool, epoch, in_turns=limits.max_turns > 1) for task in tasks]
+    with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="episode") as threads:
+        try:
+            pending = [
+                threads.submit(episode.run, limits, temperature, seed * 1_000_003 + index)
+                for index, episode in enumerate(episodes)
+            ]
+            for done, future in enumerate(as_completed(pending), 1):
+                future.result()
+                on_progress(done, len(pending))
+            return [future.result() for future in pending]
+        except BaseException:
+            chat.close()  # whoever waits for an answer stops waiting
+            abandon(episodes, threads, pool)
+            raise
+        finally:
+            for episode in episodes:
+                episode.tools.close()

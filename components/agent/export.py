@@ -1,0 +1,237 @@
+"""What an optimisation leaves in its folder: a workspace, a drop-in module, a report, the figures and the trajectories.
+
+report.md          what was found, measured how, and what holds for its use
+result.json        the same figures for machines
+model_new.py       ModelNew for your own code: it loads the library that lies in workspace/
+workspace/         the judged files with the template around them, and the built library
+trajectories/      everything that the policy tried
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from components.agent.optimize import Outcome
+from components.agent.trajectory import save_trajectories
+from components.core.config import PROJECT, Params
+from components.core.errors import UserError
+from components.core.files import atomic_folder, write_json
+from components.judge.verdict import Ratio, Verdict
+from components.sandbox.build import Builder
+
+RESULT = "result.json"
+LOADER = '''\
+import importlib.util as _util
+import pathlib as _pathlib
+import sys as _sys
+
+
+def _load(folder):
+    """The kernels as built for this machine; `bash utils/compile.sh` in workspace/ builds them for another."""
+    spec = _util.spec_from_file_location("cuda_extension", folder / "cuda_extension.so")
+    module = _util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_sys.modules["cuda_extension"] = _load(_pathlib.Path(__file__).resolve().parent / "workspace")
+'''
+
+
+def drop_in(model_new: str) -> str:
+    """The source of model_new.py with the library's loading before its first statement that may need it."""
+    tree = ast.parse(model_new)
+    first = next(
+        (
+            node
+            for node in tree.body
+            if not (isinstance(node, ast.ImportFrom) and node.module == "__future__") and not _docstring(node)
+        ),
+        None,
+    )
+    lines = model_new.splitlines(keepends=True)
+    place = first.lineno - 1 if first is not None else len(lines)
+    return "".join([*lines[:place], LOADER, "\n", *lines[place:]])
+
+
+def _docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def write_workspace(folder: Path, code: str, files: dict[str, str], library: Path | None) -> None:
+    """The template with the task, the candidate's files and its library."""
+    template = PROJECT / "agent_workdir"
+    shutil.copytree(
+        template, folder, ignore=shutil.ignore_patterns("kernels", "model.py", "model_new.py", "__pycache__")
+    )
+    (folder / "kernels").mkdir()
+    (folder / "model.py").write_text(code)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    if library is not None:
+        shutil.copyfile(library, folder / "cuda_extension.so")
+
+
+def check_out(out: Path) -> None:
+    """UserError, before any work is done, when `out` holds something that is not an optimisation's."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RESULT).is_file())):
+        raise UserError(f"--out {out}: it holds other files; give a new or empty folder.")
+
+
+def hand_over(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:
+    """Write the folder in one step and return the figures (DESIGN §12). `builds` is the judge's cache of libraries."""
+    record = as_record(outcome, params, out, policy)
+    with atomic_folder(out) as temporary:
+        if outcome.found:
+            library = Builder(params.sandbox, params.device, builds).build(outcome.files).library
+            write_workspace(temporary / "workspace", outcome.task.code, outcome.files, library)
+            (temporary / "model_new.py").write_text(drop_in(outcome.files["model_new.py"]))
+        else:
+            (temporary / "model.py").write_text(outcome.task.code)
+        (temporary / "report.md").write_text(report(outcome, params, policy))
+        save_trajectories(temporary / "trajectories", list(outcome.trajectories))
+        write_json(temporary / RESULT, record)
+    return record
+
+
+def as_record(outcome: Outcome, params: Params, out: Path, policy: str) -> dict[str, Any]:
+    verdict = outcome.verdict
+    return {
+        "found": outcome.found,
+        "speedup": verdict.speedup.model_dump() if verdict is not None else {"eager": None, "compile": None},
+        "seconds_per_call": verdict.seconds.model_dump()
+        if verdict is not None
+        else {"candidate": None, "eager": None, "compile": None},
+        "milestone": verdict.milestone if verdict is not None else -1,
+        "out": str(out.resolve()),
+        "turns": outcome.turns,
+        "seconds": round(outcome.seconds, 3),
+        "attempts": len(outcome.trajectories),
+        "candidates": dict(Counter(verdict.status for verdict in outcome.judged)),
+        "policy": policy,
+        "device": params.device,
+        "precision": params.precision,
+        "task_id": outcome.task.task_id,
+        "notes": list(outcome.notes),
+    }
+
+
+def headline(outcome: Outcome) -> str:
+    """The answer in one sentence."""
+    verdict = outcome.verdict
+    if verdict is None:
+        return (
+            "No gain found: no kernel was right."
+            if outcome.judged
+            else "No gain found: the policy wrote no kernel."
+        )
+    if verdict.status != "correct":
+        return f"No gain found: the best kernel failed when it was measured again ({verdict.status}: {verdict.reason})."
+    eager, compiled = verdict.speedup.eager, verdict.speedup.compile
+    assert eager is not None
+    if not outcome.found:
+        return f"No gain found: the fastest right kernel runs at {eager.estimate:.2f} times the speed of eager PyTorch."
+    text = f"Found: {eager.estimate:.2f} times as fast as eager PyTorch"
+    if compiled is None:
+        return f"{text}."
+    text += f", {compiled.estimate:.2f} times as fast as torch.compile."
+    if compiled.high < 1:
+        return f"{text} torch.compile alone is the better choice here."
+    return text if compiled.low > 1 else f"{text} Against torch.compile that may be noise."
+
+
+def _interval(ratio: Ratio | None) -> str:
+    return "not measured" if ratio is None else f"{ratio.estimate:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def report(outcome: Outcome, params: Params, policy: str) -> str:
+    """report.md."""
+    lines = [f"# {outcome.task.name or 'Module'}: {headline(outcome)}", ""]
+    verdict = outcome.verdict
+    if verdict is not None and verdict.status == "correct":
+        lines += _figures(verdict, params)
+    if outcome.found:
+        lines += _use(outcome, params)
+    lines += [
+        "## What was tried",
+        "",
+        f"Policy: {policy}. {len(outcome.trajectories)} attempts, {outcome.turns} turns, {outcome.seconds:.0f} s.",
+        "",
+    ]
+    lines += [
+        "| attempt | turns | kernels judged | best | fastest against eager | ended by |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for number, trajectory in enumerate(outcome.trajectories, 1):
+        correct = [v for v in trajectory.verdicts if v.status == "correct" and v.speedup.eager is not None]
+        fastest = max((v.speedup.eager.estimate for v in correct if v.speedup.eager), default=None)
+        best = (
+            "correct"
+            if correct
+            else f"{trajectory.final.status}{f': {trajectory.final.reason}' if trajectory.final.reason else ''}"
+        )
+        speed = "–" if fastest is None else f"{fastest:.2f}"
+        lines.append(
+            f"| {number} | {len(trajectory.turns)} | {len(trajectory.verdicts)} | {best} | {speed} | {trajectory.finish_reason} |"
+        )
+    counts = Counter((v.status, v.reason) for v in outcome.judged)
+    lines += [
+        "",
+        f"{len(outcome.judged)} different candidates: "
+        + "; ".join(f"{n} {s}{f' ({r})' if r else ''}" for (s, r), n in counts.most_common())
+        + ".",
+    ]
+    if outcome.notes:
+        lines += ["", "## To know", "", *(f"- {note}" for note in outcome.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(verdict: Verdict, params: Params) -> list[str]:
+    evidence = verdict.evidence
+    clock = "CPU time of one thread" if evidence.get("clock") == "cpu" else "wall time on the device"
+    return [
+        "| | us a call | times as fast (95 % interval) |",
+        "| --- | --- | --- |",
+        f"| this kernel | {_microseconds(verdict.seconds.candidate)} | |",
+        f"| eager PyTorch | {_microseconds(verdict.seconds.eager)} | {_interval(verdict.speedup.eager)} |",
+        f"| torch.compile | {_microseconds(verdict.seconds.compile)} | {_interval(verdict.speedup.compile)} |",
+        "",
+        f"Measured by {clock} on {evidence.get('device', verdict.device)}, torch {evidence.get('torch', '?')}, {verdict.precision}, {params.sandbox.rounds} "
+        f"rounds of each, alternating, on fresh inputs; the outputs of every round were checked. This measurement chose nothing: the kernel was picked by "
+        f"earlier ones. Isolation: {evidence.get('isolation', params.sandbox.isolation)}.",
+        "",
+    ]
+
+
+def _use(outcome: Outcome, params: Params) -> list[str]:
+    shapes = ", ".join(
+        f"{json.dumps(item['shape'])} {item['dtype']}" for item in outcome.task.evidence["inputs"]
+    )
+    machine = "a processor like this one" if params.device == "cpu" else "a GPU like this one"
+    return [
+        "## Use it",
+        "",
+        "```python",
+        "from model_new import ModelNew  # with this folder on sys.path",
+        "",
+        "new = ModelNew(...)  # the constructor of your module",
+        "new.load_state_dict(old.state_dict())",
+        "```",
+        "",
+        f"It was checked with inputs {shapes}: other dtypes do not work, other shapes are unchecked. Tensors must be contiguous. It has no backward pass.",
+        f"The library in workspace/ runs on {machine}; `bash utils/compile.sh` there builds it anew, `python3 -m utils.profiling` measures it again.",
+        "",
+    ]

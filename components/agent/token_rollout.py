@@ -1,0 +1,198 @@
+"""The agent's loop over a sampler of tokens: many episodes side by side over one sampler and one judge pool.
+
+All live episodes sample a turn together, then their calls run at the same time, then the next turn. Ids are appended and
+never made again from text; the suffix that carries observations is what the chat template puts after a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from components.agent.episode import SHORTENED, Episode, Limits, abandon
+from components.agent.tool_parser import parse_calls
+from components.agent.tool_schemas import descriptions
+from components.agent.trajectory import ToolCall, Trajectory
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.task import KernelTask
+from components.judge.pool import JudgePool
+from components.policy.sampler import Completion, Sampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_PARALLEL_CALLS = 64
+SMALLEST_TURN = 16
+"""An episode ends when fewer tokens than this are left in the context window."""
+MARK = "\u2402assistant\u2403"
+"""Stands for a sampled turn when the template is asked what follows one; no template and no prompt holds it."""
+
+
+def _nothing(done: int, total: int) -> None:
+    return
+
+
+def suffix_ids(
+    tokenizer: PreTrainedTokenizerBase, observations: Sequence[str], tools: list[Any] | None = None
+) -> list[int]:
+    """What stands between a sampled turn, its end-of-turn token included, and the next one: a tool message for each
+    observation and the generation prompt, as the chat template writes them after an assistant's turn."""
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": MARK},
+        *({"role": "tool", "content": text} for text in observations),
+    ]
+    text = str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
+    )
+    _, mark, after = text.partition(MARK)
+    if not mark:
+        raise UserError(
+            f"the chat template of the policy ({tokenizer.name_or_path}) leaves out the assistant's own words; give the folder another chat_template.jinja."
+        )
+    return list(
+        tokenizer.encode(after.lstrip().removeprefix(str(tokenizer.eos_token)), add_special_tokens=False)
+    )
+
+
+class TokenEpisode(Episode):
+    """An episode whose policy takes and gives token ids; it keeps every one of them."""
+
+    def __init__(
+        self,
+        task: KernelTask,
+        params: Params,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: JudgePool,
+        epoch: str,
+        *,
+        in_turns: bool,
+    ):
+        super().__init__(task, params, pool, epoch, in_turns=in_turns)
+        self.tokenizer = tokenizer
+        # A policy with the compact prompt knows its tools; others are told by their template, where it can.
+        told = params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
+        self.descriptions = descriptions() if told else None
+        text = str(
+            tokenizer.apply_chat_template(
+                [self.first_message()], tokenize=False, add_generation_prompt=True, tools=self.descriptions
+            )
+        )
+        self.ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
+        self.mask = [0] * len(self.ids)
+        self.logprobs = [0.0] * len(self.ids)
+        self.observed: list[tuple[int, int]] = []
+        """Where each turn's observations begin and end in `ids`."""
+        self.shortened = 0
+
+    def prompt(self, *, shorten: bool) -> list[int]:
+        """The history to sample from. With `shorten`, the oldest observations give way until a turn fits into the window."""
+        ids, self.shortened = self.ids, 0
+        room = self.params.policy.context - min(self.params.policy.context // 8, 4096)
+        if not shorten or len(ids) <= room:
+            return ids
+        short = suffix_ids(self.tokenizer, [SHORTENED], self.descriptions)
+        while len(ids) > room and self.shortened < len(self.observed) - 1:
+            self.shortened += 1
+            pieces, end = [], 0
+            for start, stop in self.observed[: self.shortened]:
+                pieces += [*self.ids[end:start], *min(self.ids[start:stop], short, key=len)]
+                end = stop
+            ids = [*pieces, *self.ids[end:]]
+        return ids
+
+    def act(self, completion: Completion, last: bool) -> None:
+        """Take a sampled turn, run its calls and append their observations, or end the episode."""
+        self.ids += completion.ids
+        self.mask += [1] * len(completion.ids)
+        self.logprobs += completion.logprobs
+        text = str(self.tokenizer.decode(list(completion.ids), skip_special_tokens=True))
+        calls = self.perform(
+            text,
+            parse_calls(text),
+            cut=completion.finish_reason == "length",
+            last=last,
+            shortened=self.shortened,
+        )
+        if not self.finish_reason:
+            suffix = suffix_ids(self.tokenizer, self._messages(calls), self.descriptions)
+            self.observed.append((len(self.ids), len(self.ids) + len(suffix)))
+            self.ids += suffix
+            self.mask += [0] * len(suffix)
+            self.logprobs += [0.0] * len(suffix)
+
+    def _messages(self, calls: Sequence[ToolCall]) -> list[str]:
+        """A message for each call where the template knows tools; the compact form has one for all."""
+        observations = [call.observation for call in calls]
+        return observations if self.descriptions is not None else ["\n".join(observations)]
+
+
+def run_episodes(
+    tasks: Sequence[KernelTask],
+    *,
+    params: Params,
+    sampler: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: JudgePool,
+    epoch: str,
+    seed: int,
+    max_turns: int,
+    max_new_tokens: int,
+    temperature: float,
+    deadline: float | None = None,
+    shorten: bool = False,
+    on_progress: Callable[[int, int], None] = _nothing,
+) -> list[Trajectory]:
+    """One trajectory per given task, in order; repeat a task to sample it several times.
+
+    With `max_turns` 1 the first answer is final. `epoch` names the policy update: within it, equal candidates on a task
+    share one measurement. The final answer is the state of the workspace when the episode ends. `deadline` is a moment
+    of time.monotonic after which no turn begins. `shorten` makes room in a full window by shortening old observations:
+    not for training, whose trajectories are one sequence each. Raises nothing for what a policy does; an
+    `infrastructure` verdict in `final` means that the trajectory says nothing about the policy.
+    """
+    limits = Limits(max_turns, max_new_tokens, deadline)
+    episodes = [TokenEpisode(task, params, tokenizer, pool, epoch, in_turns=max_turns > 1) for task in tasks]
+    live = list(episodes)
+    with ThreadPoolExecutor(max_workers=MAX_PARALLEL_CALLS, thread_name_prefix="episode") as threads:
+        try:
+            for turn in range(max_turns):
+                prompts = {id(episode): episode.prompt(shorten=shorten) for episode in live}
+                for episode in live:
+                    if params.policy.context - len(prompts[id(episode)]) < SMALLEST_TURN:
+                        episode.finish_reason = "length"
+                    elif limits.passed():
+                        episode.finish_reason = "time"
+                live = [episode for episode in live if not episode.finish_reason]
+                if not live:
+                    break
+                histories = [prompts[id(episode)] for episode in live]
+                budget = min(max_new_tokens, *(params.policy.context - len(history) for history in histories))
+                completions = sampler.generate(
+                    histories, max_new_tokens=budget, temperature=temperature, seed=seed * 1_000_003 + turn
+                )
+                last = turn + 1 == max_turns
+                pending = [
+                    threads.submit(episode.act, completion, last)
+                    for episode, completion in zip(live, completions, strict=True)
+                ]
+                for future in pending:
+                    future.result()
+                live = [episode for episode in live if not episode.finish_reason]
+                on_progress(len(episodes) - len(live), len(episodes))
+            return list(
+                threads.map(
+                    lambda episode: episode.finish(
+                        sampler.version, episode.ids, episode.mask, episode.logprobs
+                    ),
+                    episodes,
+                )
+            )
+        except BaseException:
+            abandon(episodes, threads, pool)
+            raise
+        finally:
+            for episode in episodes:
+                episode.tools.close()

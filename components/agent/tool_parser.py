@@ -1,0 +1,111 @@
+"""Reading tool calls out of an assistant's turn: native ones, Qwen and Hermes tags, fenced JSON.
+
+Whatever was meant as a call and cannot be read becomes a request with an `error`, so that the policy is told; text that
+was not meant as a call is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from components.policy.chat_client import NativeCall
+
+THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\n]+)>\n?(.*?)</function>\Z", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n?</parameter>", re.DOTALL)
+FENCE = re.compile(
+    r"^```(?:json|tool_call|tool|tool_code)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|parameters)"\s*:', re.DOTALL)
+MAX_CALLS = 16
+MAX_ARGUMENT_CHARACTERS = 1 << 20
+FORM = (
+    "a call is <function=NAME>, its <parameter=…> and </function>, or one JSON object with name and arguments"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A tool call as the policy asked for it; `error` when it could not be read. `call_id` is a native call's name."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+    call_id: str = ""
+
+
+def parse_calls(text: str) -> list[Request]:
+    """Every tool call of an assistant message, in order; at most 16. Fences and bare JSON count only where no tag stands."""
+    text = THOUGHT.sub("", text)
+    blocks = BLOCK.findall(text)
+    if blocks:
+        return [_checked(_tagged(block)) for block in blocks[:MAX_CALLS]]
+    fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
+    if not fenced and LOOKS_LIKE_A_CALL.match(text):
+        fenced = [text]
+    return [_checked(request) for block in fenced for request in _json_calls(block)][:MAX_CALLS]
+
+
+def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
+    """The calls that a server has parsed itself; at most 16."""
+    requests = []
+    for index, call in enumerate(calls[:MAX_CALLS]):
+        call_id = call.id or f"call_{index}"
+        arguments: Any = call.function.arguments
+        if not isinstance(arguments, dict):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                requests.append(
+                    Request(call.function.name, {}, f"its arguments are no JSON ({error})", call_id)
+                )
+                continue
+        if not isinstance(arguments, dict):
+            requests.append(Request(call.function.name, {}, "its arguments must be one JSON object", call_id))
+        else:
+            requests.append(_checked(Request(call.function.name, arguments, "", call_id)))
+    return requests
+
+
+def _tagged(block: str) -> Request:
+    function = FUNCTION.search(block)
+    if function is not None:
+        return Request(function.group(1).strip(), dict(PARAMETER.findall(function.group(2))))
+    try:
+        return _call(json.loads(block))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Request("", {}, FORM)
+
+
+def _json_calls(block: str) -> list[Request]:
+    """A call, or a list of calls."""
+    try:
+        value = json.loads(block)
+        return [_call(item) for item in (value if isinstance(value, list) else [value])]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return [Request("", {}, FORM)]
+
+
+def _call(value: Any) -> Request:
+    arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return Request(str(value["name"]), dict(arguments or {}))
+
+
+def _checked(request: Request) -> Request:
+    size = sum(
+        len(value) if isinstance(value, str) else len(repr(value)) for value in request.arguments.values()
+    )
+    if size > MAX_ARGUMENT_CHARACTERS:
+        return Request(
+            request.name,
+            {},
+            f"its arguments are {size} characters long, more than {MAX_ARGUMENT_CHARACTERS}",
+            request.call_id,
+        )
+    return request

@@ -1,0 +1,229 @@
+"""A trajectory for people: what was said, done and measured turn by turn, for the terminal and as one HTML page."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from components.agent.tool_parser import BLOCK
+from components.agent.trajectory import ToolCall, Trajectory, load_trajectories
+from components.core.errors import UserError
+from components.judge.verdict import Verdict
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 760, 220, 56, 34
+
+
+@dataclass(frozen=True)
+class Action:
+    """One call: its arguments in short, the change that it made as lines of a diff, and the verdicts that it asked for."""
+
+    name: str
+    title: str
+    diff: tuple[str, ...]
+    observation: str
+    valid: bool
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn; `text` without its calls."""
+
+    number: int
+    text: str
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A verdict in the plot: its turn, its ratios where it was correct, its words."""
+
+    turn: int
+    eager: float | None
+    compile: float | None
+    words: str
+
+
+def find(folder: Path) -> list[Trajectory]:
+    """The trajectories of a folder that a stage, an evaluation or an optimisation wrote, in the order of their steps or batches."""
+    found = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
+    return [trajectory for place in found for trajectory in load_trajectories(place)]
+
+
+def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:
+    """Trajectory `number`, counted from 1; 0 is the first of those with the highest reward."""
+    if not trajectories:
+        raise UserError(f"{folder}: it holds no trajectory.")
+    if not 0 <= number <= len(trajectories):
+        raise UserError(f"{folder}: there is no trajectory {number}; it holds {len(trajectories)}.")
+    if number == 0:
+        number = max(range(len(trajectories)), key=lambda index: (trajectories[index].reward, -index)) + 1
+    return number, trajectories[number - 1]
+
+
+def steps(trajectory: Trajectory) -> list[Step]:
+    left = iter(trajectory.verdicts)
+    files = dict(trajectory.start)
+    found = []
+    for number, turn in enumerate(trajectory.turns, 1):
+        actions = []
+        for call in turn.calls:
+            diff = tuple(_change(call, files))
+            verdicts = tuple(next(left) for _ in range(call.verdicts))
+            actions.append(Action(call.name, _title(call), diff, call.observation, call.valid, verdicts))
+        found.append(
+            Step(number, re.sub(r"\n{3,}", "\n\n", BLOCK.sub("", turn.text)).strip(), tuple(actions))
+        )
+    return found
+
+
+def _title(call: ToolCall) -> str:
+    for key in ("file_path", "command", "pattern", "bash_id", "shell_id"):
+        if key in call.arguments:
+            return str(call.arguments[key])
+    return (
+        ""
+        if call.name in ("Write", "Edit", "MultiEdit")
+        else json.dumps(call.arguments, ensure_ascii=False)[:200]
+    )
+
+
+def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
+    """The diff of a call that changed a file; `files` follows the changes."""
+    path = call.observation.removeprefix("Written ").removeprefix("Edited ").removesuffix(".")
+    if call.observation == f"Written {path}.":
+        before, after = files.get(path, ""), str(call.arguments.get("content", ""))
+        files[path] = after
+        yield from _diff(before, after)
+    elif call.observation == f"Edited {path}.":
+        edits = call.arguments.get("edits", [call.arguments])
+        edits = json.loads(edits) if isinstance(edits, str) else edits
+        for edit in edits:
+            old, new = str(edit["old_string"]), str(edit["new_string"])
+            if path in files:
+                files[path] = files[path].replace(old, new)
+            yield from _diff(old, new)
+
+
+def _diff(before: str, after: str) -> Iterator[str]:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=3)
+    return (line for line in lines if not line.startswith(("---", "+++")))
+
+
+def marks(trajectory: Trajectory) -> list[Mark]:
+    """Every verdict by its turn; the last one, on the final answer, stands after the last turn."""
+    found = [
+        mark
+        for step in steps(trajectory)
+        for action in step.actions
+        for mark in (_mark(step.number, v) for v in action.verdicts)
+    ]
+    return [*found, _mark(len(trajectory.turns) + 1, trajectory.final)]
+
+
+def _mark(turn: int, verdict: Verdict) -> Mark:
+    eager, compiled = verdict.speedup.eager, verdict.speedup.compile
+    return Mark(
+        turn, eager.estimate if eager else None, compiled.estimate if compiled else None, words(verdict)
+    )
+
+
+def words(verdict: Verdict) -> str:
+    """A verdict in one line."""
+    if verdict.status != "correct":
+        return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"
+    ratios = [
+        f"{r.estimate:.2f}x {name} ({r.low:.2f} to {r.high:.2f})"
+        for name, r in (("eager", verdict.speedup.eager), ("compile", verdict.speedup.compile))
+        if r
+    ]
+    return f"correct, {', '.join(ratios) or 'not measured'}, milestone {verdict.milestone}"
+
+
+def plot(trajectory: Trajectory) -> dict[str, Any]:
+    """Places of the marks in an SVG of WIDTH x HEIGHT; the speed-up's axis is logarithmic."""
+    found = marks(trajectory)
+    ratios = [ratio for mark in found for ratio in (mark.eager, mark.compile) if ratio]
+    low, high = min([0.5, *ratios]), max([2.0, *ratios])
+    last = max(2, len(trajectory.turns) + 1)
+
+    def x(turn: int) -> float:
+        return round(LEFT + (turn - 1) / (last - 1) * (WIDTH - LEFT - 24), 1)
+
+    def y(ratio: float) -> float:
+        share = (math.log(ratio) - math.log(low)) / (math.log(high) - math.log(low))
+        return round(12 + (1 - share) * (HEIGHT - BOTTOM - 30), 1)
+
+    ticks = [
+        value
+        for value in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000)
+        if low <= value <= high
+    ]
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+        "base": HEIGHT - BOTTOM,
+        "ticks": [(f"{value:g}x", y(value)) for value in ticks],
+        "turns": [
+            (str(turn) if turn <= len(trajectory.turns) else "end", x(turn))
+            for turn in range(1, last + 1)
+            if turn <= len(trajectory.turns) + 1
+        ],
+        "eager": [(x(mark.turn), y(mark.eager), mark.words) for mark in found if mark.eager],
+        "compile": [(x(mark.turn), y(mark.compile), mark.words) for mark in found if mark.compile],
+        "failed": [(x(mark.turn), mark.words) for mark in found if mark.eager is None],
+    }
+
+
+def page(trajectory: Trajectory, name: str) -> str:
+    """One HTML file that needs no other."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("timeline.html.j2")
+    return template.render(
+        name=name,
+        trajectory=trajectory,
+        steps=steps(trajectory),
+        plot=plot(trajectory),
+        words=words,
+        final=words(trajectory.final),
+    )
+
+
+def lines(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
+    """The trajectory for a terminal: text, and how it is meant (a rich style)."""
+    for step in steps(trajectory):
+        yield f"\nturn {step.number}", "bold"
+        if step.text:
+            yield step.text, ""
+        for action in step.actions:
+            yield f"  {action.name} {action.title}".rstrip(), "cyan" if action.valid else "red"
+            for line in action.diff:
+                yield (
+                    f"    {line}",
+                    "green" if line.startswith("+") else "red" if line.startswith("-") else "dim",
+                )
+            yield from ((f"    {line}", "dim") for line in action.observation.splitlines())
+            yield from (
+                (f"    = {words(verdict)}", "bold green" if verdict.status == "correct" else "bold red")
+                for verdict in action.verdicts
+            )
+    yield (
+        f"\nended by {trajectory.finish_reason}{f': {trajectory.error}' if trajectory.error else ''}",
+        "bold",
+    )
+    yield f"final answer: {words(trajectory.final)}; reward {trajectory.reward:g}", "bold"

@@ -1,0 +1,77 @@
+"""A user's own module as a kernel task: any file with the task contract, or a class of it with an expression for its inputs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from components.core.errors import UserError
+from components.core.task import KernelTask, check_contract, load_task
+
+
+class _Renamed(ast.NodeTransformer):
+    """The class and every use of its name, as in super(Name, self)."""
+
+    def __init__(self, old: str):
+        self.old = old
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.name = "Model" if node.name == self.old else node.name
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = "Model" if node.id == self.old else node.id
+        return node
+
+
+def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:
+    """The task that a file holds; with `class_name` it is made of that class, of the expressions `inputs` (one tensor or a
+    list of them) and `init` (the constructor's arguments)."""
+    if not class_name:
+        if inputs or init:
+            raise UserError("--inputs, --init: they describe a class of the file; name it with --class.")
+        return load_task(path)
+    if not inputs:
+        raise UserError(
+            "--inputs: missing; give an expression that makes the inputs, for instance --inputs 'torch.randn(1024, 512)'."
+        )
+    try:
+        tree = ast.parse(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the file cannot be read ({error}); give a readable Python file.") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{path}: not valid Python ({error}); mend the syntax.") from error
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    if class_name not in classes:
+        raise UserError(
+            f"{path}: --class {class_name}: the file has no class of this name; it has {', '.join(classes) or 'none'}."
+        )
+    if class_name != "Model" and "Model" in classes:
+        raise UserError(f"{path}: --class {class_name}: the file has a class Model as well; rename that one.")
+    tree = _Renamed(class_name).visit(tree)
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
+    ]
+    functions = f"def get_inputs():\n    return {_list(inputs, '--inputs')}\n\ndef get_init_inputs():\n    return {_list(init or '[]', '--init')}\n"
+    code = f"import torch\n{ast.unparse(ast.fix_missing_locations(tree))}\n\n{functions}"
+    if any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body):
+        code = (
+            f"from __future__ import annotations\n{code.replace('from __future__ import annotations', '', 1)}"
+        )
+    check_contract(code, str(path))
+    return KernelTask(code=code, name=path.stem)
+
+
+def _list(expression: str, option: str) -> str:
+    """The expression as a list: one that is neither list nor tuple is its only element."""
+    try:
+        body = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"{option} {expression}: not a Python expression ({error}); give for instance 'torch.randn(1024, 512)'."
+        ) from error
+    if isinstance(body, ast.List):
+        return ast.unparse(body)
+    return f"list({ast.unparse(body)})" if isinstance(body, ast.Tuple) else f"[{ast.unparse(body)}]"

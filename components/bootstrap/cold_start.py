@@ -1,0 +1,306 @@
+"""Making a first policy without downloads: tokenizer and a small Qwen3 from demonstrations.
+
+Next-token prediction on what the demonstrator says, Muon for the matrices and AdamW for the rest. On cpu one process
+for each core computes part of every step's micro-batches; gradients meet in shared memory, so nothing needs a network.
+State is kept on disk: a killed run continues to the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing import get_context
+
+from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan
+from components.bootstrap.muon import Muon
+from components.core.config import Params
+from components.core.files import atomic_write, digest_json
+from components.core.progress import Progress, Quiet
+from components.core.task import KernelTask
+from components.policy.checkpoint import Manifest, save_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SAVE_SECONDS = 60.0
+WARMUP_SHARE = 0.05
+
+
+class _Gone(Exception):
+    """The other process has ended."""
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """One process of those that share the work; `grads` [ranks, parameters + 2] lies in memory that they share.
+
+    They meet over a pipe, which ends with either of them: a semaphore of one that was killed while it waited blocks whoever would wake it.
+    """
+
+    rank: int
+    grads: Tensor
+    other: Connection | None
+
+    @property
+    def count(self) -> int:
+        return len(self.grads)
+
+    def wait(self) -> None:
+        """Until the other process has come as far; _Gone when it has ended."""
+        if self.other is None:
+            return
+        try:
+            self.other.send_bytes(b".")
+            self.other.recv_bytes()
+        except (EOFError, ConnectionError) as error:
+            raise _Gone from error
+
+
+def coldstart(
+    params: Params, sources: Iterator[KernelTask], out: Path, *, dataset: str, code: str, progress: Progress
+) -> Manifest:
+    """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
+
+    `dataset` and `code` are versions for the manifest. Resumes from `state` beside `out`, which is removed at the end.
+    """
+    state = out.parent / "state"
+    settings = params.model_dump(include={"device", "policy", "coldstart"})
+    key = digest_json([settings, dataset, code])
+    if not (state / "key").is_file() or (state / "key").read_text() != key:
+        shutil.rmtree(state, ignore_errors=True)
+        atomic_write(state / "key", key)
+    threads = torch.get_num_threads()
+    with _others(params, state) as ranks:
+        if not (state / "corpus").is_dir():
+            make_corpus(params, sources, state / "corpus", progress)
+        ranks.wait()
+        corpus = load_corpus(state / "corpus")
+        model, figures = train(params, corpus, ranks, state, progress)
+    torch.set_num_threads(threads)
+    manifest = save_checkpoint(
+        out,
+        model.cpu(),
+        corpus.tokenizer,
+        stage="coldstart",
+        parent=None,
+        dataset=dataset,
+        code=code,
+        params=settings,
+        figures=figures,
+    )
+    shutil.rmtree(state)
+    return manifest
+
+
+@contextlib.contextmanager
+def _others(params: Params, state: Path) -> Iterator[_Ranks]:
+    """Run this process as the first rank, and on cpu another one beside it if there is a core for it.
+
+    It starts at once, so that its imports overlap with the making of the corpus. Whichever dies takes the others along.
+    """
+    count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
+    parameters = sum(
+        parameter.numel() for parameter in new_model(params, params.policy.vocabulary).parameters()
+    )
+    grads = torch.zeros(count, parameters + 2, device=params.device)
+    if count == 1:
+        yield _Ranks(0, grads, None)
+        return
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    other = context.Process(
+        target=_other_rank, args=(_Ranks(1, grads.share_memory_(), theirs), params, state), daemon=True
+    )
+    other.start()
+    theirs.close()
+    try:
+        yield _Ranks(0, grads, ours)
+    except _Gone as error:
+        other.join()
+        raise RuntimeError(
+            f"the second process of the cold start died (exit code {other.exitcode}); run again to continue"
+        ) from error
+    except BaseException:
+        other.kill()
+        raise
+    finally:
+        other.join()
+        ours.close()
+
+
+def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
+    """What the process beside the first does, while there is a first."""
+    with contextlib.suppress(_Gone):
+        ranks.wait()
+        train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
+
+
+def new_model(
+    params: Params, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PreTrainedModel:
+    """A Qwen3 with random weights that depend on coldstart.seed alone; the vocabulary is padded to a multiple of 64."""
+    policy = params.policy
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=-(-vocabulary // 64) * 64,
+        hidden_size=policy.hidden,
+        num_hidden_layers=policy.layers,
+        num_attention_heads=policy.heads,
+        num_key_value_heads=policy.kv_heads,
+        head_dim=policy.head_dim,
+        intermediate_size=policy.feed_forward,
+        max_position_embeddings=policy.context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id if tokenizer else None,
+        eos_token_id=tokenizer.eos_token_id if tokenizer else None,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(params.coldstart.seed)
+        return Qwen3ForCausalLM(config)
+
+
+def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        Muon(matrices, lr=params.coldstart.matrix_learning_rate),
+        torch.optim.AdamW(others, lr=params.coldstart.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up, then linear decay to zero."""
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor:
+    """Sum of next-token losses (nats) over the assistant's tokens; `ids`, `action_mask` [rows, length]."""
+    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
+    own = action_mask[:, 1:]
+    return F.cross_entropy(model.lm_head(hidden[own]).float(), ids[:, 1:][own], reduction="sum")
+
+
+def train(
+    params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: Progress
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """All optimizer steps; every rank returns the same model. Figures: loss (nats per own token over the last steps),
+    tokens (own and prompt, without padding) and parameters."""
+    settings = params.coldstart
+    if params.device == "cpu":
+        torch.set_num_threads(1)
+    model = new_model(params, len(corpus.tokenizer), corpus.tokenizer)
+    torch.nn.Module.to(model, params.device)
+    parameters = list(model.parameters())
+    optimizer_pair = optimizers(model, params)
+    lengths = corpus.lengths()
+    batches = plan(
+        lengths,
+        steps=settings.steps,
+        tokens_per_step=settings.tokens_per_step,
+        microbatches=MICROBATCHES,
+        seed=settings.seed,
+    )
+    first, loss = _load_state(state / "last.pt", model, optimizer_pair)
+    saved = time.monotonic()
+    model.train()
+    for step in range(first, settings.steps):
+        for optimizer in optimizer_pair:
+            optimizer.zero_grad()
+        own_loss = own_tokens = 0.0
+        for which in batches[step][ranks.rank :: ranks.count]:
+            ids, mask = (tensor.to(params.device) for tensor in corpus.rows(which))
+            with torch.autocast("cuda", torch.bfloat16, enabled=params.device == "cuda"):
+                total = loss_sum(model, ids, mask)
+            total.backward()
+            own_loss += total.item()
+            own_tokens += float(mask.sum())
+        step_loss = _reduce(parameters, ranks, own_loss, own_tokens)
+        for optimizer, peak in zip(
+            optimizer_pair, (settings.matrix_learning_rate, settings.learning_rate), strict=True
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * schedule(step, settings.steps)
+            optimizer.step()
+        loss = step_loss if step == 0 else 0.95 * loss + 0.05 * step_loss
+        if ranks.rank == 0:
+            progress.update("coldstart", step + 1, settings.steps, loss=loss)
+            if time.monotonic() - saved > SAVE_SECONDS:
+                _save_state(state / "last.pt", model, optimizer_pair, step + 1, loss)
+                saved = time.monotonic()
+    tokens = sum(lengths[index] for step in batches for batch in step for index in batch)
+    return model.eval(), {
+        "loss": loss,
+        "tokens": float(tokens),
+        "parameters": float(sum(p.numel() for p in parameters)),
+    }
+
+
+def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_tokens: float) -> float:
+    """Sum the gradients over the ranks, divide them by the step's own tokens, clip; returns the loss of an own token."""
+    mine = ranks.grads[ranks.rank]
+    offset = 0
+    for parameter in parameters:
+        assert parameter.grad is not None
+        mine[offset : offset + parameter.numel()].copy_(parameter.grad.reshape(-1))
+        offset += parameter.numel()
+    mine[-2], mine[-1] = own_loss, own_tokens
+    ranks.wait()
+    total = ranks.grads.sum(dim=0)
+    # Nobody may write the next step's gradients before everybody has read these.
+    ranks.wait()
+    total[:-2] /= total[-1]
+    norm = total[:-2].norm()
+    total[:-2] *= (1.0 / (norm + 1e-6)).clamp(max=1.0)
+    offset = 0
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.copy_(total[offset : offset + parameter.numel()].view_as(parameter))
+        offset += parameter.numel()
+    return float(total[-2] / total[-1])
+
+
+def _save_state(
+    path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer], step: int, loss: float
+) -> None:
+    temporary = path.with_suffix(".new")
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizers": [o.state_dict() for o in optimizer_pair],
+            "step": step,
+            "loss": loss,
+        },
+        temporary,
+    )
+    temporary.replace(path)
+
+
+def _load_state(
+    path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer]
+) -> tuple[int, float]:
+    """Restore what `_save_state` wrote: the number of steps that are done, and the running loss."""
+    if not path.is_file():
+        return 0, 0.0
+    saved: dict[str, Any] = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    for optimizer, values in zip(optimizer_pair, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
+    return saved["step"], saved["loss"]
+
+
+__all__ = ["coldstart", "new_model"]

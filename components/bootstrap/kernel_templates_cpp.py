@@ -1,0 +1,157 @@
+"""What each torch operator is in C++: shared by the cpu and the cuda writer.
+
+An operator is a line or two on `float v`, written with the names of vec.h. Text that does not depend on constants or
+shapes is the same in every kernel, so that a tokenizer with whole-line merges spends a token or two on it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from components.bootstrap.chain_parser import Step
+
+ELEMENTWISE = {
+    "relu": "v = v < 0 ? 0 : v;",
+    "leaky_relu": "v = v < 0 ? v * {0}f : v;",
+    "elu": "v = v < 0 ? vexp(v) - 1 : v;",
+    "gelu": "v = v * (1 + verf(v * 0.70710678f)) / 2;",
+    "silu": "v = v * vsigmoid(v);",
+    "sigmoid": "v = vsigmoid(v);",
+    "tanh": "v = vtanh(v);",
+    "softplus": "v = v > 20 ? v : vlog1p(vexp(v));",
+    "hardswish": "v = v * vmin(vmax(v + 3, 0), 6) / 6;",
+    "hardsigmoid": "v = vmin(vmax(v + 3, 0), 6) / 6;",
+    "clamp": "v = vmin(vmax(v, {0}f), {1}f);",
+    "relu6": "v = vmin(vmax(v, 0), 6);",
+    "mish": "v = v * vtanh(vlog1p(vexp(v)));",
+    "softsign": "v = v / (1 + vabs(v));",
+    "abs": "v = vabs(v);",
+    "square": "v = v * v;",
+    "sqrt_abs": "v = vsqrt(vabs(v) + 1);",
+    "log1p_abs": "v = vlog1p(vabs(v));",
+    "erf": "v = verf(v);",
+    "logsigmoid": "v = vmin(v, 0) - vlog1p(vexp(-vabs(v)));",
+    "tanhshrink": "v = v - vtanh(v);",
+    "softshrink": "v = v - vmin(vmax(v, -{0}f), {0}f);",
+    "mul_constant": "v = v * {0}f;",
+    "add_constant": "v = v + {0}f;",
+    "scale": "v = v * scale[i];",
+    "shift": "v = v + shift[i];",
+    "add_input": "v = v + y[i];",
+    "mul_input": "v = v * y[i];",
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One sweep over a row: an accumulator's declaration, what each element adds to it, and what the sum is turned into."""
+
+    declare: tuple[str, ...]
+    clause: str
+    each: tuple[str, ...]
+    """Lines on `v`; `b[i] = v;` among them means that the row is rewritten."""
+    finish: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowOperator:
+    """Sweeps over the row, then one line that every element still needs (none for a reduction)."""
+
+    sweeps: tuple[Reduction, ...]
+    apply: str = ""
+    result: str = ""
+    """For a reduction: the row's value."""
+
+
+# Sums are in double: a float sum of 4,096 terms, one after another, is off by more than torch's cascaded one.
+ROW = {
+    "softmax": RowOperator(
+        (
+            Reduction(("float top = -INFINITY;",), "max : top", ("top = vmax(top, v);",)),
+            Reduction(
+                ("double total = 0;",),
+                "+ : total",
+                ("v = vexp(v - top);", "b[i] = v;", "total += v;"),
+                ("const float part = 1 / total;",),
+            ),
+        ),
+        "v = v * part;",
+    ),
+    "log_softmax": RowOperator(
+        (
+            Reduction(("float peak = -INFINITY;",), "max : peak", ("peak = vmax(peak, v);",)),
+            Reduction(
+                ("double mass = 0;",),
+                "+ : mass",
+                ("mass += vexp(v - peak);",),
+                ("const float level = std::log(mass);",),
+            ),
+        ),
+        "v = v - peak - level;",
+    ),
+    "layer_norm": RowOperator(
+        (
+            Reduction(
+                ("double first = 0, second = 0;",),
+                "+ : first, second",
+                ("first += v;", "second += (double)v * v;"),
+                (
+                    "const float mean = first / cols;",
+                    "const float inverse = 1 / std::sqrt(second / cols - first / cols * first / cols + 1e-5);",
+                ),
+            ),
+        ),
+        "v = (v - mean) * inverse * weight[i] + bias[i];",
+    ),
+    "rms_norm": RowOperator(
+        (
+            Reduction(
+                ("double power = 0;",),
+                "+ : power",
+                ("power += (double)v * v;",),
+                ("const float rms = 1 / std::sqrt(power / cols + 1e-5);",),
+            ),
+        ),
+        "v = v * rms * gain[i];",
+    ),
+    "normalize": RowOperator(
+        (
+            Reduction(
+                ("double length = 0;",),
+                "+ : length",
+                ("length += (double)v * v;",),
+                ("const float unit = 1 / vmax(std::sqrt(length), 1e-12);",),
+            ),
+        ),
+        "v = v * unit;",
+    ),
+    "sum": RowOperator((Reduction(("double sum = 0;",), "+ : sum", ("sum += v;",)),), result="sum"),
+    "mean": RowOperator((Reduction(("double sum = 0;",), "+ : sum", ("sum += v;",)),), result="sum / cols"),
+    "amax": RowOperator(
+        (Reduction(("float best = -INFINITY;",), "max : best", ("best = vmax(best, v);",)),), result="best"
+    ),
+    "logsumexp": RowOperator(
+        (
+            Reduction(("float high = -INFINITY;",), "max : high", ("high = vmax(high, v);",)),
+            Reduction(("double sum = 0;",), "+ : sum", ("sum += vexp(v - high);",)),
+        ),
+        result="high + std::log(sum)",
+    ),
+}
+LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf": "std::erf"}
+LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
+CUDA_MATH = {"vexp": "expf", "vlog1p": "log1pf", "vtanh": "tanhf", "verf": "erff"}
+CUDA_MATH |= {"vsqrt": "sqrtf", "vabs": "fabsf", "vmax": "fmaxf", "vmin": "fminf"}
+"""The standard library's fmax is no device function: nvcc refuses it."""
+
+
+def elementwise(step: Step) -> str:
+    """The operator's line with its constants."""
+    return ELEMENTWISE[step.name].format(*step.constants)
+
+
+def plain(text: str, names: dict[str, str]) -> str:
+    """The same text with the functions `names` (LIBM or CUDA_MATH) instead of vec.h's."""
+    text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
+    return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: names[match.group()], text)

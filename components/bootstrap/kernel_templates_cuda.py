@@ -1,0 +1,218 @@
+"""Kernels in CUDA in three styles: one launch an operator, one fused kernel, and a fused kernel with wide accesses."""
+
+from __future__ import annotations
+
+import re
+
+from components.bootstrap.chain_parser import Chain, Step
+from components.bootstrap.kernel_templates_cpp import CUDA_MATH, ROW, elementwise, plain
+
+BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
+  __shared__ float part[256];
+  part[threadIdx.x] = v;
+  for (int k = 128; k > 0; k /= 2) {{
+    __syncthreads();
+    if (threadIdx.x < k) part[threadIdx.x] = {combine};
+  }}
+  __syncthreads();
+  v = part[0];
+  __syncthreads();
+  return v;
+}}"""
+WARP_OPERATION = """__device__ float block_{name}(float v) {{
+  __shared__ float part[8];
+  for (int k = 16; k > 0; k /= 2) v = {lane};
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = part[threadIdx.x % 8];
+  for (int k = 4; k > 0; k /= 2) v = {lane};
+  __syncthreads();
+  return v;
+}}"""
+SHUFFLE = "__shfl_xor_sync(0xffffffff, v, k)"
+COMBINE = {
+    "sum": "part[threadIdx.x] + part[threadIdx.x + k]",
+    "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
+}
+LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
+
+
+def parameters(chain: Chain) -> str:
+    tensors = ", ".join(f"{'' if name == 'out' else 'const '}float* {name}" for name in chain.tensors)
+    return f"{tensors}, int64_t {'cols' if chain.by_row else 'n'}"
+
+
+def launch(chain: Chain, name: str, grid: str, shared: str = "0") -> str:
+    tensors = ", ".join(f"f32(t[{index}])" for index in range(len(chain.tensors)))
+    last = "t[0].size[1]" if chain.by_row else "t[0].numel"
+    return f"  {name}<<<{grid}, 256, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
+
+
+def flat(chain: Chain) -> list[str]:
+    """One thread an element."""
+    body = [f"    {elementwise(step)}" for step in chain.steps]
+    kernel = [
+        "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
+        "  if (i < n) {",
+        "    float v = x[i];",
+        *body,
+        "    out[i] = v;",
+        "  }",
+    ]
+    return [
+        f"__global__ void fused({parameters(chain)}) {{",
+        *kernel,
+        "}",
+        "KERNEL(forward) {",
+        launch(chain, "fused", "(t[0].numel + 255) / 256"),
+        "}",
+    ]
+
+
+def wide(chain: Chain) -> list[str]:
+    """One thread four elements, read and written as float4; numel is a multiple of 16 in composed tasks."""
+    names = [name for name in chain.tensors if name in ("x", "y")]
+    loads = [f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names]
+    body = []
+    for lane in "xyzw":
+        body.append(f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});")
+    lines = [f"  {elementwise(step).replace('y[i]', 'y')}" for step in chain.steps]
+    head = [
+        f"__device__ float chain(float v{', float y' if 'y' in names else ''}) {{",
+        *lines,
+        "  return v;",
+        "}",
+    ]
+    kernel = [
+        "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
+        "  if (i < n / 4) {",
+        *loads,
+        "    float4 r;",
+        *body,
+        "    ((float4*)out)[i] = r;",
+        "  }",
+    ]
+    return [
+        *head,
+        f"__global__ void wide({parameters(chain)}) {{",
+        *kernel,
+        "}",
+        "KERNEL(forward) {",
+        launch(chain, "wide", "(t[0].numel / 4 + 255) / 256"),
+        "}",
+    ]
+
+
+def loop(source: str, body: list[str]) -> list[str]:
+    return [
+        "  for (int64_t i = threadIdx.x; i < cols; i += 256) {",
+        f"    float v = {source}[i];",
+        *(f"    {line}" for line in body),
+        "  }",
+    ]
+
+
+def sweep_lines(step: Step, pending: list[str], source: str, stored: bool) -> tuple[list[str], str]:
+    """The sweeps of a row operator over the block's row, and where the row is afterwards."""
+    operator, lines = ROW[step.name], []
+    for sweep in operator.sweeps:
+        rewrites = "b[i] = v;" in sweep.each
+        store = (
+            ["b[i] = v;"] if pending and not rewrites and (stored or sweep is not operator.sweeps[-1]) else []
+        )
+        kind, names = sweep.clause.split(" : ")
+        each = [line.replace("(double)", "") for line in sweep.each]
+        lines += [f"  {line.replace('double', 'float')}" for line in sweep.declare]
+        lines += loop(source, [*pending, *store, *each])
+        lines += [
+            f"  {name} = block_{'max' if kind == 'max' else 'sum'}({name});" for name in names.split(", ")
+        ]
+        lines += [f"  {line}" for line in sweep.finish]
+        if store or rewrites:
+            source = "b"
+        pending = []
+    return lines, source
+
+
+def helpers(text: str, template: str) -> list[str]:
+    used = [name for name in ("sum", "max") if f"block_{name}(" in text]
+    return [template.format(name=name, combine=COMBINE[name], lane=LANE[name]) for name in used]
+
+
+def by_row(chain: Chain, template: str) -> list[str]:
+    """One block a row, the row kept in shared memory between sweeps."""
+    lines: list[str] = []
+    pending: list[str] = []
+    tail: list[str] = []
+    source = "a"
+    for step in chain.steps:
+        line = "" if step.name in ROW else elementwise(step).replace("y[i]", "s[i]")
+        if step.name in ROW:
+            operator = ROW[step.name]
+            added, source = sweep_lines(step, pending, source, not operator.result)
+            lines += added
+            pending = [operator.apply]
+            if operator.result:
+                tail = [f"  float v = {operator.result};"]
+        elif tail:
+            tail.append(f"  {line}")
+        else:
+            pending.append(line)
+    lines += (
+        [*tail, "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
+        if tail
+        else loop(source, [*pending, "out[blockIdx.x * cols + i] = v;"])
+    )
+    head = ["  extern __shared__ float b[];", "  const float* a = x + blockIdx.x * cols;"]
+    head += ["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []
+    kernel = [f"__global__ void rows({parameters(chain)}) {{", *head, *lines, "}"]
+    call = launch(chain, "rows", "t[0].size[0]", "t[0].size[1] * sizeof(float)")
+    return [*helpers("\n".join(kernel), template), *kernel, "KERNEL(forward) {", call, "}"]
+
+
+def passes(chain: Chain) -> list[str]:
+    """One launch an operator through the output; a reduction takes the operators before it into its own launch, because
+    there is no place for the whole row in the output."""
+    cut = next(
+        (index + 1 for index, step in enumerate(chain.steps) if ROW.get(step.name) and ROW[step.name].result),
+        0,
+    )
+    groups = (
+        [chain.steps[:cut], *([step] for step in chain.steps[cut:])]
+        if cut
+        else [[step] for step in chain.steps]
+    )
+    kernels: list[str] = []
+    calls: list[str] = []
+    for index, group in enumerate(groups):
+        part = Chain(tuple(group), chain.tensors)
+        source = by_row(part, BLOCK_OPERATION) if part.by_row else flat(part)
+        split = source.index("KERNEL(forward) {")
+        text, call = "\n".join(source[:split]), source[split + 1]
+        for helper in helpers(text, BLOCK_OPERATION):
+            text = text.replace(helper + "\n", "")
+        name = f"pass{index}"
+        text = re.sub(r"\b(fused|rows)\(", f"{name}(", text)
+        call = re.sub(r"\b(fused|rows)<<<", f"{name}<<<", call)
+        if index:
+            call = call.replace("f32(t[0])", f"f32(t[{len(chain.tensors) - 1}])", 1)
+            if chain.reduced:
+                call = call.replace("t[0].numel", f"t[{len(chain.tensors) - 1}].numel")
+        kernels.append(text)
+        calls.append(call)
+    return [*helpers("\n".join(kernels), BLOCK_OPERATION), *kernels, "KERNEL(forward) {", *calls, "}"]
+
+
+def write(chain: Chain, style: str) -> str:
+    """The text of kernels/forward.cu."""
+    match style:
+        case "passes":
+            body = [plain(line, CUDA_MATH) for line in passes(chain)]
+        case "fused":
+            body = by_row(chain, BLOCK_OPERATION) if chain.by_row else flat(chain)
+        case "vector":
+            body = by_row(chain, WARP_OPERATION) if chain.by_row else wide(chain)
+        case _:
+            raise ValueError(f"unknown style {style}")
+    header = "#include <cmath>" if style == "passes" else '#include "vec.h"'
+    return "\n".join(['#include "binding_registry.h"', header, *body, ""])

@@ -1,0 +1,4 @@
+"""What every other package uses: parameters, the kernel task, files with digests, errors, progress, telemetry.
+
+Imports nothing else of this project. Start with `config.py` (all parameters) and `task.py` (what is made faster).
+"""

@@ -1,0 +1,30 @@
+"""Exceptions that commands turn into one sentence and an exit code. Imports nothing, so that help stays instant."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Input or an environment that a person must mend: one sentence with file, field and mend. Exit code 2."""
+
+
+class IsolationUnavailable(UserError):
+    """No sandbox can be made on this machine. Exit code 3."""
+
+
+class InfrastructureError(Exception):
+    """The judge itself failed: the job is tried again and never charged to the candidate."""
+
+
+class TaskError(Exception):
+    """The task's own source fails: it is refused at admission, and no candidate is blamed for it.
+
+    `out_of_memory` says that its runner ran out of memory.
+    """
+
+    def __init__(self, text: str, *, out_of_memory: bool = False):
+        super().__init__(text)
+        self.out_of_memory = out_of_memory
+
+
+class StageFailed(Exception):
+    """A training stage whose result must not be used: one sentence with the figure that fell short."""

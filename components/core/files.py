@@ -1,0 +1,221 @@
+"""Files with digests: atomic writes, and digests of files and folders.
+
+Every output of the pipeline is a file (or a folder) with a digest, and is written so that a kill at any moment
+leaves either the old state or the new one: write beside, flush to the disk, rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from components.core.errors import InfrastructureError, UserError
+
+MANIFEST = "manifest.json"
+"""A checkpoint's: the digest of every file in its folder, and of them all."""
+
+
+def digest_bytes(data: bytes) -> str:
+    """SHA-256 of `data` as 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """Digest of a JSON value, independent of key order and spacing."""
+    return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def digest_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
+    """Digest of every regular file below `folder`, by its POSIX path relative to it, sorted."""
+    return {
+        path.relative_to(folder).as_posix(): digest_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).as_posix() not in exclude
+    }
+
+
+def _sync_directory(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def user_cache(name: str) -> Path:
+    """A folder for what is the same in every home of a user and costs seconds to make; whatever is in it can be deleted.
+
+    What is in it is loaded and executed, so UserError where it belongs to another user, cannot be written, or may hold no programs.
+    """
+    place = os.environ.get("XDG_CACHE_HOME", "")
+    mend = "name a folder of your own by the variable XDG_CACHE_HOME"
+    try:
+        folder = (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / name
+        folder.mkdir(parents=True, exist_ok=True)
+    except RuntimeError as error:  # of Path.home, for an account without a name or a HOME
+        raise UserError(
+            f"HOME: it is not set, and this account has no home folder; set it, or {mend}."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: cannot be made ({error.strerror}); {mend}.") from error
+    if (owner := folder.stat().st_uid) != os.geteuid():
+        raise UserError(
+            f"{folder}: belongs to another user (uid {owner}), and programs are kept there; {mend}."
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: cannot be written; {mend}.")
+    check_executable(folder, mend)
+    return folder
+
+
+def check_executable(folder: Path, mend: str) -> None:
+    """Raise UserError where programs and libraries in `folder` cannot be loaded, with `mend` as what a person does then."""
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise UserError(
+            f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; {mend}."
+        )
+
+
+def scratch_folder() -> Path:
+    """Where temporary folders go that hold programs: the system's, or one of the user's where that is mounted noexec."""
+    system = Path(tempfile.gettempdir())
+    return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
+
+
+def atomic_write(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data` in one step; readers see the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `path` when the block ends well, and vanishes otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+        os.chmod(temporary, 0o755)
+        if path.exists():
+            retired = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+            os.rename(path, retired / "old")
+            os.rename(temporary, path)
+            shutil.rmtree(retired)
+        else:
+            os.rename(temporary, path)
+        _sync_directory(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    atomic_write(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
+    """The digest of a checkpoint whose files match its manifest; UserError names the first file that does not.
+
+    The same rule as components.policy.checkpoint.verify_checkpoint, without its imports. `mend` says what a person does then.
+    """
+    try:
+        manifest = read_json(checkpoint / MANIFEST)
+        expected, digest = dict(manifest["files"]), str(manifest["digest"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {mend}."
+        ) from error
+    if digest_json(expected) != digest:
+        raise UserError(
+            f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint is corrupt; {mend}."
+        )
+    found = digest_tree(checkpoint, exclude=(MANIFEST,))
+    for name in sorted(set(expected) | set(found)):
+        if expected.get(name) != found.get(name):
+            raise UserError(
+                f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; {mend}."
+            )
+    return digest
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder that untrusted code wrote: however deep it is nested, and where modes close it to its own owner."""
+    for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
+        if folder.exists():
+            subprocess.run(
+                [*program, "--", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                check=False,
+            )
+
+
+def forget(folder: Path, seconds: float) -> None:
+    """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
+    for path in sorted(folder.iterdir(), reverse=True):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if path.stat().st_mtime < time.time() - seconds:
+                remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def environment_fault(error: BaseException) -> str:
+    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk; empty otherwise.
+
+    Libraries wrap it: safetensors and torch keep only the system's text, SQLite has its own.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(seen, InfrastructureError):
+            return f"{text}; what was judged is kept: run the same command again."
+        if full or "No space left on device" in text or "database or disk is full" in text:
+            place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
+            return f"{place}the disk is full; free some space or give another folder with --home, then run the same command again."
+        if (
+            isinstance(seen, OSError)
+            and seen.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+            and seen.filename
+        ):
+            return f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); give another path."
+        if (
+            isinstance(seen, OSError)
+            and seen.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+            and seen.filename
+        ):
+            return f"{seen.filename}: cannot be written ({seen.strerror}); mend its permissions or give another folder with --home."
+        seen = seen.__cause__ or seen.__context__
+    return ""

@@ -1,0 +1,223 @@
+"""What a person sees while a run goes on, and the table at its end. Everything goes to standard error.
+
+On a terminal one live table of the stages; elsewhere plain lines, at most one per stage every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+LINE_SECONDS = 5.0
+
+
+@dataclass
+class Row:
+    """The last report of one stage. `started` and `updated` are monotonic seconds."""
+
+    step: int
+    total: int
+    started: float
+    first_step: int
+    updated: float
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """From the pace so far; None until there is one."""
+        done = self.step - self.first_step
+        return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def figures_text(figures: Mapping[str, float]) -> str:
+    """Short name value pairs; shares (milestones m_-1 to m_3, pass rate) read as percentages."""
+    return "  ".join(
+        f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
+        for name, value in figures.items()
+    )
+
+
+class View:
+    """A `Progress` for people. Use as a context manager."""
+
+    def __init__(self, console: Console, *, clock: Any = time.monotonic):
+        self.console = console
+        self.clock = clock
+        self.rows: dict[str, Row] = {}
+        self.printed: dict[str, float] = {}
+        self.live: Live | None = None
+
+    def __enter__(self) -> View:
+        if self.console.is_terminal:
+            self.live = Live(
+                console=self.console, refresh_per_second=4, get_renderable=self.render, transient=True
+            )
+            self.live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.__exit__(kind, error, trace)
+            self.live = None
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        now = self.clock()
+        row = self.rows.get(stage)
+        if row is None or step < row.step:
+            row = self.rows[stage] = Row(step, total, now, step, now)
+            fresh = True
+        else:
+            fresh = False
+        row.step, row.total, row.updated = step, total, now
+        row.figures = figures or row.figures
+        if self.live is None and (
+            fresh or step >= total or now - self.printed.get(stage, 0.0) >= LINE_SECONDS
+        ):
+            self.printed[stage] = now
+            left = f"  {duration(row.seconds_left)} left" if row.seconds_left and step < total else ""
+            self.console.print(
+                f"{stage:<12} {step}/{total}  {figures_text(row.figures)}{left}".rstrip(),
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def render(self) -> Table:
+        table = Table("stage", "step", "figures", "time left", box=None, padding=(0, 2, 0, 0))
+        for stage, row in self.rows.items():
+            left = "done" if row.step >= row.total else duration(row.seconds_left)
+            table.add_row(stage, f"{row.step}/{row.total}", figures_text(row.figures), left)
+        return table
+
+
+def _number(value: float | None, pattern: str = "{:.3g}") -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+FIGURES = (
+    "held-out tasks",
+    "pass rate",
+    "faster than eager",
+    "faster than compile",
+    "geomean eager",
+    "geomean compile",
+)
+
+
+def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    rate, mean = found["faster_rate"], found["geomean"]
+    cells = [_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
+    return [name, *cells, _number(mean["eager"], "{:.2f}x"), _number(mean["compile"], "{:.2f}x")]
+
+
+def evaluation_table(overall: Any, console: Console) -> None:
+    """One evaluation's figures (components.evaluation.metrics.Summary)."""
+    table = Table("tasks", *FIGURES[1:], box=None, padding=(0, 2, 0, 0))
+    table.add_row(*_figures_row(str(overall.tasks), overall.model_dump()))
+    console.print(table)
+
+
+def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
+    """The run at its end: stages, evaluation against the cold start, the gate's verdict with reasons, where to look."""
+    data = record["dataset"]
+    console.print(
+        f"run {record['run_id']}  profile {record['profile']}  {record['device']}  {duration(record['seconds'])}",
+        highlight=False,
+    )
+    console.print(
+        f"data set {data['version'][:12]}  {data['tasks']} tasks, {data['held_out']} held out",
+        highlight=False,
+    )
+
+    stages = Table(
+        "stage", "reward before", "reward after", "seconds", "checkpoint", box=None, padding=(0, 2, 0, 0)
+    )
+    for stage in record["stages"]:
+        seconds = "cached" if stage["cached"] else _number(stage["seconds"], "{:.1f}")
+        stages.add_row(
+            stage["name"],
+            _number(stage["reward_before"]),
+            _number(stage["reward_after"]),
+            seconds,
+            "/".join(stage["checkpoint"].split("/")[-2:]),
+        )
+    console.print(stages, soft_wrap=True)
+
+    figures = Table(*FIGURES, box=None, padding=(0, 2, 0, 0))
+    for name, found in (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"])):
+        if found is not None:
+            figures.add_row(*_figures_row(name, found))
+    console.print(figures)
+
+    gate, model = record["gate"], record["model"]
+    console.print(
+        f"\n{model['name']} version {model['version']}: {gate['verdict']}",
+        style="bold green" if gate["verdict"] == "promoted" else "bold",
+        highlight=False,
+    )
+    for reason in gate["reasons"]:
+        console.print(f"  {reason}", highlight=False, soft_wrap=True)
+    console.print(f"\nreport   {record['report']}", highlight=False, soft_wrap=True)
+    for name, command in commands.items():
+        console.print(f"{name:<8} {command}", highlight=False, soft_wrap=True, markup=False)
+
+
+def comparison_tables(found: Any, console: Console) -> None:
+    """How one run differs from another (components.evaluation.compare.Comparison)."""
+    console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
+    if found.dataset is not None:
+        console.print(f"  data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}", highlight=False)
+    for name in found.code:
+        console.print(f"  code {name}", highlight=False)
+    for name, (before, after) in found.params.items():
+        console.print(f"  {name} {before} -> {after}", highlight=False, soft_wrap=True, markup=False)
+    if found.unknown:
+        console.print(
+            f"  not written down on both sides, so not compared: {', '.join(found.unknown)}", highlight=False
+        )
+    if found.dataset is None and not found.code and not found.params and not found.unknown:
+        console.print("  the same data, code and parameters", highlight=False)
+
+    table = Table("figure", "change", "95 % interval", box=None, padding=(0, 2, 0, 0))
+    for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile"):
+        change, pattern = found.changes[name], "x{:.3f}" if name.startswith("geomean") else "{:+.1%}"
+        table.add_row(
+            name,
+            _number(change.value, pattern),
+            f"{_number(change.low, pattern)} to {_number(change.high, pattern)}",
+        )
+    console.print(table)
+    table = Table("paired test", "tasks", "better", "worse", "p", "", box=None, padding=(0, 2, 0, 0))
+    for test in found.tests:
+        table.add_row(
+            test.name,
+            str(test.tasks),
+            str(test.better),
+            str(test.worse),
+            f"{test.p_value:.3g}",
+            "significant" if test.significant else "may be chance",
+        )
+    console.print(table)
+    table = Table("task", "", "before", "after", "what", box=None, padding=(0, 2, 0, 0))
+    for change in sorted(found.changed, key=lambda change: change.kind):
+        table.add_row(change.task_id, change.kind, change.before, change.after, change.name)
+    console.print(table if found.changed else "no task changed hands.")

@@ -1,0 +1,155 @@
+"""The kernel task: one self-contained PyTorch module to make faster.
+
+The contract is that of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
+CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. Sources are untrusted: this module parses
+them, and only a sandboxed runner ever executes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.core.errors import UserError
+from components.core.files import atomic_write, digest_bytes, digest_json
+
+REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
+
+
+def normalise(code: str) -> str:
+    """The source without comments, docstrings and formatting, so that equal programs have equal text."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+class KernelTask(BaseModel):
+    """A task and what is known about it; identity is the digest of the normalised source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: str
+    ops: tuple[str, ...] = ()
+    data_source: str = "file"
+    split: Literal["train", "held_out"] = "train"
+    name: str = ""
+    level: int | None = None
+    evidence: dict[str, Any] = Field(default_factory=dict)
+
+    @cached_property
+    def task_id(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of the normalised source."""
+        return digest_bytes(normalise(self.code).encode())[:16]
+
+
+def check_contract(code: str, origin: str) -> None:
+    """Raise UserError, naming `origin`, unless the source defines `Model`, `get_inputs` and `get_init_inputs`."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{origin}: not valid Python ({error}); mend the syntax.") from error
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    missing = [name for name in ("Model",) if name not in classes]
+    missing += [f"{name}()" for name in REQUIRED_FUNCTIONS if name not in functions]
+    if missing:
+        raise UserError(
+            f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); add {', '.join(missing)}."
+        )
+
+
+def load_task(path: Path) -> KernelTask:
+    """Read one task file."""
+    try:
+        code = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: the task file cannot be read ({error}); give a readable Python file."
+        ) from error
+    check_contract(code, str(path))
+    return KernelTask(code=code, name=path.stem)
+
+
+MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
+"""Evidence that differs each time it is taken."""
+COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
+
+
+def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
+    """Write `tasks.parquet`: the public columns first, then identity, split and the admission evidence as JSON."""
+    rows = [
+        task.model_dump(include={"data_source", "code", "split", "name"})
+        | {
+            "ops": list(task.ops),
+            "task_id": task.task_id,
+            "evidence": json.dumps(task.evidence, sort_keys=True),
+        }
+        for task in tasks
+    ]
+    table = pyarrow.table({column: [row[column] for row in rows] for column in COLUMNS})
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    atomic_write(path, sink.getvalue().to_pybytes())
+
+
+def read_tasks(path: Path) -> list[KernelTask]:
+    """Read a parquet written by `write_tasks`, or one with the public columns alone."""
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise UserError(
+            f"{path}: not a readable parquet of tasks ({error}); build it with cuda-agent data build."
+        ) from error
+    if not rows:
+        raise UserError(f"{path}: holds no task; build it with cuda-agent data build.")
+    if "code" not in rows[0]:
+        raise UserError(
+            f"{path}: column code is missing; a task parquet has the columns ops, data_source and code."
+        )
+    return [_task(path, number, row) for number, row in enumerate(rows)]
+
+
+def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
+    try:
+        return KernelTask(
+            code=row["code"],
+            ops=tuple(row.get("ops") or ()),
+            data_source=row.get("data_source") or "parquet",
+            split=row.get("split") or "train",
+            name=row.get("name") or "",
+            evidence=json.loads(row.get("evidence") or "{}"),
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path}: row {number} is no task ({' '.join(str(error).split())[:150]}); build it with cuda-agent data build."
+        ) from error
+
+
+def dataset_version(path: Path) -> str:
+    """The version of a data set: the digest of its rows in their order, all but the values that were measured. So the same
+    parameters and verdicts give the same version wherever and however often it is built."""
+    return digest_json(
+        [
+            [
+                task.ops,
+                task.data_source,
+                task.code,
+                task.split,
+                task.name,
+                {key: None if key in MEASURED else value for key, value in task.evidence.items()},
+            ]
+            for task in read_tasks(path)
+        ]
+    )

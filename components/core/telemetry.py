@@ -1,0 +1,93 @@
+"""Prometheus metrics of the judge, the rollouts, the training and the store, in one registry of this process.
+
+Written as a text file into the home (node_exporter's textfile collector reads it), or served with `--metrics PORT`.
+Names follow Prometheus: base units, `_total` for what only grows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    start_http_server,
+    write_to_textfile,
+)
+
+REGISTRY = CollectorRegistry()
+VERDICTS = Counter("cuda_agent_verdicts", "Judgements by status", ["status"], registry=REGISTRY)
+JUDGING = Histogram(
+    "cuda_agent_judging_seconds",
+    "Seconds from taking a job to its verdict",
+    buckets=(0.3, 1, 3, 10, 30, 100, 300),
+    registry=REGISTRY,
+)
+WAITING = Gauge("cuda_agent_judge_jobs", "Jobs that are waiting or being judged", registry=REGISTRY)
+STEP = Gauge("cuda_agent_stage_step", "Steps done of a stage", ["stage"], registry=REGISTRY)
+STEPS = Gauge("cuda_agent_stage_steps", "Steps of a stage in all", ["stage"], registry=REGISTRY)
+FIGURE = Gauge(
+    "cuda_agent_stage_figure",
+    "Figures of a stage's last step, such as reward and entropy",
+    ["stage", "figure"],
+    registry=REGISTRY,
+)
+MOVED = Gauge(
+    "cuda_agent_stage_moved_timestamp_seconds", "When a stage last reported", ["stage"], registry=REGISTRY
+)
+STORE_BYTES = Counter(
+    "cuda_agent_store_bytes", "Bytes moved to and from the artefact store", ["direction"], registry=REGISTRY
+)
+STORE_SECONDS = Counter("cuda_agent_store_seconds", "Seconds spent on it", ["direction"], registry=REGISTRY)
+STORE_FAULTS = Counter(
+    "cuda_agent_store_faults", "Store operations that failed", ["direction"], registry=REGISTRY
+)
+
+
+@contextmanager
+def judging() -> Iterator[list[str]]:
+    """Time one judgement; the caller puts its status into the list."""
+    started, status = time.monotonic(), ["raised"]
+    try:
+        yield status
+    finally:
+        VERDICTS.labels(status[-1]).inc()
+        JUDGING.observe(time.monotonic() - started)
+
+
+@contextmanager
+def moving(direction: str) -> Iterator[list[int]]:
+    """Time one transfer, `put` or `get`; the caller adds the bytes that moved to the list."""
+    started, moved = time.monotonic(), [0]
+    try:
+        yield moved
+    except BaseException:
+        STORE_FAULTS.labels(direction).inc()
+        raise
+    finally:
+        STORE_BYTES.labels(direction).inc(sum(moved))
+        STORE_SECONDS.labels(direction).inc(time.monotonic() - started)
+
+
+def stage_moved(stage: str, step: int, total: int, figures: dict[str, float]) -> None:
+    STEP.labels(stage).set(step)
+    STEPS.labels(stage).set(total)
+    MOVED.labels(stage).set_to_current_time()
+    for name, value in figures.items():
+        FIGURE.labels(stage, name).set(value)
+
+
+def write(path: Path) -> None:
+    """The registry as a text file, in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_to_textfile(str(path), REGISTRY)
+
+
+def serve(port: int, address: str = "127.0.0.1") -> None:
+    """Serve the registry until the process ends."""
+    start_http_server(port, addr=address, registry=REGISTRY)

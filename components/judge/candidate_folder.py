@@ -1,0 +1,54 @@
+"""A candidate as it lies in a folder, and its verdict."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from components.core.config import Params
+from components.core.errors import UserError
+from components.core.task import load_task
+from components.judge.judge import Judge
+from components.judge.verdict import Verdict
+
+MAX_FILE_BYTES = 1 << 20
+MAX_FILES = 200
+
+
+def read_workspace(workdir: Path) -> dict[str, str]:
+    """The candidate's files of a workspace: model_new.py and kernels/*; symbolic links and large files are refused."""
+    if not workdir.is_dir():
+        raise UserError(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
+    files = {}
+    kernels = workdir / "kernels"
+    if kernels.is_symlink():
+        raise UserError(f"{kernels}: a symbolic link; replace it by a folder.")
+    paths = [workdir / "model_new.py", *sorted(itertools.islice(kernels.glob("*"), MAX_FILES + 1))]
+    if len(paths) > MAX_FILES + 1:
+        raise UserError(f"{kernels}: more than {MAX_FILES} files; a candidate has a few sources.")
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UserError(f"{path}: only plain files are judged; replace it by a file.")
+        if path.is_file():
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise UserError(
+                    f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text."
+                )
+            try:
+                files[path.relative_to(workdir).as_posix()] = path.read_text()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text."
+                ) from error
+    return files
+
+
+def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
+    """The verdict on a workspace; `task` defaults to its model.py, `folder` holds builds."""
+    files = read_workspace(workdir)
+    kernel_task = load_task(task if task is not None else workdir / "model.py")
+    judge = Judge(params, folder)
+    try:
+        return judge.verdict(kernel_task, files, always_compile=True)
+    finally:
+        judge.close()

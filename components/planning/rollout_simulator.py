@@ -1,0 +1,143 @@
+"""Rollouts of one step, simulated: sequences share the samplers, turns queue for the judges, and the last one ends the step.
+
+Time goes from event to event, and in small equal steps where events crowd; sequences that are being generated share the
+samplers' rate, and judges serve first come first served. A step of training waits for its slowest trajectory: that tail is what a mean does not show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+TICKS = 4000
+"""Steps of time in the expected length of a simulation, at most; each is a few vector operations."""
+GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of one step. Medians and spreads (sigma of the logarithm) of log-normal distributions; rates in tokens/s."""
+
+    trajectories: int
+    turns: float
+    turns_spread: float
+    max_turns: int
+    tokens: float
+    tokens_spread: float
+    max_tokens: int
+    context: int
+    observation_tokens: float
+    judged_share: float
+    judge_seconds: float
+    judge_spread: float
+    tool_seconds: float
+    sequence_rate: float
+    total_rate: float
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What came of it. `ends` are seconds, one a trajectory, in order."""
+
+    ends: NDArray[np.float64]
+    tokens: float
+    judgements: int
+    wait_mean: float
+    wait_p95: float
+    longest_queue: int
+    busy: float
+    """Share of the judges' time in which they judged."""
+
+    @property
+    def seconds(self) -> float:
+        return float(self.ends[-1])
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(self.ends, share))
+
+
+def simulate(load: Load, judges: int, seed: int) -> Rollout:
+    """One step's rollouts with so many judges. Draws do not depend on the judges, so that two numbers of them compare."""
+    rng, count = np.random.default_rng(seed), load.trajectories
+    turns = np.clip(
+        np.rint(rng.lognormal(np.log(load.turns), load.turns_spread, count)), 1, load.max_turns
+    ).astype(int)
+    most = int(turns.max())
+    tokens = np.clip(
+        rng.lognormal(np.log(load.tokens), load.tokens_spread, (count, most)), 1, load.max_tokens
+    )
+    judged = rng.random((count, most)) < load.judged_share
+    judged[np.arange(count), turns - 1] = True  # the final answer is always judged
+    service = rng.lognormal(np.log(load.judge_seconds), load.judge_spread, (count, most))
+    # A trajectory ends when its context is full.
+    used = np.cumsum(tokens + load.observation_tokens, axis=1)
+    turns = np.minimum(turns, 1 + (used < load.context).sum(axis=1).clip(max=most - 1))
+    own = np.arange(most) < turns[:, None]
+
+    generation = float((tokens * own).sum()) / min(load.total_rate, load.sequence_rate * count)
+    judging = float((service * (judged & own)).sum()) / judges
+    alone = float(
+        ((tokens / load.sequence_rate + np.where(judged, service, load.tool_seconds)) * own).sum(axis=1).max()
+    )
+    tick = max(generation, judging, alone) / TICKS
+
+    state = np.full(count, GENERATING)
+    turn: NDArray[np.int_] = np.zeros(count, dtype=int)
+    left = tokens[:, 0].copy()
+    since, ends = np.zeros(count), np.zeros(count)
+    rows = np.arange(count)
+    waits: list[NDArray[np.float64]] = [np.zeros(0)]
+    now, longest, worked = 0.0, 0, 0.0
+    while (state != DONE).any():
+        generating, using, serving = state == GENERATING, state == TOOL, state == JUDGED
+        rate = min(load.sequence_rate, load.total_rate / max(1, int(generating.sum())))
+        next_event = np.where(generating, left / rate, np.where(using | serving, left, np.inf)).min()
+        step = max(tick, float(next_event))
+        now += step
+        left[generating] -= step * rate
+        left[using | serving] -= step
+        worked += step * int(serving.sum())
+
+        written = generating & (left <= 0)
+        to_judge = written & judged[rows, turn]
+        state[to_judge], since[to_judge] = QUEUED, now
+        at_tool = written & ~to_judge
+        state[at_tool], left[at_tool] = TOOL, load.tool_seconds
+
+        over = (using | serving) & (left <= 0)
+        ended = over & (turn + 1 >= turns)
+        state[ended], ends[ended] = DONE, now
+        goes_on = over & ~ended
+        turn[goes_on] += 1
+        state[goes_on], left[goes_on] = GENERATING, tokens[rows[goes_on], turn[goes_on]]
+
+        queue = np.flatnonzero(state == QUEUED)
+        free = judges - int((state == JUDGED).sum())
+        longest = max(longest, len(queue) - free)
+        if len(queue) and free > 0:
+            taken = queue[np.argsort(since[queue], kind="stable")[:free]]
+            waits.append(now - since[taken])
+            state[taken], left[taken] = JUDGED, service[taken, turn[taken]]
+
+    waited = np.concatenate(waits)
+    return Rollout(
+        ends=np.sort(ends),
+        tokens=float((tokens * own).sum() + load.observation_tokens * turns.sum()),
+        judgements=int((judged & own).sum()),
+        wait_mean=float(waited.mean()) if len(waited) else 0.0,
+        wait_p95=float(np.quantile(waited, 0.95)) if len(waited) else 0.0,
+        longest_queue=max(0, longest),
+        busy=worked / (judges * now),
+    )
+
+
+def enough_judges(load: Load, headroom: float, seed: int) -> int:
+    """The fewest judges with which the rollouts last at most `headroom` times as long as with one judge a trajectory."""
+    limit = headroom * simulate(load, load.trajectories, seed).seconds
+    few, many = 0, load.trajectories
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if simulate(load, middle, seed).seconds <= limit else (middle, many)
+    return many

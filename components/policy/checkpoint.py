@@ -1,0 +1,159 @@
+"""Checkpoints of policies: Hugging Face folders with a manifest, and loading them.
+
+A checkpoint is a folder that transformers and vLLM load with no code of ours (safetensors, config, tokenizer), plus
+`manifest.json` with the digest of every file. A folder without a matching manifest is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from components.core.errors import UserError
+from components.core.files import atomic_folder, digest_json, digest_tree, read_json, write_json
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is and where it comes from; `digest` names the whole folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: str
+    files: dict[str, str]
+    digest: str
+    parent: str | None = None
+    dataset: str = ""
+    code: str = ""
+    params: dict[str, Any] = {}
+    figures: dict[str, float] = {}
+
+
+def save_checkpoint(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stage: str,
+    parent: str | None,
+    dataset: str,
+    code: str,
+    params: dict[str, Any],
+    figures: dict[str, float],
+    extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
+) -> Manifest:
+    """Write the checkpoint in one step and return its manifest; `extra` holds further safetensors by file name."""
+    from safetensors.torch import save_file
+
+    with atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        for name, tensors in extra.items():
+            save_file(tensors, temporary / name)
+        files = digest_tree(temporary)
+        manifest = Manifest(
+            stage=stage,
+            files=files,
+            digest=digest_json(files),
+            parent=parent,
+            dataset=dataset,
+            code=code,
+            params=params,
+            figures=figures,
+        )
+        write_json(temporary / MANIFEST, manifest.model_dump())
+    return manifest
+
+
+def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
+    """The manifest, once every file was found to match it; UserError names the first that does not.
+
+    Where `device` is given, a policy that writes kernels for another one is refused as well.
+    """
+    try:
+        manifest = Manifest.model_validate(read_json(folder / MANIFEST))
+    except (OSError, ValueError, ValidationError) as error:
+        raise UserError(
+            f"{folder}: not a checkpoint, {MANIFEST} is missing or damaged; give a folder that a stage wrote."
+        ) from error
+    found = digest_tree(folder, exclude=(MANIFEST,))
+    for name in sorted(set(manifest.files) | set(found)):
+        if manifest.files.get(name) != found.get(name):
+            raise UserError(
+                f"{folder / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; delete the folder and run again."
+            )
+    if device and (own := manifest.params.get("device", device)) != device:
+        raise UserError(
+            f"{folder}: it was trained to write kernels for {own}; give --set device={own} or another policy."
+        )
+    return manifest
+
+
+@contextlib.contextmanager
+def loading(folder: Path, what: str) -> Iterator[None]:
+    """What transformers says of a damaged folder, in as many types as there are ways of damage, as one sentence."""
+    from jinja2 import TemplateError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        TemplateError,
+        SafetensorError,
+    ) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder}: its {what} cannot be loaded ({type(error).__name__}: {said}); give a whole Hugging Face folder."
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import (
+        AutoTokenizer,  # takes seconds to import: a command that only reads a checkpoint does without
+    )
+
+    with loading(folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        known = len(tokenizer)
+    if known < 2:
+        raise UserError(
+            f"{folder}: there is no tokenizer in it; add tokenizer.json, or whatever its model's tokenizer is made of."
+        )
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder."
+        )
+    with loading(folder, "chat template"):
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+        )
+    return tokenizer
+
+
+def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """The causal language model of a folder, in evaluation mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with loading(folder, "model"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    torch.nn.Module.to(model, device)
+    return model.eval()

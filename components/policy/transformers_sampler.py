@@ -1,0 +1,179 @@
+"""Sampling with transformers, for the profiles that have no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from components.policy.sampler import Completion
+
+
+@dataclass
+class _Row:
+    """One sequence while it is sampled."""
+
+    prompt: list[int]
+    uniforms: list[float]
+    """One number in [0, 1) for each token that may be sampled; its length is the token limit."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def append(self, token: int, logprob: float, end_of_turn: int) -> None:
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token == end_of_turn:
+            self.finish_reason = "stop"
+        elif len(self.ids) == len(self.uniforms):
+            self.finish_reason = "length"
+
+
+class _RoomyLayer(DynamicLayer):
+    """A cache layer that writes new keys and values into spare room: `DynamicLayer` copies all old ones for every token."""
+
+    SPARE = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """New states [batch, heads, new, head_dim]; returns all keys and values [batch, heads, old + new, head_dim]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        old = self.get_seq_length()
+        new = old + key_states.shape[2]
+        if self.room is None or self.room[0].shape[2] < new:
+            batch, heads, _, _ = key_states.shape
+            keys, values = (
+                states.new_empty(batch, heads, new + self.SPARE, states.shape[3])
+                for states in (key_states, value_states)
+            )
+            if self.keys is not None and self.values is not None and old:
+                keys[:, :, :old], values[:, :, :old] = self.keys, self.values
+            self.room = keys, values
+        keys, values = self.room
+        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
+        self.keys, self.values = filled = keys[:, :, :new], values[:, :, :new]
+        return filled
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.room = None
+
+
+class TransformersSampler:
+    """Samples in-process from `model`, which the caller may go on training: set `version` when its weights change.
+
+    A tight loop of our own, because the bookkeeping of `generate` outweighs a small model's arithmetic. The noise of a
+    sequence depends on the seed and its place in the list alone, so up to rounding of the model's own arithmetic a
+    sequence does not depend on which others share its batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch: int,
+        device: str,
+        version: str,
+    ):
+        self.model = model
+        self.version = version
+        self.batch = batch
+        self.device = torch.device(device)
+        self.context = int(model.config.max_position_embeddings)
+        self.end_of_turn = int(tokenizer.eos_token_id)
+        self.padding = int(tokenizer.pad_token_id)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
+    ) -> list[Completion]:
+        """See `Sampler`. The context window cuts the token limit; a prompt that fills it gets an empty completion.
+        At temperature 0 log-probabilities are those of the untempered distribution."""
+        rows = []
+        for index, prompt in enumerate(prompts):
+            noise = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
+            limit = max(0, min(max_new_tokens, self.context - len(prompt)))
+            rows.append(
+                _Row(
+                    prompt,
+                    torch.rand(limit, generator=noise, dtype=torch.float64).tolist(),
+                    finish_reason="" if limit else "length",
+                )
+            )
+        waiting = sorted((row for row in rows if not row.finish_reason), key=lambda row: len(row.prompt))
+        training = self.model.training
+        self.model.eval()
+        for start in range(0, len(waiting), self.batch):
+            self._complete(waiting[start : start + self.batch], temperature)
+        self.model.train(training)
+        return [Completion(tuple(row.ids), tuple(row.logprobs), row.finish_reason) for row in rows]
+
+    def _complete(self, rows: list[_Row], temperature: float) -> None:
+        """Sample all rows to their ends, together."""
+        cache = DynamicCache(config=self.model.config)
+        cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        width = max(len(row.prompt) for row in rows)
+        ids = torch.tensor(
+            [[self.padding] * (width - len(row.prompt)) + row.prompt for row in rows], device=self.device
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(row.prompt)) + [1] * len(row.prompt) for row in rows], device=self.device
+        )
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        while True:
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            uniforms = torch.tensor(
+                [row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in rows],
+                dtype=torch.float64,
+                device=self.device,
+            )
+            tokens, logprobs = draw(output.logits[:, -1], uniforms, temperature)
+            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+                if not row.finish_reason:
+                    row.append(token, logprob, self.end_of_turn)
+            alive = [index for index, row in enumerate(rows) if not row.finish_reason]
+            if not alive:
+                return
+            ids, positions = tokens[:, None], positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            if 2 * len(alive) < len(rows):
+                # Finished rows ride along until they are the majority: compaction copies the whole cache.
+                keep = torch.tensor(alive, device=self.device)
+                cache.batch_select_indices(keep)
+                ids, positions, mask = ids[keep], positions[keep], mask[keep]
+                rows = [rows[index] for index in alive]
+
+
+def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """One token per row and its log-probability, by inversion of the distribution function.
+
+    `logits` [batch, vocabulary] and `uniforms` [batch] in [0, 1); temperature 0 takes the most probable token.
+    Float64, so that the cumulative sum neither skips nor favours rare tokens.
+    """
+    logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        tokens = logprobs.argmax(dim=-1)
+    else:
+        cumulative = logprobs.exp().cumsum(dim=-1)
+        # Scaled to the sum that was reached, so that rounding never leaves the last token behind.
+        tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[
+            :, 0
+        ].clamp(max=logits.shape[-1] - 1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

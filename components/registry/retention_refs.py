@@ -1,0 +1,63 @@
+"""What the registry still refers to: run ids and digests that the store must keep, with the reason."""
+
+from __future__ import annotations
+
+from mlflow import MlflowClient
+
+from components.registry.audit import Chain
+from components.registry.models import aliases
+from components.registry.tracking import KIND, RUN_KEY
+from components.storage.gc import words
+
+PAGE = 500
+
+
+def references(client: MlflowClient, model: str) -> dict[str, str]:
+    """Run keys and digests of every version with an alias, and of every night that is not finished."""
+    found: dict[str, str] = {}
+    versions = {
+        str(version.version): version
+        for version in client.search_model_versions(f"name = '{model}'", max_results=10_000)
+    }
+    for alias, number in aliases(client, model).items():
+        found |= dict.fromkeys(_named(versions[number].tags), f"{model} version {number} is {alias}")
+    for key in _unfinished(client):
+        found[key] = "a night that is not finished"
+        for version in versions.values():
+            if version.tags.get(RUN_KEY) == key:
+                found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
+    return found
+
+
+def evidence(chain: Chain) -> dict[str, str]:
+    """Every run key and digest that an entry of the audit chain mentions: what a decision rests on is kept as long as the decision is."""
+    return {
+        word: f"audit entry {entry.number}"
+        for entry in chain.entries()
+        for word in words(entry.model_dump_json())
+    }
+
+
+def _named(tags: dict[str, str]) -> list[str]:
+    return [
+        tags[name]
+        for name in (RUN_KEY, "checkpoint.digest", "dataset.version", "evaluation.digest")
+        if tags.get(name)
+    ]
+
+
+def _unfinished(client: MlflowClient) -> list[str]:
+    """Run keys of nights that run, or failed and may be resumed. A stage's own run has its night's key."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    keys, token = [], None
+    while True:
+        page = client.search_runs(
+            experiments,
+            f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'",
+            max_results=PAGE,
+            page_token=token,
+        )
+        keys += [run.data.tags[RUN_KEY] for run in page if RUN_KEY in run.data.tags]
+        token = page.token
+        if not token:
+            return keys

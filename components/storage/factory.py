@@ -1,0 +1,21 @@
+"""Which store the parameters name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from components.core.config import Store as StoreParams
+from components.core.errors import UserError
+from components.storage.folder import FolderStore
+from components.storage.s3 import S3Store
+from components.storage.store import Store
+
+
+def open_store(params: StoreParams, home: Path) -> Store:
+    """The store that `store.url` names: empty is `<home>/store`, a path or file:// a folder, s3://bucket/prefix S3."""
+    url = params.url
+    if url.startswith("s3://"):
+        return S3Store(url, params.endpoint, uploads=home / "uploads")
+    if "://" in url and not url.startswith("file://"):
+        raise UserError(f"store.url: {url} is neither a folder nor s3://bucket/prefix; give one of these.")
+    return FolderStore(Path(url.removeprefix("file://")) if url else home / "store")

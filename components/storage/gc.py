@@ -1,0 +1,153 @@
+"""Retention: which objects of the store nothing refers to any more, and whether what is there is what was written.
+
+Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`: a group stays or goes as a whole. Everything else in
+the bucket (DVC's remote, MLflow's artefacts) has owners of its own and is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from components.storage.store import Entry, Store
+
+GROUPS = ("checkpoints", "runs")
+MANIFEST = "manifest.json"
+WORD = re.compile(r"[0-9a-f]{12,64}")
+"""A run's id or a digest, wherever it stands in a text."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Objects that are kept or removed together. `newest` is the time of the last of them."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def id(self) -> str:
+        return self.name.partition("/")[2]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def newest(self) -> datetime:
+        return max(entry.modified for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes, and what stays because of what: reasons by group."""
+
+    remove: tuple[Group, ...]
+    keep: dict[str, str]
+
+
+def groups(entries: Iterable[Entry]) -> list[Group]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        parts = entry.key.split("/")
+        if parts[0] in GROUPS and len(parts) > 2:
+            found.setdefault("/".join(parts[:2]), []).append(entry)
+    return [Group(name, tuple(members)) for name, members in sorted(found.items())]
+
+
+def plan(
+    store: Store, references: dict[str, str], evidence: dict[str, str], now: datetime, older_than: timedelta
+) -> Plan:
+    """What can go: old, and referred to by nothing. `references` and `evidence` hold run ids and digests with who refers to them.
+
+    A run that stays by a reference keeps every checkpoint that its manifest names. One that stays as evidence of a past
+    decision does not: the decision rests on the checkpoint that it names itself, not on the stages before it.
+    """
+    found = groups(store.entries())
+    keep: dict[str, str] = {}
+    named: dict[str, str] = {}
+    for group in found:
+        used = reason_to_keep(group.id, references) or (
+            "younger than the limit" if now - group.newest < older_than else ""
+        )
+        if reason := used or reason_to_keep(group.id, evidence):
+            keep[group.name] = reason
+        if used and group.name.startswith("runs/"):
+            for entry in group.entries:
+                if entry.key.endswith(f"/{MANIFEST}"):
+                    named |= dict.fromkeys(
+                        words(json.dumps(_read(store, entry.key))), f"named by {group.name}"
+                    )
+    for group in found:
+        if group.name not in keep and (reason := reason_to_keep(group.id, named)):
+            keep[group.name] = reason
+    return Plan(tuple(group for group in found if group.name not in keep), keep)
+
+
+def remove(store: Store, group: Group) -> None:
+    """Delete a group, its manifest first: what is half removed is no longer found as something whole."""
+    for entry in sorted(group.entries, key=lambda entry: (not entry.key.endswith(f"/{MANIFEST}"), entry.key)):
+        store.remove(entry.key)
+
+
+def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, fault) for every object as it is found; an empty fault means that it is what was written.
+
+    Each is read in full and compared with the digest that it was written with, and with the manifest of its checkpoint.
+    """
+    found = list(store.entries(prefix))
+    entries = [entry for entry in found if entry.key.split("/")[0] in GROUPS]
+    for group in groups(entries):
+        manifest = next((entry.key for entry in group.entries if entry.key == f"{group.name}/{MANIFEST}"), "")
+        expected = (
+            dict(_read(store, manifest).get("files", {}))
+            if manifest and group.name.startswith("checkpoints/")
+            else {}
+        )
+        for entry in group.entries:
+            now, written = store.digests(entry.key)
+            wanted = expected.pop(entry.key.removeprefix(f"{group.name}/"), "")
+            if written and now != written:
+                yield entry.key, "is not what was written"
+            elif wanted and now != wanted:
+                yield entry.key, f"does not match {MANIFEST}"
+            else:
+                yield entry.key, ""
+        for name in sorted(expected):
+            yield f"{group.name}/{name}", "is missing"
+        if group.name.startswith("checkpoints/") and not manifest and not prefix.count("/") > 1:
+            yield group.name, f"has no {MANIFEST}: an upload that was not finished"
+    for entry in found:
+        if entry.key.split("/")[0] not in GROUPS:
+            now, written = store.digests(entry.key)
+            yield entry.key, "is not what was written" if written and now != written else ""
+
+
+def words(text: str) -> set[str]:
+    """Every run id and digest that a text mentions."""
+    return set(WORD.findall(text))
+
+
+def reason_to_keep(identity: str, references: dict[str, str]) -> str:
+    """Who refers to a run or a checkpoint; references may be longer (a run's key begins with its id) or shortened."""
+    if identity in references:
+        return references[identity]
+    return next(
+        (
+            reason
+            for word, reason in references.items()
+            if word.startswith(identity) or (len(word) >= 12 and identity.startswith(word))
+        ),
+        "",
+    )
+
+
+def _read(store: Store, key: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        store.get(key, Path(folder) / "object")
+        return json.loads((Path(folder) / "object").read_text())

@@ -1,0 +1,252 @@
+"""What a data set says about itself: the rejected candidates, the funnel as figures and plots, and its card."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from components.core.config import Params
+from components.core.files import atomic_write, write_json
+from components.core.task import KernelTask
+from components.synthesis.core_operators import canonical
+
+UNREADABLE = ("no_code", "cut_off", "contract")
+"""Reasons of candidates that may be no Python at all."""
+FIRST_LOOK = (
+    *UNREADABLE,
+    "hostile",
+    "mislabelled",
+    "duplicate_source",
+    "duplicate_graph",
+    "similar_to_evaluation",
+)
+"""Reasons that are found without running anything."""
+HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
+"""Lower edges of the distribution of headroom."""
+BINS = 20
+"""Of the distribution of similarities."""
+QUANTILES = (0, 0.1, 0.5, 0.9, 1)
+"""Of the distributions in the card."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A candidate that did not become a task: a machine-readable reason, and what was found."""
+
+    task: KernelTask
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made. Candidates are those decided: admitted, rejected, or surplus (their split was complete already)."""
+
+    version: str
+    candidates: int
+    surplus: int
+    admitted: tuple[KernelTask, ...]
+    rejected: tuple[Rejection, ...]
+    similarities: tuple[float, ...] = ()
+    """Highest similarity to an evaluation program of every candidate that was held against them, ascending."""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Rejections by reason, most frequent first."""
+        return dict(Counter(rejection.reason for rejection in self.rejected).most_common())
+
+    @property
+    def funnel(self) -> list[tuple[str, int]]:
+        """Candidates that remain after each step."""
+        unseen = self.candidates - sum(
+            count for reason, count in self.reasons.items() if reason in FIRST_LOOK
+        )
+        return [
+            ("composed", self.candidates),
+            ("new and clean", unseen),
+            ("executed", unseen - self.surplus),
+            ("admitted", len(self.admitted)),
+        ]
+
+
+def write_summary(folder: Path, params: Params, summary: Summary) -> None:
+    """Write rejected.parquet, metrics.json, plots/*.csv and README.md beside tasks.parquet."""
+    _write_rejected(folder / "rejected.parquet", summary.rejected)
+    figures = metrics(summary)
+    write_json(folder / "metrics.json", figures)
+    _write_csv(folder / "plots" / "funnel.csv", ("step", "candidates"), summary.funnel)
+    _write_csv(folder / "plots" / "reasons.csv", ("reason", "candidates"), list(summary.reasons.items()))
+    uses = Counter((name, task.split) for task in summary.admitted for name in task.ops)
+    _write_csv(
+        folder / "plots" / "operators.csv",
+        ("operator", "split", "tasks"),
+        [(*key, count) for key, count in sorted(uses.items())],
+    )
+    times = sorted((task.evidence["eager_seconds"] * 1e3, len(task.ops)) for task in summary.admitted)
+    _write_csv(
+        folder / "plots" / "eager.csv",
+        ("rank", "eager_milliseconds", "operators"),
+        [(i, f"{time:.6f}", count) for i, (time, count) in enumerate(times, 1)],
+    )
+    bins = Counter(min(int(value * BINS), BINS - 1) for value in summary.similarities)
+    _write_csv(
+        folder / "plots" / "similarity.csv",
+        ("similarity", "candidates"),
+        [(f"{index / BINS:.2f}", bins[index]) for index in range(BINS)],
+    )
+    steps = Counter(
+        max(edge for edge in HEADROOM if task.evidence["headroom"] >= edge)
+        for task in summary.admitted
+        if "headroom" in task.evidence
+    )
+    _write_csv(
+        folder / "plots" / "headroom.csv",
+        ("headroom", "tasks"),
+        [(f"from {edge:g}", steps[edge]) for edge in HEADROOM],
+    )
+    atomic_write(folder / "README.md", card(params, summary, figures))
+
+
+def metrics(summary: Summary) -> dict[str, Any]:
+    """Figures for `dvc metrics show` and the report."""
+    times = [task.evidence["eager_seconds"] for task in summary.admitted]
+    left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
+    splits = Counter(task.split for task in summary.admitted)
+    sources = Counter(task.data_source for task in summary.admitted)
+    mix = Counter(len(task.ops) for task in summary.admitted if task.data_source != "transformers")
+    return {
+        "version": summary.version,
+        "candidates": summary.candidates,
+        "surplus": summary.surplus,
+        "admitted": len(summary.admitted),
+        "train": splits["train"],
+        "held_out": splits["held_out"],
+        "rejected": summary.reasons,
+        "operator_mix": {str(count): round(mix[count] / mix.total(), 4) for count in sorted(mix)},
+        "sources": {
+            source: round(count / max(len(summary.admitted), 1), 4)
+            for source, count in sorted(sources.items())
+        },
+        "operators": len({canonical(name) for task in summary.admitted for name in task.ops}),
+        "similarity": {"median": round(statistics.median(near), 4), "highest": round(near[-1], 4)}
+        if (near := summary.similarities)
+        else {},
+        "headroom": {
+            "median": statistics.median(left),
+            "from_1.5": sum(value >= 1.5 for value in left) / len(left),
+        }
+        if left
+        else {},
+        "operator_sequences": len({task.ops for task in summary.admitted}),
+        "eager_seconds": {"lowest": min(times), "median": statistics.median(times), "highest": max(times)}
+        if times
+        else {},
+    }
+
+
+def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
+    """The data card, for whoever trains on or evaluates with this data set."""
+    funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
+    reasons = (
+        "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"
+    )
+    mix = ", ".join(f"{source}: {share:.1%}" for source, share in figures["sources"].items())
+    shown = {
+        "eager time of one call (ms)": sorted(
+            task.evidence["eager_seconds"] * 1e3 for task in summary.admitted
+        ),
+        "headroom: torch.compile's time over the physical floor": sorted(
+            t.evidence["headroom"] for t in summary.admitted if "headroom" in t.evidence
+        ),
+        "similarity to the nearest evaluation program (all candidates)": list(summary.similarities),
+    }
+    spread = "\n".join(
+        f"| {name} | {' | '.join(f'{value:.3g}' for value in np.quantile(values, QUANTILES))} |"
+        for name, values in shown.items()
+        if values
+    )
+    uses = Counter(canonical(name) for task in summary.admitted for name in task.ops)
+    often = ", ".join(f"{name} {count}" for name, count in uses.most_common(10))
+    against = ", ".join(Path(path).name for path in params.data.against) or "none given"
+    left = figures["headroom"]
+    room = f"- {left['from_1.5']:.0%} of the tasks have headroom of 1.5 or more.\n" if left else ""
+    by = f" by the model {params.data.composer_model}" if params.data.composer else ""
+    library = "" if params.data.operators != "all" else LIBRARY
+    return f"""---
+pretty_name: Kernel tasks {summary.version[:16]}
+tags: [kernel-generation, pytorch]
+configs:
+- config_name: default
+  data_files:
+  - split: tasks
+    path: tasks.parquet
+---
+
+# Kernel tasks, version {summary.version[:16]}
+
+{figures["train"]} training and {figures["held_out"]} held-out tasks, composed{by} with seed {params.data.seed} for device {params.device} at precision
+{params.precision}, operators: {params.data.operators}. Held-out tasks (column `split`) have operator sequences that occur in no training task
+and no demonstration.
+
+| step | candidates |
+| --- | --- |
+{funnel}
+
+| refused because | candidates |
+| --- | --- |
+{reasons}
+
+| | lowest | 10 % | half | 90 % | highest |
+| --- | --- | --- | --- | --- | --- |
+{spread}
+
+- Kinds of task: {mix}.
+- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}. Most frequent: {often}.
+- The window of eager times was {params.data.eager_seconds[0] * 1e3:g} to {params.data.eager_seconds[1] * 1e3:g} ms.
+- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
+{room}{library}
+`tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's
+evidence as JSON. `rejected.parquet` holds every refused candidate with its reason, `plots/` the figures behind this card.
+
+```python
+datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("this/folder/tasks.parquet")
+```
+"""
+
+
+LIBRARY = "- Tasks of the kind `transformers` hold source of the transformers library, which is licensed under Apache-2.0.\n"
+
+
+def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:
+    columns: dict[str, list[Any]] = {
+        "ops": [list(rejection.task.ops) for rejection in rejected],
+        "data_source": [rejection.task.data_source for rejection in rejected],
+        "code": [rejection.task.code for rejection in rejected],
+        "task_id": [
+            "" if rejection.reason in UNREADABLE else rejection.task.task_id for rejection in rejected
+        ],
+        "split": [rejection.task.split for rejection in rejected],
+        "reason": [rejection.reason for rejection in rejected],
+        "detail": [rejection.detail for rejection in rejected],
+    }
+    types = {name: pyarrow.list_(pyarrow.string()) if name == "ops" else pyarrow.string() for name in columns}
+    pyarrow.parquet.write_table(
+        pyarrow.table({name: pyarrow.array(values, types[name]) for name, values in columns.items()}), path
+    )
+
+
+def _write_csv(path: Path, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    atomic_write(path, text.getvalue())

@@ -1,0 +1,105 @@
+"""The commands of the DVC stages.
+
+python -m components.synthesis.dvc_stages seeds --params params.yaml --out data/seeds
+python -m components.synthesis.dvc_stages tasks --params params.yaml --seeds data/seeds --out data/tasks
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from components.core.config import Params, resolve
+from components.core.errors import IsolationUnavailable, UserError
+from components.core.files import environment_fault
+
+SENTENCE = "error: "
+"""Begins the last line of a stage that failed: what is wrong and how to mend it."""
+
+
+class Lines:
+    """Progress as plain lines on standard error, one every few seconds and the last one."""
+
+    def __init__(self, seconds: float = 5.0):
+        self.seconds = seconds
+        self.last = 0.0
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        now = time.monotonic()
+        if step == total or now - self.last >= self.seconds:
+            self.last = now
+            print(
+                f"{stage} {step}/{total}",
+                *(f"{name}={value:g}" for name, value in figures.items()),
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def seeds(params: Params, out: Path) -> str:
+    """Mine the table; for the core operators the folder stays empty and torch is not even imported."""
+    out.mkdir(parents=True, exist_ok=True)
+    if params.data.operators == "core":
+        return "seeds: the core table, nothing to mine"
+    from components.synthesis.operator_table import mined
+
+    table = mined(out, Lines())
+    return f"seeds: {len(table.operators)} operators in {len(table.forms)} forms, {len(table.modules)} modules; {len(table.left_out)} left out"
+
+
+def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
+    """Compose, hold against the rubric and the judge, and write the data set."""
+    from components.judge.pool import open_pool
+    from components.synthesis.dataset import build
+
+    pool = open_pool(params, verdicts)
+    try:
+        summary = build(params, out, pool, Lines(), seeds)
+    finally:
+        pool.close()
+    refused = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
+    return f"data set {summary.version[:16]}: {len(summary.admitted)} tasks of {summary.candidates} candidates; refused: {refused}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m components.synthesis.dvc_stages", description="A stage of dvc.yaml."
+    )
+    parser.add_argument("stage", choices=("seeds", "tasks"))
+    parser.add_argument(
+        "--params", type=Path, required=True, help="parameter file; its profiles do not count"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seeds", type=Path, default=Path("data/seeds"), help="folder of the mined table")
+    parser.add_argument(
+        "--verdicts",
+        type=Path,
+        default=Path(os.environ.get("CUDA_AGENT_VERDICTS", "verdicts")),
+        help="journal of verdicts",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        # No profile: DVC sees a changed parameter where the stage reads it, and `dvc exp run -S` changes what counts.
+        params = resolve(path=options.params).params
+        said = (
+            seeds(params, options.out)
+            if options.stage == "seeds"
+            else tasks(params, options.seeds, options.out, options.verdicts)
+        )
+    except Exception as error:  # the boundary: DVC hands on what is printed and an exit code of its own
+        sentence = str(error) if isinstance(error, UserError) else environment_fault(error)
+        if not sentence:
+            traceback.print_exc()
+            sentence = f"{type(error).__name__}: {error}"
+        print(f"{SENTENCE}{' '.join(sentence.split())}", file=sys.stderr)
+        return 3 if isinstance(error, IsolationUnavailable) else 2 if isinstance(error, UserError) else 1
+    print(said, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Cutting a class or function out of one file of transformers, together with everything of that file that it uses.
+
+Annotations, decorators and docstrings go; what still needs another part of the library is refused, with its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+ROLE = re.compile(
+    r"\w*(Norm|MLP|Mlp|FeedForward|FFN|ActDense|RotaryEmbedding|PositionalEmbedding|Attention|Router|Gate|Experts|MoeBlock|MoE|GLU|Activation|Intermediate|Output"
+    r"|LayerScale|GRN|Pooling|Pooler|Mixer|SquizeExcite|ConvLayer|Gelu|GELU)(\w{0,3})"
+)
+ACTIVATIONS = {
+    "gelu": "nn.GELU()",
+    "gelu_new": 'nn.GELU(approximate="tanh")',
+    "gelu_pytorch_tanh": 'nn.GELU(approximate="tanh")',
+    "gelu_fast": 'nn.GELU(approximate="tanh")',
+    "silu": "nn.SiLU()",
+    "swish": "nn.SiLU()",
+    "relu": "nn.ReLU()",
+    "tanh": "nn.Tanh()",
+    "sigmoid": "nn.Sigmoid()",
+}
+NO_PART = re.compile(r"Model|ForC|ForM|ForQ|Flash|Sdpa|Outputs?With|Encoder$")
+STANDARD = {
+    "torch": "import torch",
+    "nn": "import torch.nn as nn",
+    "F": "import torch.nn.functional as F",
+    "functional": "import torch.nn.functional as functional",
+    "math": "import math",
+    "Tensor": "from torch import Tensor",
+    "OrderedDict": "from collections import OrderedDict",
+    "partial": "from functools import partial",
+    "Parameter": "from torch.nn import Parameter",
+    "SimpleNamespace": "from types import SimpleNamespace",
+    "logger": "logger = None",
+    "ACT2FN": "ACT2FN = {" + ", ".join(f'"{name}": {made}' for name, made in ACTIVATIONS.items()) + "}",
+    "ROPE_INIT_FUNCTIONS": "ROPE_INIT_FUNCTIONS = {}",
+}
+
+
+class Missing(Exception):
+    """A part of the library that a cut-out source would still need."""
+
+
+class Library:
+    """One file of the library: its definitions by name, and where its other names come from."""
+
+    def __init__(self, path: Path):
+        self.tree = ast.parse(path.read_text())
+        self.defined = {
+            node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+        self.imported = {
+            alias.asname or alias.name
+            for node in self.tree.body
+            if isinstance(node, ast.ImportFrom | ast.Import)
+            for alias in node.names
+        }
+        heads = [
+            node.name.removesuffix("PreTrainedModel")
+            for node in self.tree.body
+            if isinstance(node, ast.ClassDef) and node.name.endswith("PreTrainedModel")
+        ]
+        self.prefix = heads[0] if heads else "Family"
+
+    def classes(self) -> list[str]:
+        return [
+            name
+            for name, node in self.defined.items()
+            if isinstance(node, ast.ClassDef) and ROLE.fullmatch(name) and not NO_PART.search(name)
+        ]
+
+    def rotations(self) -> list[str]:
+        """The functions that turn queries and keys by cosine and sine: the part of a rotary embedding that has inputs."""
+        return [
+            name
+            for name, node in self.defined.items()
+            if isinstance(node, ast.FunctionDef) and re.fullmatch(r"apply_\w*rotary\w*", name)
+        ]
+
+    def cut(self, name: str) -> str:
+        """Source of a class with everything that it uses, self-contained; Missing names what would still be needed."""
+        order: list[str] = []
+        outside: set[str] = set()
+
+        def visit(wanted: str) -> None:
+            if wanted in order:
+                return
+            node = Clean().visit(ast.parse(ast.unparse(self.defined[wanted])).body[0])
+            self.defined[wanted] = node
+            order.append(wanted)
+            for used in sorted(
+                {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            ):
+                if used in self.defined and used != wanted:
+                    visit(used)
+                elif used in STANDARD and (used in self.imported or used in ("logger", "SimpleNamespace")):
+                    outside.add(used)
+                elif used in self.imported:
+                    raise Missing(f"needs {used} from elsewhere in transformers")
+
+        visit(name)
+        parts = [ast.unparse(self.defined[wanted]) for wanted in self.defined if wanted in order]
+        body = "\n\n\n".join(parts)
+        # The order of the file defines a base class before its child.
+        head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
+        head.sort(key=lambda line: (not line.startswith(("import", "from")), line))
+        return "\n".join(head) + "\n\n\n" + body
+
+
+class Clean(ast.NodeTransformer):
+    """Without annotations, docstrings and decorators that only a library needs; attention falls to the file's own eager form."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        for argument in [
+            *node.args.posonlyargs,
+            *node.args.args,
+            *node.args.kwonlyargs,
+            *filter(None, (node.args.vararg, node.args.kwarg)),
+        ]:
+            argument.annotation = None
+        node.decorator_list = [
+            d for d in node.decorator_list if ast.unparse(d) in ("staticmethod", "classmethod", "property")
+        ]
+        return self._undocumented(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.decorator_list = []
+        node.bases = [
+            ast.parse("nn.Module", mode="eval").body
+            if ast.unparse(base) == "GradientCheckpointingLayer"
+            else base
+            for base in node.bases
+        ]
+        return self._undocumented(node)
+
+    def _undocumented(self, node: Any) -> Any:
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        self.generic_visit(node)
+        return (
+            ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno)
+            if node.value is not None
+            else None
+        )
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = ast.unparse(node.func)
+        if function == "ALL_ATTENTION_FUNCTIONS.get_interface":
+            return node.args[1]
+        if function == "nn.Parameter" and ast.unparse(node.args[0]).startswith(
+            ("torch.empty(", "torch.zeros(")
+        ):
+            # The library fills such weights later, normally distributed; here they must not be whatever lay in memory.
+            shape = [ast.unparse(argument) for argument in getattr(node.args[0], "args", [])]
+            return ast.parse(f"nn.Parameter(torch.randn({', '.join(shape)}) * 0.02)", mode="eval").body
+        return node

@@ -1,0 +1,104 @@
+"""Tasks that others made: reading a parquet with the public columns, and saying of each row why it is no task of ours."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from components.core.config import Data
+from components.core.errors import UserError
+from components.core.task import KernelTask
+from components.synthesis.compose import is_held_out
+from components.synthesis.contamination import similarity, subtrees
+from components.synthesis.task_filter import Rubric
+
+PUBLIC = ("ops", "data_source", "code")
+
+
+def read_public(path: Path, seed: int) -> list[KernelTask]:
+    """Every row, named by its number, none of its evidence believed; `seed` decides which operator sequences are held out.
+
+    Raises UserError for a file that is no parquet or lacks a public column."""
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise UserError(
+            f"{path}: not a readable parquet ({' '.join(str(error).split())[:120]}); give a file with the columns {', '.join(PUBLIC)}."
+        ) from error
+    missing = [name for name in PUBLIC if name not in table.column_names]
+    if missing:
+        raise UserError(
+            f"{path}: column {missing[0]} is missing; a parquet of tasks has the columns {', '.join(PUBLIC)}."
+        )
+    tasks = []
+    for row, values in enumerate(table.select(list(PUBLIC)).to_pylist()):
+        ops = operators(values["ops"])
+        source = (
+            values["data_source"]
+            if isinstance(values["data_source"], str) and values["data_source"]
+            else "parquet"
+        )
+        code = values["code"] if isinstance(values["code"], str) else ""
+        tasks.append(
+            KernelTask(
+                code=code,
+                ops=ops,
+                data_source=source,
+                split="held_out" if is_held_out(ops, seed) else "train",
+                name=f"row {row}",
+            )
+        )
+    return tasks
+
+
+def operators(value: Any) -> tuple[str, ...]:
+    """The column `ops`, which the public data set's readers meet as a list and as the text of one."""
+    if isinstance(value, str):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                value = read(value)
+                break
+            except (ValueError, SyntaxError):
+                continue
+    if isinstance(value, str):
+        value = value.split(",")
+    return tuple(str(name).strip() for name in value or () if str(name).strip())
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row and why it is refused; the reason is empty for a row that nothing speaks against."""
+
+    row: int
+    task: KernelTask
+    reason: str
+    detail: str
+
+
+def examine(tasks: list[KernelTask], data: Data) -> list[Finding]:
+    """The rubric's first look at every row, in order; nothing is run. A held-out sequence that is also trained on counts
+    against the held-out row."""
+    rubric = Rubric(data)
+    trained = {task.ops for task in tasks if task.split == "train"}
+    findings = []
+    for row, task in enumerate(tasks):
+        reason, detail = rubric.look(task.model_copy(update={"name": f"row {row}"}))
+        if not reason and task.split == "held_out" and task.ops in trained:
+            reason, detail = "held_out_is_trained_on", " > ".join(task.ops)
+        findings.append(Finding(row, task, reason, detail))
+    return findings
+
+
+def neighbours(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
+    """The structurally nearest tasks, nearest first, with their similarity; the task itself is none of them."""
+    own = subtrees(task.code)
+    near = [
+        (similarity(own, subtrees(other.code)), other) for other in others if other.task_id != task.task_id
+    ]
+    return sorted(near, key=lambda pair: (-pair[0], pair[1].task_id))[:count]

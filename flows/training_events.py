@@ -1,0 +1,83 @@
+"""What a deployed run tells Prefect's automations: that a stage moves, and that training begins to collapse.
+
+Prefect sees states of runs, not what happens inside a stage of many hours. These events say it; flows/automations.py
+holds the alarms that listen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from prefect.events import emit_event
+
+from components.core.config import Params, Ppo
+from components.core.progress import Progress
+from components.training.metrics_file import newest_figures
+
+PROGRESS = "cuda-agent.progress"
+COLLAPSING = "cuda-agent.training.collapsing"
+PROGRESS_SECONDS = 60.0
+WARN_AT = 0.8
+"""An alarm comes at this share of the limit at which the stage stops itself: in the paper's run one step separated good from lost (step 17)."""
+CRITIC_STEPS = 5
+"""A critic that explains less than nothing for so many steps in a row has lost the policy."""
+
+
+class Signals:
+    """A `Progress` that also emits events about flow run `run_id`."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        params: Params,
+        home: Path,
+        run_id: str,
+        *,
+        emit: Callable[..., object] = emit_event,
+    ):
+        self.progress = progress
+        self.params = params
+        self.home = home
+        self.resource = {"prefect.resource.id": f"prefect.flow-run.{run_id}", "prefect.resource.name": run_id}
+        self.emit = emit
+        self.told = float("-inf")
+        self.warned: set[str] = set()
+        self.explained: dict[tuple[str, float], float] = {}
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        self.progress.update(stage, step, total, **figures)
+        if time.monotonic() - self.told > PROGRESS_SECONDS:
+            self.told = time.monotonic()
+            self.emit(
+                PROGRESS,
+                resource=self.resource,
+                payload={"stage": stage, "step": step, "total": total, "figures": figures},
+            )
+        ppo = {"warmup": self.params.warmup, "agentic": self.params.agentic}.get(stage)
+        if ppo is not None and stage not in self.warned:
+            reasons = self.collapsing(stage, ppo, newest_figures(self.home, stage))
+            if reasons:
+                self.warned.add(stage)
+                self.emit(
+                    COLLAPSING,
+                    resource=self.resource,
+                    payload={"stage": stage, "step": step, "reasons": reasons},
+                )
+
+    def collapsing(self, stage: str, ppo: Ppo, figures: Mapping[str, float]) -> list[str]:
+        """What in the last step's figures points to a collapse; empty when nothing does."""
+        reasons = []
+        for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated)):
+            if figures.get(name, 0.0) > WARN_AT * limit:
+                reasons.append(f"{name} {figures[name]:.2f} nears the limit {limit:g}")
+        if "explained_variance" in figures:
+            # Rollouts report progress too: a step counts once however often it is seen.
+            self.explained[stage, figures["step"]] = figures["explained_variance"]
+            last = [value for (name, _), value in sorted(self.explained.items()) if name == stage][
+                -CRITIC_STEPS:
+            ]
+            if len(last) == CRITIC_STEPS and max(last) < 0:
+                reasons.append(f"explained variance below 0 for {CRITIC_STEPS} steps, last {last[-1]:.2f}")
+        return reasons

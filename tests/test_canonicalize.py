@@ -1,0 +1,125 @@
+"""A person's module is recognised as the chain that it is, however it is written, and what only looks like one is not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from agent_fixtures import params
+
+from components.bootstrap.canonicalize import canonicalize
+from components.synthesis.compose import stream
+
+
+def test_a_composed_task_comes_back_as_it_is() -> None:
+    for task in itertools.islice(stream(5, params().data), 40):
+        assert canonicalize(task.code) == task.code
+
+
+INPUTS = "def get_inputs():\n    return [torch.randn(256, 512)]\n"
+
+
+def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
+    mine = f'class Model(nn.Module):\n    """Words."""\n    def forward(self, x):\n        return torch.sqrt(torch.abs(x * 2.0) + 1.0)  # a comment\n{INPUTS}'
+    form = canonicalize(mine)
+    assert (
+        form is not None
+        and "        x = x * 2.0\n        x = torch.sqrt(torch.abs(x) + 1.0)\n        return x\n" in form
+    )
+    for other in (
+        "x @ x",
+        "x.cumsum(0)",
+        "x.relu(inplace=True)",
+        "F.relu(x) + F.relu(x)",
+        "F.conv2d(x, x)",
+        "F.gelu(x, approximate='tanh')",
+        "x * x.sigmoid()",
+    ):
+        assert (
+            canonicalize(
+                f"class Model(nn.Module):\n    def forward(self, x):\n        return {other}\n{INPUTS}"
+            )
+            is None
+        )
+
+
+OWN_WORDS = """import torch
+from torch import nn
+
+rows, width = 256, 512
+
+
+class Model(nn.Module):
+    def __init__(self, features, slope=0.25):
+        super(Model, self).__init__()
+        self.factor = 2
+        self.norm = torch.nn.LayerNorm(features)
+        self.gain = nn.Parameter(torch.ones(features))
+        self.act = nn.LeakyReLU(negative_slope=slope)
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        h = self.gain * self.act(self.norm(hidden))
+        h = gate * h
+        h = self.factor * torch.nn.functional.tanh(h) ** 2
+        return h.clamp(max=1, min=-1).mean(1, keepdim=True)
+
+
+def get_inputs():
+    x = torch.rand(rows, width)
+    return [x, torch.rand(rows, width)]
+
+
+def get_init_inputs():
+    return [512]
+"""
+COMPOSED_WORDS = """        self.layer_norm = nn.LayerNorm(512)
+        self.scale = nn.Parameter(torch.randn(512))
+
+    def forward(self, x, y):
+        x = self.layer_norm(x)
+        x = F.leaky_relu(x, 0.25)
+        x = x * self.scale
+        x = x * y
+        x = torch.tanh(x)
+        x = torch.square(x)
+        x = x * 2.0
+        x = torch.clamp(x, -1.0, 1.0)
+        x = torch.mean(x, dim=-1, keepdim=True)
+        return x
+
+
+def get_inputs():
+    return [torch.randn(256, 512), torch.randn(256, 512)]
+"""
+
+
+def test_names_methods_and_modules_of_a_persons_own_make_no_difference() -> None:
+    form = canonicalize(OWN_WORDS)
+    assert form is not None and COMPOSED_WORDS in form
+    spaces: list[dict[str, Any]] = [{}, {}]
+    for space, code in zip(spaces, (OWN_WORDS, form), strict=True):
+        exec(code, space)
+    mine, composed = spaces[0]["Model"](512), spaces[1]["Model"]()
+    composed.load_state_dict(
+        {"layer_norm.weight": mine.norm.weight, "layer_norm.bias": mine.norm.bias, "scale": mine.gain}
+    )
+    inputs = spaces[0]["get_inputs"]()
+    torch.testing.assert_close(composed(*inputs), mine(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("h = gate * h", "h = hidden * gate"),
+        ("h = gate * h", "h = h * h"),
+        ("h = gate * h", "h *= gate"),
+        ("self.act(self.norm(hidden))", "self.act(hidden)"),
+        ("self.factor = 2", "self.factor = nn.Linear(512, 512)"),
+        (".mean(1, keepdim=True)", ".mean(0, keepdim=True)"),
+    ],
+    ids=["branch", "used_twice", "in_place", "unused_parameters", "other_module", "other_dimension"],
+)
+def test_what_only_looks_like_a_chain_is_none(old: str, new: str) -> None:
+    assert old in OWN_WORDS and canonicalize(OWN_WORDS.replace(old, new)) is None

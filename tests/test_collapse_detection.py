@@ -1,0 +1,196 @@
+"""A stage that goes wrong ends at good weights with the reason, and one that is asked to end does so between two updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fixtures import episodes, params, stage
+
+from components.agent.trajectory import Trajectory
+from components.core.errors import StageFailed, UserError
+from components.core.files import digest_file, read_json, write_json
+from components.training import agentic, warmup
+from components.training.collapse_detection import Terminated, collapse
+from components.training.launcher import TERMINATED, launch
+from components.training.run_stage import run_stage
+
+GOOD = {"entropy": 0.5, "truncated": 0.0, "effective_share": 1.0, "explained_variance": 0.4}
+AT_ONCE = ("warmup.critic_warmup_steps=0",)
+
+
+def weights(checkpoint: Path) -> str:
+    return digest_file(checkpoint / "model.safetensors")
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, ""),
+        ({"entropy": 11.0}, "max_entropy"),
+        ({"entropy": math.nan}, "entropy is not a number"),
+        ({"entropy": 0.001}, "min_entropy"),
+        ({"truncated": 0.9}, "max_truncated"),
+        ({"effective_share": 0.1}, "min_effective_share"),
+        ({"explained_variance": -3.0}, "min_explained_variance"),
+        ({"explained_variance": math.nan}, ""),
+    ],
+)
+def test_each_sign_of_collapse_is_told_by_its_limit(changed: dict[str, float], named: str) -> None:
+    ppo = params("warmup.min_entropy=0.01", "warmup.min_explained_variance=-1").warmup
+    earlier = [{"explained_variance": -2.0}, {"explained_variance": -1.5}]
+    found = collapse(ppo, GOOD | changed, earlier)
+    assert named in found and bool(found) == bool(named)
+
+
+def test_a_critic_that_fails_now_and_then_has_not_collapsed() -> None:
+    ppo = params("warmup.min_explained_variance=0").warmup
+    assert (
+        collapse(
+            ppo,
+            GOOD | {"explained_variance": -5.0},
+            [{"explained_variance": -1.0}, {"explained_variance": 0.1}],
+        )
+        == ""
+    )
+    assert collapse(ppo, GOOD | {"explained_variance": -5.0}, [{"explained_variance": -1.0}]) == ""
+
+
+def test_a_sampler_that_is_not_the_trainer_stops_the_stage(tmp_path: Path) -> None:
+    def other_policy(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        sampled = episodes(tasks, **arguments)
+        wrong = arguments["epoch"].endswith("/1")
+        return [
+            dataclasses.replace(
+                trajectory,
+                sampler_logprob=tuple(
+                    (5.0 * (place % 6) if own and wrong else 0.0) + p
+                    for place, (own, p) in enumerate(
+                        zip(trajectory.action_mask, trajectory.sampler_logprob, strict=True)
+                    )
+                ),
+            )
+            for trajectory in sampled
+        ]
+
+    result = warmup.run(stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=3"), other_policy)
+    assert "min_effective_share" in result.stopped
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "named"), [(4, "is not a number.* in update 1;"), (1, "is not a number.* in update 2;")]
+)
+def test_weights_that_are_not_numbers_give_way_to_the_last_good_ones(
+    minibatches: int, named: str, tmp_path: Path
+) -> None:
+    # With a single minibatch nothing shows before the new weights are used.
+    made = stage(
+        tmp_path,
+        "warmup",
+        *AT_ONCE,
+        "warmup.steps=3",
+        "warmup.learning_rate=1e30",
+        f"warmup.minibatches={minibatches}",
+    )
+    result = warmup.run(made, episodes)
+    assert re.search(named, result.stopped), result.stopped
+    assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
+
+
+def test_a_stage_without_good_weights_to_go_back_to_fails(tmp_path: Path) -> None:
+    made = stage(
+        tmp_path, "rejection", "rejection.learning_rate=1e30", "rejection.epochs=4", "rejection.batch=4"
+    )
+    with pytest.raises(StageFailed, match=r"rejection: .* not a number.* lower rejection\.learning_rate"):
+        run_stage(made, episodes)
+    assert not (made.out / "stage.json").exists()
+
+
+def test_batches_of_equal_rewards_teach_the_policy_nothing(tmp_path: Path) -> None:
+    def equal(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(tasks, **arguments)]
+
+    made = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2", "warmup.learning_rate=0.01")
+    result = warmup.run(made, equal)
+    assert "all equal" in result.stopped
+    assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
+    assert all(
+        record["equal_rewards"] == 1 and record["explained_variance"] is None and "policy_loss" not in record
+        for record in lines(made.out)
+    )
+
+
+class Asking:
+    """Sends this process SIGTERM when the given update is reported."""
+
+    def __init__(self, update: int):
+        self.wanted = update
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        if step == self.wanted and "episodes" not in figures:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_ends_a_stage_after_its_update_with_the_state_saved(tmp_path: Path) -> None:
+    short = (*AT_ONCE, "warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=4")
+    whole = warmup.run(stage(tmp_path / "whole", "warmup", *short), episodes)
+    asked, before = stage(tmp_path / "asked", "warmup", *short), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated, match="after update 2 of 4"):
+        warmup.run(dataclasses.replace(asked, progress=Asking(2)), episodes)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [folder.name for folder in sorted((asked.out / "state").iterdir())] == [
+        "step-0000-float32-zero1-world1",
+        "step-0002-float32-zero1-world1",
+    ]
+    assert warmup.run(asked, episodes).digest == whole.digest
+
+
+def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    made = stage(tmp_path, "agentic")
+    other = stage(tmp_path / "other", "critic").actor
+    tokenizer = read_json(other / "tokenizer.json")
+    tokenizer["added_tokens"] = []
+    write_json(other / "tokenizer.json", tokenizer)
+    manifest = read_json(other / "manifest.json")
+    manifest["files"]["tokenizer.json"] = digest_file(other / "tokenizer.json")
+    write_json(other / "manifest.json", manifest)
+    with pytest.raises(UserError, match="reads other tokens than the actor"):
+        agentic.run(dataclasses.replace(made, critic=other), episodes)
+
+
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, time
+from pathlib import Path
+Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+while not all(Path({str(tmp_path)!r}, str(rank)).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.sleep(600)
+"""
+    started = time.monotonic()
+    with pytest.raises(StageFailed, match=r"rank 1 of 3 died by signal SIGKILL .*rank-1\.log"):
+        launch([sys.executable, "-c", program], 3, tmp_path / "logs")
+    assert time.monotonic() - started < 60
+    for rank in range(3):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)
+
+
+def test_ranks_that_end_well_or_on_request_are_no_failure(tmp_path: Path) -> None:
+    assert launch([sys.executable, "-c", "raise SystemExit(143)"], 2, tmp_path) == TERMINATED
+    program = "import os; assert os.environ['MASTER_PORT'] and os.environ['LOCAL_RANK'] == os.environ['RANK']"
+    assert launch([sys.executable, "-c", program], 2, tmp_path) == 0

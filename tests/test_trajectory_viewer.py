@@ -1,0 +1,131 @@
+"""Claims about trajectories for people: the page needs no other file and escapes everything, and a replay finds what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
+
+from components.agent import trajectory_viewer
+from components.agent.replay import replay
+from components.agent.token_rollout import run_episodes
+from components.agent.trajectory import Trajectory, save_trajectories
+from components.core.errors import UserError
+
+TOKENIZER = tokenizer()
+SAID = [
+    f"I try <b>this</b>.\n{write(0.8)}\n{call('Bash', command=MEASURE)}",
+    f"{call('Edit', file_path='kernels/forward.cpp', old_string='0.8', new_string='2.5')}\n"
+    f"{call('Bash', command='python3 -m utils.profiling; echo x > kernels/note.h')}",
+    f"{write('wrong')}\n{call('Bash', command=MEASURE)}\n<tool_call>{{nonsense</tool_call>",
+    f"{write(2.5)}\n{call('Read', file_path='kernels/note.h')}",
+    "Done.",
+]
+
+
+@pytest.fixture(scope="module")
+def trajectory() -> Trajectory:
+    script = Script(TOKENIZER, lambda i, t: SAID[t])
+    more: dict[str, Any] = {
+        "pool": World(),
+        "epoch": "t",
+        "seed": 0,
+        "max_turns": 9,
+        "max_new_tokens": 512,
+        "temperature": 1.0,
+    }
+    return run_episodes([TASK], params=params(context=4096), sampler=script, tokenizer=TOKENIZER, **more)[0]
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [value or "" for key, value in attrs if key in ("src", "href")]
+
+
+def test_the_page_stands_alone_and_shows_each_change_and_each_measurement(trajectory: Trajectory) -> None:
+    text = trajectory_viewer.page(trajectory, "A <name>")
+    page = Links()
+    page.feed(text)
+    assert page.found == [] and "script" not in page.tags and "b" not in page.tags
+    assert "I try &lt;b&gt;this&lt;/b&gt;." in text and "A &lt;name&gt;" in text
+    assert (
+        len(re.findall(r'<circle class="eager"', text)) == 3
+        and text.count("✕<title>wrong_output: max_error:given") == 1
+    )
+    assert '<span class="cut">-0.8</span>' in text and '<span class="add">+2.5</span>' in text
+
+
+def test_turns_know_their_verdicts_and_their_changes(trajectory: Trajectory) -> None:
+    steps = trajectory_viewer.steps(trajectory)
+    assert [[len(action.verdicts) for action in step.actions] for step in steps] == [
+        [0, 1],
+        [0, 1],
+        [0, 1, 0],
+        [0, 0],
+        [],
+    ]
+    assert steps[0].actions[0].diff == ("@@ -0,0 +1 @@", "+// 0.8") and steps[2].actions[0].diff[-2:] == (
+        "-// 2.5",
+        "+// wrong",
+    )
+    assert [mark.turn for mark in trajectory_viewer.marks(trajectory)] == [1, 2, 3, 6]
+    shown = "\n".join(text for text, _ in trajectory_viewer.lines(trajectory))
+    assert "= correct, 2.50x eager (2.25 to 2.75)" in shown and "final answer: correct, 2.50x eager" in shown
+
+
+def test_the_best_is_chosen_unless_one_is_named(trajectory: Trajectory, tmp_path: Path) -> None:
+    worse = dataclasses.replace(trajectory, reward=-1.0)
+    save_trajectories(tmp_path / "trajectories", [worse, trajectory])
+    found = trajectory_viewer.find(tmp_path)
+    assert (
+        trajectory_viewer.choose(found, 0, tmp_path)[0] == 2
+        and trajectory_viewer.choose(found, 1, tmp_path)[0] == 1
+    )
+    with pytest.raises(UserError, match="there is no trajectory 3; it holds 2"):
+        trajectory_viewer.choose(found, 3, tmp_path)
+
+
+def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tmp_path: Path) -> None:
+    for step, reward in enumerate((1.0, 3.0)):
+        save_trajectories(
+            tmp_path / "trajectories" / f"step-{step:04d}", [dataclasses.replace(trajectory, reward=reward)]
+        )
+    assert [found.reward for found in trajectory_viewer.find(tmp_path)] == [1.0, 3.0]
+    with pytest.raises(UserError, match="not a folder of trajectories"):
+        trajectory_viewer.find(tmp_path / "nothing")
+
+
+def test_a_replay_comes_to_the_same_observations(trajectory: Trajectory) -> None:
+    assert replay(trajectory, params(), World(), epoch="again") == []
+
+
+def test_a_replay_reports_every_difference_but_measured_times(trajectory: Trajectory) -> None:
+    turns = list(trajectory.turns)
+    first, second = turns[0].calls
+    faster = dataclasses.replace(second, observation=second.observation.replace("0.80x", "0.79x"))
+    other = dataclasses.replace(first, observation="Written kernels/other.cpp.")
+    turns[0] = dataclasses.replace(turns[0], calls=(other, faster))
+    files = trajectory.files | {"kernels/note.h": "y\n"}
+    changed = dataclasses.replace(trajectory, turns=tuple(turns), files=files)
+    found = replay(changed, params(), World(), epoch="again")
+    assert [(one.turn, one.call, one.tool) for one in found] == [(1, 1, "Write"), (0, 2, "kernels/note.h")]
+    assert (found[0].recorded, found[0].replayed) == (
+        "Written kernels/other.cpp.",
+        "Written kernels/forward.cpp.",
+    )
+
+
+def test_a_record_without_its_task_cannot_be_replayed(trajectory: Trajectory) -> None:
+    with pytest.raises(UserError, match="cannot be replayed"):
+        replay(dataclasses.replace(trajectory, task=""), params(), World(), epoch="again")
