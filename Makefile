@@ -1,40 +1,64 @@
-# Two commands for people: `make run` and `make test`. Both make the environment first; a second call finds it made.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: run test environment system
+.DEFAULT_GOAL := help
+.PHONY: help run test test-all test-unit test-integration test-nightly lint fmt environment system
 
 PYTHON ?= python3
 PROFILE ?= smoke
 BIN := .venv/bin
 STAMP := .venv/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-# uv does not read pip's own settings: hand on a folder of wheels and a certificate bundle where pip has them.
+# uv does not read pip's settings: pass on the folder of wheels and the certificate bundle that pip is configured with.
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 ifdef PIP_CERT
 export SSL_CERT_FILE ?= $(PIP_CERT)
 endif
 export VIRTUAL_ENV := $(CURDIR)/.venv
 
-run: environment
+help: ## Print this list
+	@awk -F ': .*## ' '/^[a-z-]+: .*## /{printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: environment ## Run the whole pipeline once with PROFILE (smoke)
 	@$(BIN)/cuda-agent run --profile $(PROFILE)
 
-test: environment
+test: lint test-unit test-integration ## Run lint and the unit and integration tests
+
+test-all: test test-nightly ## Run test, the nightly tests and, for root, part of them as an ordinary account
+	@if [ "$$(id -u)" -eq 0 ]; then .ci/ordinary-account; fi
+
+test-unit: environment ## Run the tests that start no sandbox and no server
+	$(PYTEST) tests/unit
+
+test-integration: environment ## Run the tests of the judge, of single stages and of the command line
+	$(PYTEST) tests/integration
+
+test-nightly: environment ## Run the tests of whole pipeline runs, kills, services and every exploit
+	$(PYTEST) tests/nightly
+
+lint: environment ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-environment: system $(STAMP)
+fmt: environment ## Format the code and apply the safe fixes of ruff
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+environment: system $(STAMP) ## Install the system packages and the Python environment in .venv
 
 system:
 	@.ci/system-packages
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; call make with PYTHON=/path/to/python3.11 or newer." >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { echo "python3 -m venv failed; install it with: sudo apt-get install -y python3-venv" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "$(PYTHON) is older than 3.11; call make with PYTHON=/path/to/python3.11 or newer." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { \
+	    echo "python3 -m venv failed; install it with: sudo apt-get install -y python3-venv" >&2; exit 2; }
 	@echo "making the environment in .venv (about two minutes, once)" >&2
 	umask 022 && $(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(BIN)/uv pip install -q -c constraints.txt torch wheel setuptools packaging ninja py-cpuinfo
-	$(BIN)/uv pip install -q -c constraints.txt --no-build-isolation-package deepspeed -r pyproject.toml --extra train --extra orchestrate --group dev
+	$(BIN)/uv pip install -q -c constraints.txt --no-build-isolation-package deepspeed \
+	    -r pyproject.toml --extra train --extra orchestrate --group dev
 	$(BIN)/uv pip install -q --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
