@@ -13,11 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from components.agent.reward import milestone
 from components.bootstrap.tokenizer import train_tokenizer
 from components.core.config import Params, resolve
 from components.core.task import KernelTask
 from components.judge.pool import Candidate, Job
-from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Verdict, milestone_of
+from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Verdict
 from components.policy.chat_client import ChatTurn, NativeCall
 from components.policy.sampler import Completion
 
@@ -72,7 +73,7 @@ def verdict_of(files: dict[str, str]) -> Verdict:
         status="correct",
         speedup=speedup,
         seconds=seconds,
-        milestone=milestone_of("correct", speedup),
+        milestone=milestone(Verdict(status="correct", speedup=speedup)),
         evidence={"clock": "cpu"},
     )
 

@@ -21,10 +21,11 @@ from agent_fixtures import MEASURE, TASK, kernel, params, verdict_of
 
 from components.agent.tool_parser import Request
 from components.agent.tool_schemas import TOOLS, descriptions
-from components.agent.tools import Tools, readable
+from components.agent.tools import Tools
 from components.agent.workspace import Workspace
 from components.core.config import PROJECT
 from components.core.errors import UserError
+from components.core.text import readable
 from components.judge.verdict import Verdict
 from components.sandbox.isolation import takes_other_uids
 

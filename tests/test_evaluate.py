@@ -19,6 +19,7 @@ from agent_fixtures import TASK, World, completion, kernel, server
 from typer.testing import CliRunner
 
 from components.agent.policies import SearchBudget
+from components.agent.reward import milestone
 from components.agent.trajectory import Trajectory, Turn
 from components.cli.agent import policy_of
 from components.cli.main import app
@@ -34,7 +35,7 @@ from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.judge import Judge
 from components.judge.pool import Candidate, Job, LocalPool
-from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone_of
+from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict
 from components.registry.gate_runner import complete
 
 TASKS = [
@@ -54,7 +55,7 @@ def verdict_of(candidate: Candidate) -> Verdict:
     speedup = Speedup(eager=ratio, compile=ratio)
     return Verdict(
         status=status,
-        milestone=milestone_of(status, speedup),
+        milestone=milestone(Verdict(status=status, speedup=speedup)),
         seconds=Seconds(candidate=1e-3),
         speedup=speedup,
     )

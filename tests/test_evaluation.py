@@ -9,12 +9,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from components.agent.reward import milestone
 from components.core.config import Params, resolve
 from components.core.errors import UserError
 from components.core.task import KernelTask, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite
-from components.judge.verdict import Ratio, Speedup, milestone_of
+from components.judge.verdict import Ratio, Speedup, Verdict
 
 TASK = """
 import torch
@@ -48,7 +49,7 @@ def result(
         {
             "task_id": f"t{index}",
             "status": status,
-            "milestone": milestone_of(status, speedup),
+            "milestone": milestone(Verdict(status=status, speedup=speedup)),
             "speedup": speedup.model_dump(),
             **rest,
         }

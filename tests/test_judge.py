@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from components.agent.reward import MARGIN
 from components.core.config import Params, Precision
 from components.core.errors import InfrastructureError
 from components.core.task import KernelTask
@@ -31,7 +32,6 @@ from components.judge.input_mixing import Mix, Sets
 from components.judge.judge import Judge
 from components.judge.pool import Candidate, Job, LocalPool
 from components.judge.statistics import paired_ratio, wanted_rounds
-from components.judge.verdict import MARGIN
 from components.sandbox import shared_memory
 from components.sandbox.build import Builder, native
 from components.sandbox.runner_factory import RunnerFactory
@@ -42,7 +42,7 @@ KERNEL = "kernels/forward.cpp"
 
 @pytest.mark.parametrize("name", world.names("honest"))
 def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
-    verdict = judge.verdict(world.task("honest", name), world.files("honest", name), always_compile=True)
+    verdict = judge.verdict(world.task("honest", name), world.files("honest", name), compare_compile=True)
     assert verdict.status == "correct", (verdict.reason, verdict.log)
     assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
     faster = (verdict.speedup.eager.estimate > MARGIN, verdict.speedup.compile.estimate > MARGIN)
@@ -57,7 +57,7 @@ def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -
     }
     verdict = judge.verdict(world.TASK, slow)
     assert (verdict.status, verdict.milestone, verdict.speedup.compile) == ("correct", 1, None)
-    assert judge.verdict(world.TASK, slow, always_compile=True).speedup.compile is not None
+    assert judge.verdict(world.TASK, slow, compare_compile=True).speedup.compile is not None
 
 
 def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
@@ -68,7 +68,7 @@ def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
         for mode in ("default", "reduce-overhead", "a-mode-that-torch-refuses")
     }
     monkeypatch.setitem(compile_baseline.ROLES, "cpu", roles)
-    evidence = judge.verdict(world.TASK, SIMD, always_compile=True).evidence
+    evidence = judge.verdict(world.TASK, SIMD, compare_compile=True).evidence
     assert set(evidence["compile_seconds"]) == {"default", "reduce-overhead"}
     assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
 
@@ -360,7 +360,7 @@ def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path:
     other = pool.submit(Job(world.TASK, Candidate.of(SIMD), "4")).result(120)
     assert other.evidence["raw_seconds"] != first.evidence["raw_seconds"]
     evaluated = pool.submit(
-        Job(world.TASK, Candidate.of(world.files("honest", "naive")), "evaluation-1")
+        Job(world.TASK, Candidate.of(world.files("honest", "naive")), "evaluation-1", compare_compile=True)
     ).result(120)
     assert evaluated.status == "correct" and evaluated.speedup.compile is not None
     for each in (pool, again):

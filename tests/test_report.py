@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from components.agent.reward import milestone
 from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
 from components.evaluation.report import collect, write_report
 from components.evaluation.results import Evaluation
-from components.judge.verdict import Ratio, Speedup, Status, milestone_of
+from components.judge.verdict import Ratio, Speedup, Status, Verdict
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 * 7 }}'
 
@@ -37,7 +38,7 @@ def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
                 level=1 + index % 2,
                 status=status,
                 reason=hostile,
-                milestone=milestone_of(status, speedup),
+                milestone=milestone(Verdict(status=status, speedup=speedup)),
                 speedup=speedup,
                 attempts=(Attempt(status=status, reward=1),),
                 source=f"class Model: ...  # {hostile}",

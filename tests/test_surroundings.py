@@ -361,10 +361,10 @@ def test_a_warm_task_holds_no_more_descriptors_than_are_counted_for_it(judge: Ju
     other = world.TASK.model_copy(update={"code": world.CODE.replace("- 0.3", "- 0.4")})
     kernel = {name: text.replace("0.3f", "0.4f") for name, text in world.files("honest", "simd").items()}
     judge.verdict(
-        world.TASK, world.files("honest", "simd"), always_compile=True
+        world.TASK, world.files("honest", "simd"), compare_compile=True
     )  # what all tasks share is there now
     before = descriptors()
-    assert judge.verdict(other, kernel, always_compile=True).status == "correct"
+    assert judge.verdict(other, kernel, compare_compile=True).status == "correct"
     assert 0 < descriptors() - before <= TASK_DESCRIPTORS
 
 

@@ -20,7 +20,7 @@ from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.judge.pool import EVALUATION, Candidate, Job, JudgePool
+from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
 FINALISTS = 3
@@ -202,7 +202,9 @@ def optimize(
     again: dict[Candidate, Verdict] = {}
     for number, (candidate, _) in enumerate(finalists):
         progress.update("measuring anew", number, len(finalists) + 1)
-        again[candidate] = pool.submit(Job(task, candidate, f"{EVALUATION}/choice/{epoch}")).result()
+        again[candidate] = pool.submit(
+            Job(task, candidate, f"evaluation/choice/{epoch}", compare_compile=True)
+        ).result()
     chosen = max(
         (item for item in again.items() if item[1].status == "correct"),
         key=lambda item: _speed(item[1]),
@@ -210,7 +212,9 @@ def optimize(
     )
     verdict = None
     if chosen is not None:
-        verdict = pool.submit(Job(task, chosen[0], f"{EVALUATION}/reported/{epoch}")).result()
+        verdict = pool.submit(
+            Job(task, chosen[0], f"evaluation/reported/{epoch}", compare_compile=True)
+        ).result()
         progress.update("measuring anew", len(finalists) + 1, len(finalists) + 1)
     eager = verdict.speedup.eager if verdict is not None and verdict.status == "correct" else None
     return Outcome(

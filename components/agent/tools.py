@@ -26,6 +26,7 @@ from components.agent.workspace import (
     plain_path,
 )
 from components.core.config import Sandbox
+from components.core.text import readable
 from components.judge.verdict import Verdict
 
 UTILITIES = ("bash utils/compile.sh", "python3 -m utils.verification", "python3 -m utils.profiling")
@@ -35,18 +36,6 @@ SEARCH_SECONDS = 20.0
 FEWEST_CHARACTERS, MOST_CHARACTERS = 2000, 30_000
 LINES, LINE_CHARACTERS = 2000, 2000
 FAILURE = "invalid tool call"
-ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-
-
-def readable(text: str, limit: int) -> str:
-    """Text without terminal escapes and control characters, head and tail kept when it is longer than `limit` characters."""
-    text = ESCAPE.sub("", text) if "\x1b" in text else text
-    if not text.isprintable():
-        text = "".join(c for c in text if c in "\n\t" or c.isprintable())
-    if len(text) <= limit:
-        return text
-    half = (limit - 40) // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
 
 
 class Tools:

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from components.agent.reward import MARGIN
 from components.core.errors import UserError
 from components.core.files import read_json
+from components.core.records import FrozenModel
 from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
-from components.judge.verdict import MARGIN, FrozenModel
 
 RUN_FILE, SETTINGS = "run.json", "settings.json"
 SIGNIFICANT = 0.05

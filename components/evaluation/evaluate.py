@@ -144,7 +144,6 @@ def _attempts(
             def on_progress(finished: int, _: int, before: int = before) -> None:
                 progress.update("evaluation", before + finished, len(tasks) * (attempts + 1))
 
-            # Not an evaluation epoch: the judge spares episodes the compile baseline where no milestone needs it.
             repeated = [task for task in batch for _ in range(attempts)]
             trajectories = policy(
                 repeated,
@@ -233,7 +232,9 @@ def _measure(
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
     """What counts for the task; where the attempt wrote nothing there is nothing to measure, and its own verdict stands."""
     if _measurable(attempt):
-        return pool.submit(Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}"))
+        return pool.submit(
+            Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=True)
+        )
     done: Future[Verdict] = Future()
     done.set_result(
         Verdict(status="infrastructure", reason="server", log=attempt.error)

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from components.judge.verdict import MARGIN, FrozenModel, Ratio, Seconds, Speedup, Status, milestone_of
+from components.agent.reward import MARGIN, milestone
+from components.core.records import FrozenModel
+from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict
 
 BASELINES: tuple[Literal["eager", "compile"], ...] = ("eager", "compile")
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
@@ -62,8 +64,8 @@ class TaskResult(FrozenModel):
     @classmethod
     def _milestone_follows_from_the_measurement(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "milestone" not in values and "status" in values:
-            speedup = values.get("speedup", Speedup())
-            return {**values, "milestone": milestone_of(values["status"], Speedup.model_validate(speedup))}
+            verdict = Verdict(status=values["status"], speedup=values.get("speedup", Speedup()))
+            return {**values, "milestone": milestone(verdict)}
         return values
 
     @property

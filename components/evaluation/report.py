@@ -23,6 +23,7 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, read_json, write_json
+from components.core.records import FrozenModel
 from components.evaluation import tables
 from components.evaluation.charts import (
     Series,
@@ -35,7 +36,7 @@ from components.evaluation.charts import (
 from components.evaluation.metrics import Change, Interval, TaskResult, changes
 from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.tables import figure_of
-from components.judge.verdict import FrozenModel, Ratio
+from components.judge.verdict import Ratio
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 SCRIPT = Path(__file__).with_name("report.js")

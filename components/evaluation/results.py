@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from components.core.errors import UserError
 from components.core.files import read_json
+from components.core.records import FrozenModel
 from components.evaluation.metrics import Summary, TaskResult
-from components.judge.verdict import FrozenModel
 
 RESULTS = "results.json"
 

@@ -49,6 +49,6 @@ def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path
     kernel_task = load_task(task if task is not None else workdir / "model.py")
     judge = Judge(params, folder)
     try:
-        return judge.verdict(kernel_task, files, always_compile=True)
+        return judge.verdict(kernel_task, files, compare_compile=True)
     finally:
         judge.close()

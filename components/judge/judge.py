@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from components.agent.reward import MARGIN, milestone
 from components.core.config import PROJECT, Params
 from components.core.errors import InfrastructureError, TaskError, UserError
 from components.core.files import check_executable, digest_bytes, digest_json
 from components.core.task import KernelTask
+from components.core.text import readable
 from components.judge.admission import admit
 from components.judge.compile_baseline import DEFAULT, begin, fastest
 from components.judge.device_scheduler import DeviceScheduler
@@ -32,15 +34,12 @@ from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import Bench
 from components.judge.verdict import (
-    MARGIN,
     Admission,
     Ratio,
     Seconds,
     Speedup,
     Status,
     Verdict,
-    clean,
-    milestone_of,
 )
 from components.sandbox.build import SUFFIX, Builder, native
 from components.sandbox.preflight import check_isolation
@@ -67,6 +66,8 @@ TASK_DESCRIPTORS = 32
 """Open files of one warm task: the shared memory of its bank and of each arm, each arm's connection and process."""
 OTHER_DESCRIPTORS = 512
 """Open files that are left to everything else in the judge's process."""
+LOG_CHARACTERS = 2000
+"""Longest log of a verdict; its middle is cut."""
 STATUS_OF: dict[str, tuple[Status, str]] = {
     "crashed": ("crashed", "process_died"),
     "timed_out": ("timed_out", "run_limit"),
@@ -109,17 +110,17 @@ class Judge:
         self.lock = threading.Lock()
         self.turns.relieve = self._retire
 
-    def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool = False) -> Verdict:
+    def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
         """Judge `files` (workspace path -> text) on `task`. InfrastructureError is the judge's own fault.
 
-        `always_compile` is an evaluation's question: the speed-up against torch.compile whatever the candidate's speed, in
+        `compare_compile` is an evaluation's question: the speed-up against torch.compile whatever the candidate's speed, in
         the fastest of its modes."""
         say = _Speaker(self.params)
         problem = screen_files(files)
         if problem is not None:
             return say(
                 "load_failed",
-                clean(problem, 200),
+                problem,
                 "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size.",
             )
         code = files.get("model_new.py")
@@ -157,10 +158,10 @@ class Judge:
         try:
             with (
                 self._bench(task) as bench,
-                self._hosting(bench, always_compile),
+                self._hosting(bench, compare_compile),
                 built.library.open("rb") as library,
             ):
-                return self._measure(say, bench, files, library.fileno(), always_compile)
+                return self._measure(say, bench, files, library.fileno(), compare_compile)
         except TaskError as error:
             return say("infrastructure", "task", f"the task itself fails: {error}")
         except torch.OutOfMemoryError as error:
@@ -192,7 +193,7 @@ class Judge:
                 yield
 
     def _measure(
-        self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, always_compile: bool
+        self, say: _Speaker, bench: Bench, files: dict[str, str], library: int, compare_compile: bool
     ) -> Verdict:
         python = {
             "model_new.py": files["model_new.py"]
@@ -219,10 +220,10 @@ class Judge:
                 )
             secret = True
             arms = {"candidate": candidate, "eager": eager, "noop": noop}
-            if always_compile:
+            if compare_compile:
                 arms["compile"], modes = self._compiled(bench, candidate, every_mode=True)
             with self._alone(candidate):
-                raw = self._phase(bench, arms, ["eager", "compile"] if always_compile else ["eager"])
+                raw = self._phase(bench, arms, ["eager", "compile"] if compare_compile else ["eager"])
             ratios = {name: self._ratio(raw, name) for name in ("eager", "compile") if name in raw}
             medians = {name: _median(raw, name) for name in raw if name != "noop"}
             if "compile" not in arms and ratios["eager"].estimate > MARGIN:
@@ -246,11 +247,9 @@ class Judge:
                 known = PLAIN_REASON.match(text)
                 text = known[0] if known else "it failed in a timed call, having passed verification"
             if error.kind == "wrong":
-                return say(
-                    "wrong_output", clean(text, 200), f"the output has not the reference's form: {text}"
-                )
+                return say("wrong_output", text, f"the output has not the reference's form: {text}")
             if error.kind == "forbidden":
-                return say("forbidden", clean(text, 200), f"computing with torch is forbidden: {text}")
+                return say("forbidden", text, f"computing with torch is forbidden: {text}")
             status, reason = STATUS_OF.get(error.kind, ("crashed", error.kind))
             return say(status, reason, text)
         finally:
@@ -420,15 +419,14 @@ class _Speaker:
         seconds: Seconds | None = None,
         evidence: dict[str, Any] | None = None,
     ) -> Verdict:
-        speedup = speedup or Speedup()
-        return Verdict(
+        verdict = Verdict(
             status=status,
-            reason=clean(reason, 200),
-            milestone=milestone_of(status, speedup),
+            reason=readable(reason, 200),
             device=self.params.device,
             precision=self.params.precision,
             seconds=seconds or Seconds(),
-            speedup=speedup,
+            speedup=speedup or Speedup(),
             evidence=evidence or {"judge": VERSION, "isolation": self.params.sandbox.isolation},
-            log=clean(log),
+            log=readable(log, LOG_CHARACTERS),
         )
+        return verdict.model_copy(update={"milestone": milestone(verdict)})

@@ -21,12 +21,6 @@ from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
 from components.sandbox.preflight import check_isolation
 
-EVALUATION = "evaluation"
-"""Epochs that start with this word measure the compile baseline for every correct candidate."""
-
-ARRANGEMENT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
-"""Parameters of the sandbox that say where and how many, and change no verdict."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -53,11 +47,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """One judgement. Equal task, candidate and epoch share one measurement; a new epoch measures anew."""
+    """One judgement to make; jobs of equal task, candidate and epoch share one measurement and one journal entry.
+
+    With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile; without it only
+    one that beats eager, with the default mode. All jobs of an epoch have the same `compare_compile`.
+    """
 
     task: KernelTask
     candidate: Candidate
     epoch: str
+    compare_compile: bool = False
 
 
 class JudgePool(Protocol):
@@ -123,7 +122,7 @@ class LocalPool:
             with telemetry.judging() as status:
                 verdict = self._retried(
                     lambda: self.judge.verdict(
-                        job.task, dict(job.candidate.files), always_compile=job.epoch.startswith(EVALUATION)
+                        job.task, dict(job.candidate.files), compare_compile=job.compare_compile
                     )
                 )
                 status.append(verdict.status)

@@ -46,9 +46,9 @@ class JudgeActor:
         return self.life
 
     def verdict(
-        self, task: KernelTask, files: dict[str, str], always_compile: bool
+        self, task: KernelTask, files: dict[str, str], compare_compile: bool
     ) -> tuple[str, dict[str, Any]]:
-        return self.life, self.judge.verdict(task, files, always_compile=always_compile).model_dump(
+        return self.life, self.judge.verdict(task, files, compare_compile=compare_compile).model_dump(
             mode="json"
         )
 
@@ -88,9 +88,9 @@ class RemoteJudges:
         self.workers = sandbox.build_workers
         self.lock = threading.Lock()
 
-    def verdict(self, task: KernelTask, files: dict[str, str], *, always_compile: bool = False) -> Verdict:
+    def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
         with self._place(task.task_id) as actor:
-            life, record = _answer(actor.verdict.remote(task, files, always_compile))
+            life, record = _answer(actor.verdict.remote(task, files, compare_compile))
             if record["status"] in ENDED_FROM_OUTSIDE:
                 # Ray ends an actor's children before the actor: a dying judge sees its runner die and would blame the candidate.
                 time.sleep(DEATH_SECONDS)

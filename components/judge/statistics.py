@@ -7,7 +7,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from components.judge.verdict import MARGIN, Ratio
+from components.agent.reward import MARGIN
+from components.judge.verdict import Ratio
 
 RESOLVED = 0.2
 """Smallest share of the no-op's own cost that a difference to it can resolve.

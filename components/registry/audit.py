@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
-from components.judge.verdict import FrozenModel
+from components.core.records import FrozenModel
 
 Action = Literal[
     "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"

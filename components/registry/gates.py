@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from components.core.config import Gate as Thresholds
+from components.core.records import FrozenModel
 from components.evaluation.metrics import Summary, TaskResult, changes
-from components.judge.verdict import FrozenModel
 
 
 class Gate(FrozenModel):

@@ -145,7 +145,7 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
             name: f"{text}// {in_flight} {number}\n" if name.startswith("kernels/") else text
             for name, text in files.items()
         }  # built anew
-        verdict = judge.verdict(task, fresh, always_compile=True)
+        verdict = judge.verdict(task, fresh, compare_compile=True)
         assert verdict.status == "correct", verdict
 
     try:
@@ -173,7 +173,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("smoke", (f"device={device}",)).params, Path(folder))
         judge.verdict(
-            task, files, always_compile=True
+            task, files, compare_compile=True
         )  # the zygote, the binding and the task's baselines: once per night and task
         seconds = latency(judge, task, files, REPEATS, 1)
         started = time.perf_counter()

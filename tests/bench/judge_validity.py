@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import judge_fixtures as world
 
+from components.agent.reward import MARGIN
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.measurement import StagedInputs, TimedRunner
 from components.judge.statistics import net, paired_ratio
-from components.judge.verdict import MARGIN, Ratio
+from components.judge.verdict import Ratio
 from components.sandbox.build import SUFFIX
 
 RUNNER_SECONDS = 300

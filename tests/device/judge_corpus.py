@@ -34,14 +34,16 @@ def judged(
     name: str,
     limits: dict[str, float] | None = None,
     *,
-    always_compile: bool = False,
+    compare_compile: bool = False,
 ) -> Verdict:
     """The verdict; the judge's own failure is one too, as the pool makes of it."""
     sandbox = judge.params.sandbox
     judge.params = judge.params.model_copy(update={"sandbox": sandbox.model_copy(update=limits or {})})
     judge.builder.sandbox = judge.params.sandbox
     try:
-        return judge.verdict(world.task(group, name), world.files(group, name), always_compile=always_compile)
+        return judge.verdict(
+            world.task(group, name), world.files(group, name), compare_compile=compare_compile
+        )
     except InfrastructureError as error:
         return Verdict(status="infrastructure", reason="judge", log=str(error)[:500])
     finally:
@@ -78,7 +80,7 @@ def honest(judge: Judge, names: list[str], suffix: str) -> list[str]:
     marks = []
     for name in names:
         started = time.monotonic()
-        verdict = judged(judge, f"honest{suffix}", name, always_compile=True)
+        verdict = judged(judge, f"honest{suffix}", name, compare_compile=True)
         marks.append("OK" if verdict.status == "correct" else "FAIL")
         line(f"honest/{name}", "correct", verdict, time.monotonic() - started, marks[-1])
     return marks

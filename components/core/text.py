@@ -1,0 +1,18 @@
+"""Output of untrusted programs made safe to print."""
+
+from __future__ import annotations
+
+import re
+
+ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+
+
+def readable(text: str, limit: int) -> str:
+    """Return `text` without terminal escapes and control characters, shortened in the middle to `limit` characters."""
+    text = ESCAPE.sub("", text) if "\x1b" in text else text
+    if not text.isprintable():
+        text = "".join(c for c in text if c in "\n\t" or c.isprintable())
+    if len(text) <= limit:
+        return text
+    half = (limit - 40) // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
