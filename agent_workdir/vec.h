@@ -1,7 +1,7 @@
 // Branch-free float functions that vectorise inside `#pragma omp simd` (cpu) and map to CUDA's own on a GPU.
 // libm's expf, tanhf, erff, logf are calls that stop vectorisation: 10 to 49 times slower in a loop (AVX-512).
 // Polynomials were fitted for this file to the smallest largest relative error; every function is within 4 ulp of the exact
-// value (tests/test_vec.py), but a result below 2^-125 is 0, and vlog takes no denormal numbers.
+// value (tests/integration/test_vec.py), but a result below 2^-125 is 0, and vlog takes no denormal numbers.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
 

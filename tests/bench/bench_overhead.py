@@ -1,6 +1,6 @@
 """What Prefect, MLflow, DVC and the store cost a night: one in which everything is cached, so that nothing else is left.
 
-    PYTHONPATH=.:tests python tests/bench/bench_overhead.py HOME [--set KEY=VALUE]...
+    PYTHONPATH=.:tests/fixtures python tests/bench/bench_overhead.py HOME [--set KEY=VALUE]...
 
 The first run fills HOME (the reduced night of the tests) unless it has run there already. Then the record of the run is
 taken away and the command is given again, by a new interpreter: it imports, resolves, starts or finds Prefect's server, asks DVC, takes every stage

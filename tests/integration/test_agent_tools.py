@@ -479,7 +479,7 @@ def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
         return found
 
     with subprocess.Popen(
-        [sys.executable, "-c", DETACHING, str(Path(__file__).parent)],
+        [sys.executable, "-c", DETACHING, str(PROJECT / "tests" / "fixtures")],
         cwd=PROJECT,
         stdout=subprocess.PIPE,
         text=True,

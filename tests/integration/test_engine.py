@@ -1,6 +1,6 @@
 """The DeepSpeed engine: ranks and micro-batches change nothing, a saved state continues to the same bits.
 
-    torchrun --nproc-per-node 2 tests/test_engine.py OUT
+    torchrun --nproc-per-node 2 tests/integration/test_engine.py OUT
 
 is what the test with two ranks starts: it trains under every ZeRO stage and rank 0 saves the parameters.
 """
@@ -203,7 +203,7 @@ def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -
         str(tmp_path),
     ]
     environment = os.environ | {
-        "PYTHONPATH": f"{config.PROJECT}:{Path(__file__).parent}",
+        "PYTHONPATH": f"{config.PROJECT}:{config.PROJECT / 'tests' / 'fixtures'}",
         "OMP_NUM_THREADS": "1",
     }
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -185,7 +185,7 @@ def test_an_import_that_admits_nothing_writes_nothing(tmp_path: Path) -> None:
 def test_a_build_killed_anywhere_comes_to_the_version_of_an_undisturbed_one(tmp_path: Path) -> None:
     """kill -9 at five random moments; the undisturbed build has a journal of its own, so that it measures for itself."""
     subprocess.run(
-        [sys.executable, Path(audit.__file__).parent / "build_process.py", tmp_path, "5"],
+        [sys.executable, PROJECT / "tests" / "fixtures" / "build_process.py", tmp_path, "5"],
         check=True,
         env=os.environ | {"PYTHONPATH": str(PROJECT)},
     )

@@ -2,7 +2,7 @@
 
     infra/one-host.sh up STACK --profile ci
     . STACK/environment
-    PYTHONPATH=.:tests python tests/faults/campaign.py STACK RECORD.jsonl --seconds 400
+    PYTHONPATH=.:tests/fixtures python tests/nightly/faults/campaign.py STACK RECORD.jsonl --seconds 400
 
 Every night is the reduced one of the tests under its own seed and registered model. While it runs, faults come at
 random moments, each kind twice; a night that they end is started again by the same command, as a person would. A

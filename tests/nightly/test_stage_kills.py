@@ -15,7 +15,7 @@ from components.core.errors import StageFailed
 from components.core.files import digest_tree, read_json
 from components.training.launcher import launch
 
-PROGRAM = Path(__file__).parent / "stage_process.py"
+PROGRAM = PROJECT / "tests" / "fixtures" / "stage_process.py"
 ENVIRONMENT = {"PYTHONPATH": f"{PROJECT}{os.pathsep}{PROGRAM.parent}", "OMP_NUM_THREADS": "1"}
 
 

@@ -191,7 +191,7 @@ def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Pat
 def test_standard_output_stays_empty(tmp_path: Path) -> None:
     """A run with --json prints one object there and nothing else; DeepSpeed logs to it by default."""
     program = f"""
-import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(PROJECT)!r}]
+import sys; sys.path[:0] = [{str(PROJECT / "tests" / "fixtures")!r}, {str(PROJECT)!r}]
 from pathlib import Path
 from components.training import warmup
 from training_fixtures import episodes, stage
