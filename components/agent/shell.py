@@ -191,7 +191,7 @@ class Shell:
             while not said.endswith(b"\n"):
                 began = time.monotonic()
                 ready = output.poll(POLL_SECONDS * 1000)
-                spent += clock.charged(time.monotonic() - began, POLL_SECONDS)
+                spent += clock.charged_seconds(time.monotonic() - began, POLL_SECONDS)
                 if ready:
                     part = os.read(process.stdout.fileno(), 4096)
                     if not part:
@@ -234,7 +234,7 @@ class Shell:
         }
         isolated = isolation.bubblewrap(
             device="cpu",
-            view=isolation.base_view()
+            paths=isolation.interpreter_paths()
             | seen
             | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
             writable={"/workspace": self.workspace, "/output": self.output},
@@ -247,7 +247,7 @@ class Shell:
         )
         for key, value in (inside | {"PATH": path, "TMPDIR": "/tmp"}).items():
             binds += ["--setenv", key, value]
-        limits = isolation.confined(
+        limits = isolation.with_limits(
             command, memory_bytes=MEMORY_BYTES, file_bytes=MAX_FILE_BYTES, seconds=CPU_SECONDS
         )
         filter_fd = os.memfd_create("seccomp")
@@ -258,7 +258,7 @@ class Shell:
             return self._popen(
                 [*isolated[:place], *binds, "--seccomp", str(filter_fd), *isolated[place:], *limits],
                 (filter_fd,),
-                isolation.OUTSIDE,
+                isolation.BUBBLEWRAP_ENVIRONMENT,
             )
         finally:
             os.close(filter_fd)

@@ -196,7 +196,7 @@ def _sensitivity(bench: Bench) -> tuple[str | None, float]:
     same: dict[str, Any] = {
         "op": "fill",
         "seed": seed,
-        "family": "given",
+        "distribution": "given",
         "outputs": True,
         "exact": False,
         "parameters": parameters,

@@ -13,7 +13,7 @@ from components.core.errors import InfrastructureError, TaskError
 from components.judge.measurement import StagedInputs
 from components.judge.statistics import LONGEST, net, precise_rounds
 from components.judge.task_bench import Bench, TimedRunner
-from components.sandbox.runner_factory import RunnerError
+from components.sandbox.runner_process import RunnerError
 
 DEFAULT = "compile"
 ROLES: dict[str, dict[str, str]] = {

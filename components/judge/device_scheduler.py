@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from components.core.config import Device
-from components.sandbox.runner_factory import Runner
+from components.sandbox.runner_process import Runner
 
 MEMORY_SHARE = 0.85
 """Of the device's memory, for what is prepared side by side; the rest is for what was guessed too low."""
@@ -106,7 +106,7 @@ class DeviceScheduler:
         """While `runner`, thawed here, works and the judge only waits for its answer: it stands still whenever others measure."""
         with self.condition:
             mine = not self.wall or self.measurer in (None, threading.get_ident())
-            runner.work() if mine else runner.stand()
+            runner.resume() if mine else runner.pause()
             if self.wall and self.measurer != threading.get_ident():
                 self.runners.append(runner)
         try:
@@ -132,14 +132,14 @@ class DeviceScheduler:
                 self.waiting -= 1
             self.measurer = me
             for runner in self.runners:
-                runner.stand()
+                runner.pause()
         try:
             yield
         finally:
             with self.condition:
                 self.measurer = None
                 for runner in self.runners:
-                    runner.work()
+                    runner.resume()
                 self.condition.notify_all()
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from components.sandbox.input_distributions import FAMILIES
+from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
 DOUBLED_BYTES = 1 << 28
 """Largest input that is held twice, so that a turned one is a view."""
@@ -121,7 +121,7 @@ class Sets:
             else:
                 piece.copy_(one)
         if mix.family != "given" and out.is_floating_point():
-            out.copy_(FAMILIES[mix.family](out))
+            out.copy_(INPUT_DISTRIBUTIONS[mix.family](out))
 
     def _turned(self, base: int, index: int, turn: int, start: int, end: int) -> torch.Tensor:
         """Elements `start` to `end` of one flat input of the bank, turned by `turn` elements."""

@@ -41,9 +41,10 @@ from components.judge.verdict import (
     Status,
     Verdict,
 )
-from components.sandbox.build import SUFFIX, Builder, native
+from components.sandbox.build import EXTENSION_SUFFIX, Builder, build_result_channel
 from components.sandbox.preflight import check_isolation
-from components.sandbox.runner_factory import RunnerError, RunnerFactory
+from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.runner_process import RunnerError
 
 SOURCES = sorted(
     path
@@ -103,7 +104,9 @@ class Judge:
             1, min(params.sandbox.warm_tasks, (most - OTHER_DESCRIPTORS) // TASK_DESCRIPTORS)
         )
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
-        self.runner_factory = RunnerFactory(params.sandbox, params.device, folder / "runners", native())
+        self.runner_factory = RunnerFactory(
+            params.sandbox, params.device, folder / "runners", build_result_channel()
+        )
         self.turns = DeviceScheduler(params.device)
         self.benches: OrderedDict[str, Bench] = OrderedDict()
         self.bench_locks: dict[str, threading.Lock] = {}
@@ -199,7 +202,7 @@ class Judge:
             "model_new.py": files["model_new.py"]
         }  # what nobody has screened is not there to be imported
         eager, noop = bench.arm("eager"), bench.arm("noop")
-        header = {"role": "candidate", "files": python, "suffix": SUFFIX}
+        header = {"role": "candidate", "files": python, "suffix": EXTENSION_SUFFIX}
         try:
             candidate = TimedRunner(bench, header, library, seconds=self.params.sandbox.run_seconds)
         except RunnerError as error:
@@ -331,7 +334,7 @@ class Judge:
             "clock": "wall" if cuda else "cpu",
             "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
             "torch": torch.__version__,
-            "compiler": self.builder.base[:16],
+            "compiler": self.builder.toolchain_digest[:16],
             "task": digest_bytes(bench.code.encode()),
             "candidate": digest_json(sorted(files.items())),
             "seeds": [bench.parameter_seed, *bench.seeds[: len(bench.families)]],

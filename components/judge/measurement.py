@@ -18,7 +18,8 @@ from components.core.config import Params
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import Mix, Sets, bits
 from components.sandbox import shared_memory
-from components.sandbox.runner_factory import Runner, RunnerError, RunnerFactory
+from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.runner_process import Runner, RunnerError
 
 BASELINE_LIMITS = 10
 """How many times a candidate's limit one round of a baseline may last: the first one compiles."""
@@ -53,7 +54,7 @@ class Part:
 
     @staticmethod
     def of(forms: list[Form], sets: int) -> Part:
-        slots, stride = shared_memory.layout([(tuple(shape), dtype) for shape, dtype in forms])
+        slots, stride = shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in forms])
         return Part(slots, stride, stride * sets)
 
     def json(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class TimedRunner:
             "outputs": {"slots": bench.outputs.json()["slots"], "stride": bench.outputs.stride},
         }
         descriptors: tuple[int, ...] = (
-            library if library is not None else bench.runner_factory.empty,
+            library if library is not None else bench.runner_factory.empty_library,
             self.parameters.fd,
             self.inputs.fd,
         )
@@ -187,7 +188,7 @@ class TimedRunner:
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
         with self.bench.scheduler.background_work(self.runner):
-            self.runner.ask({"op": "warm", "sets": 0})
+            self.runner.request({"op": "warm", "sets": 0})
         self._freeze()
 
     def round(self, operation: str, staged: StagedInputs) -> tuple[float, torch.Tensor]:
@@ -224,18 +225,18 @@ class TimedRunner:
         np.copyto(given[0], sources[0])  # torch would wake threads on other cores for it
         runner.send({"op": operation, "sets": count})
         for index in range(count):
-            addresses = runner.addresses(len(self.bench.outputs.slots))
+            addresses = runner.receive_addresses(len(self.bench.outputs.slots))
             places = [
                 self.taken.data_ptr() + index * self.bench.outputs.stride + slot.offset
                 for slot in self.bench.outputs.slots
             ]
             with (
-                shared_memory.marked(torch.from_numpy(given[index]))
+                shared_memory.corrupted_pages(torch.from_numpy(given[index]))
                 if self.role == "candidate"
                 else contextlib.nullcontext()
             ):
-                runner.read(addresses, places, self.sizes)
-            if index == looked_at and not all(map(runner.owns, addresses, self.sizes)):
+                runner.read_memory(addresses, places, self.sizes)
+            if index == looked_at and not all(map(runner.is_private_memory, addresses, self.sizes)):
                 raise RunnerError("wrong", "output_is_mapped")
             if index + 1 < count:
                 np.copyto(given[index + 1], sources[index + 1])
@@ -248,10 +249,10 @@ class TimedRunner:
 
     def _device_round(self, runner: Runner, operation: str, count: int, staged: torch.Tensor) -> float:
         assert self.outputs is not None
-        runner.move(self.bench.scheduler.timed_cores)
+        runner.set_cores(self.bench.scheduler.timed_cores)
         runner.signal(signal.SIGCONT)
         if operation == "time":
-            runner.ask(
+            runner.request(
                 {"op": "warm", "sets": 0}
             )  # before the inputs are there, or it could compute with them
         inputs = self.inputs.raw()[: staged.numel()]
@@ -278,7 +279,7 @@ class TimedRunner:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         self._freeze()
-        runner.move(self.bench.scheduler.other_cores)
+        runner.set_cores(self.bench.scheduler.other_cores)
         self.changed = differ or (self.role == "candidate" and not torch.equal(given, kept))
         return seconds
 

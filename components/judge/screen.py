@@ -1,6 +1,6 @@
 """Screening: what SKILL.md forbids, refused before anything runs. Tripwires only: no reward depends on them alone.
 
-Two of the three looks are here (the third is `op_blocker.refusal`): the syntax tree of model_new.py against an
+Two of the three looks are here (the third is `op_blocker.prepare_operator_block`): the syntax tree of model_new.py against an
 allow-list, and the built library's imported symbols against an allow-list.
 """
 

@@ -26,8 +26,9 @@ from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import DOUBLED_BYTES, Mix, Sets
 from components.judge.measurement import BASELINE_LIMITS, Dtype, Form, Part, Shape, StagedInputs, TimedRunner
 from components.sandbox import shared_memory
-from components.sandbox.input_distributions import FAMILIES
-from components.sandbox.runner_factory import Kind, Runner, RunnerError, RunnerFactory
+from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
+from components.sandbox.runner_factory import RunnerFactory, ZygoteKind
+from components.sandbox.runner_process import Runner, RunnerError
 
 MAX_SETS = {"cpu": 32, "cuda": 256}
 """Most calls in one round."""
@@ -78,7 +79,7 @@ class Bench:
         turns: DeviceScheduler,
         code: str,
         *,
-        only: Kind | None = None,
+        only: ZygoteKind | None = None,
         share: float = 1.0,
     ):
         self.params = params
@@ -138,7 +139,9 @@ class Bench:
         with contextlib.ExitStack() as made:  # the second may find the device full
 
             def shared(size: int) -> Any:
-                return made.enter_context(contextlib.closing(shared_memory.make(self.params.device, size)))
+                return made.enter_context(
+                    contextlib.closing(shared_memory.make_buffer(self.params.device, size))
+                )
 
             outputs = shared(self.outputs.stride * self.slots) if self.params.device == "cuda" else None
             memory = (
@@ -206,7 +209,7 @@ class Bench:
             ),
         )
         self.slots = min(max(per_round, families), most)
-        self.families = list(itertools.islice(itertools.cycle(FAMILIES), families))
+        self.families = list(itertools.islice(itertools.cycle(INPUT_DISTRIBUTIONS), families))
         bases = BASES if self.only is None else 2
         self.total = families + max(2, min(bases, MAX_ARM_BYTES[self.params.device] // self.inputs.stride))
 
@@ -250,7 +253,7 @@ class Bench:
         for name, (part, buffer) in bank.items():
             layout[name] = part.json() | {"bytes": buffer.size}
         header = {
-            "role": "oracle",
+            "role": "reference",
             "code": self.code,
             "precision": self.params.precision,
             "device": self.params.device,
@@ -275,13 +278,13 @@ class Bench:
         """Secret seeds; correctness sets of every family with their outputs, then the inputs that timed calls are made of."""
         device = self.params.device
         with self.scheduler.preparing():
-            self.parameters = self._keep(shared_memory.make(device, self.parameters_part.bytes))
-            self.bank_inputs = self._keep(shared_memory.make(device, self.inputs.stride * self.total))
+            self.parameters = self._keep(shared_memory.make_buffer(device, self.parameters_part.bytes))
+            self.bank_inputs = self._keep(shared_memory.make_buffer(device, self.inputs.stride * self.total))
             self.bank_single = self._keep(
-                shared_memory.make(device, self.outputs.stride * len(self.families))
+                shared_memory.make_buffer(device, self.outputs.stride * len(self.families))
             )
             self.bank_expected = self._keep(
-                shared_memory.make(device, self.expected.stride * len(self.families))
+                shared_memory.make_buffer(device, self.expected.stride * len(self.families))
             )
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
@@ -292,16 +295,16 @@ class Bench:
         }
         with self.scheduler.background_work(oracle):
             self._connect(oracle, bank, self.total)
-            oracle.ask({"op": "parameters", "seed": self.parameter_seed})
+            oracle.request({"op": "parameters", "seed": self.parameter_seed})
             for index in range(self.total):
                 exact = index < len(self.families)
                 order = {
                     "op": "fill",
                     "set": index,
                     "seed": self.seeds[index],
-                    "family": self.families[index] if exact else "given",
+                    "distribution": self.families[index] if exact else "given",
                 }
-                oracle.ask(order | {"parameters": self.parameter_seed, "outputs": exact, "exact": exact})
+                oracle.request(order | {"parameters": self.parameter_seed, "outputs": exact, "exact": exact})
         with self.scheduler.preparing():
             self.sets = self._keep(
                 Sets(
@@ -316,7 +319,8 @@ class Bench:
         parts = {"inputs": self.inputs, "outputs": self.outputs}
         with self.scheduler.preparing():
             bank = {
-                name: (part, shared_memory.make(device, part.stride * count)) for name, part in parts.items()
+                name: (part, shared_memory.make_buffer(device, part.stride * count))
+                for name, part in parts.items()
             }
         assert self._oracle is not None
         self._oracle.deadline = time.monotonic() + self.params.sandbox.run_seconds
@@ -324,7 +328,7 @@ class Bench:
             with self.scheduler.background_work(self._oracle):
                 self._connect(self._oracle, bank, count)
                 for order in orders:
-                    self._oracle.ask(order)
+                    self._oracle.request(order)
             with self.scheduler.preparing():
                 return [
                     [t.clone() for t in self.outputs.tensors(bank["outputs"][1], i)] for i in range(count)

@@ -29,7 +29,7 @@ from components.sandbox import clock, isolation
 from components.sandbox.runner_factory import KEPT_SECONDS
 
 TEMPLATE = PROJECT / "agent_workdir"
-SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 CPU_FLAGS = (
     "-O3",
     "-march=native",
@@ -57,7 +57,7 @@ CACHE_FORMAT = 4
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildResult:
     """A built library, or why there is none: the compiler's words, or `forbidden` for a symbol that may not be imported."""
 
     library: Path | None
@@ -93,7 +93,7 @@ def _architecture() -> list[str]:
     return [f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}"]
 
 
-def _torch_arguments(device: Device, view: isolation.View) -> list[str]:
+def _torch_arguments(device: Device, view: isolation.PathMap) -> list[str]:
     """Flags for sources that include torch's headers: its folders, the language they need, the libraries, which are loaded already."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -110,7 +110,7 @@ def _torch_arguments(device: Device, view: isolation.View) -> list[str]:
     return ["-std=c++20", *flags, *(f"-l{name}" for name in libraries)]
 
 
-def _vendor_arguments(texts: Iterable[str], view: isolation.View) -> list[str]:
+def _vendor_arguments(texts: Iterable[str], view: isolation.PathMap) -> list[str]:
     """Flags for cuBLAS and cuDNN where a source names them: torch's own copies, installed as packages, or else the toolkit's."""
     found = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (found.submodule_search_locations or [])] if found is not None else []
@@ -132,7 +132,7 @@ def _vendor_arguments(texts: Iterable[str], view: isolation.View) -> list[str]:
     return arguments
 
 
-def native() -> Path:
+def build_result_channel() -> Path:
     """The folder of result_channel.cpp compiled, a module that every runner imports: made once for all homes of a user."""
     source = Path(__file__).with_name("result_channel.cpp")
     command = [
@@ -147,9 +147,9 @@ def native() -> Path:
     ]
     folder = (
         user_cache("binding").resolve()
-        / f"result_channel-{digest_json([source.read_text(), command, pybind11.__version__, SUFFIX])[:32]}"
+        / f"result_channel-{digest_json([source.read_text(), command, pybind11.__version__, EXTENSION_SUFFIX])[:32]}"
     )
-    library = folder / f"result_channel{SUFFIX}"
+    library = folder / f"result_channel{EXTENSION_SUFFIX}"
     if not library.exists():
         with tempfile.TemporaryDirectory() as scratch:
             result = subprocess.run(
@@ -182,13 +182,21 @@ class Builder:
         template = {
             name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")
         }
-        self.base = digest_json(
-            [CACHE_FORMAT, template, self.flags, self.compiler, pybind11.__version__, SUFFIX, _processor()]
+        self.toolchain_digest = digest_json(
+            [
+                CACHE_FORMAT,
+                template,
+                self.flags,
+                self.compiler,
+                pybind11.__version__,
+                EXTENSION_SUFFIX,
+                _processor(),
+            ]
         )
         self.shared = user_cache("binding").resolve()
         self.shared.mkdir(parents=True, exist_ok=True)
-        self.binding = self.shared / f"binding-{self.base[:32]}.o"
-        self.view = self._view() if sandbox.isolation == "bubblewrap" else isolation.NOWHERE
+        self.binding = self.shared / f"binding-{self.toolchain_digest[:32]}.o"
+        self.view = self._view() if sandbox.isolation == "bubblewrap" else isolation.HOST_PATHS
         places = (TEMPLATE, pybind11.get_include(), sysconfig.get_path("include"))
         self.includes = [f"-I{self.view.inside(place)}" for place in places]
         try:
@@ -200,9 +208,9 @@ class Builder:
                 f"the judge's own binding did not compile in sandbox.build_seconds ({sandbox.build_seconds:g} s): raise it."
             ) from error
 
-    def _view(self) -> isolation.View:
+    def _view(self) -> isolation.PathMap:
         """What a compiler sees besides the sources of one build."""
-        view = isolation.python_view() | {
+        view = isolation.python_paths() | {
             TEMPLATE: "/template",
             self.shared: "/shared",
             Path(pybind11.get_include()): "/pybind11",
@@ -236,7 +244,7 @@ class Builder:
 
     def _make_headers(self) -> Path:
         """A folder with binding_registry.h precompiled, where the compiler looks first: half of what a small kernel's build costs."""
-        headers = self.shared / f"headers-{self.base[:32]}"
+        headers = self.shared / f"headers-{self.toolchain_digest[:32]}"
         name = "binding_registry.h"
         if not (headers / f"{name}.gch").exists():
             with self._folder() as folder:
@@ -285,26 +293,26 @@ class Builder:
             for path in (folder, folder / "in", folder / "in" / "kernels", folder / "out"):
                 path.mkdir(exist_ok=True)
                 path.chmod(0o755)  # whatever the umask: root's compilers have another uid
-            if isolation.takes_other_uids():
+            if isolation.can_change_uid():
                 os.chown(folder / "out", isolation.BUILDER, isolation.BUILDER)
             yield folder
 
-    def _inside(self, folder: Path) -> isolation.View:
+    def _inside(self, folder: Path) -> isolation.PathMap:
         """Where one build's folders are for its compiler."""
         return (
-            isolation.NOWHERE
-            if self.view is isolation.NOWHERE
-            else isolation.View({folder / "in": "/in", folder / "out": "/out"})
+            isolation.HOST_PATHS
+            if self.view is isolation.HOST_PATHS
+            else isolation.PathMap({folder / "in": "/in", folder / "out": "/out"})
         )
 
     def _confined(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Run one compiler command with the sources read-only and only `out` writable."""
         pass_fds: tuple[int, ...] = ()
-        environment: Mapping[str, str] = isolation.OUTSIDE
+        environment: Mapping[str, str] = isolation.BUBBLEWRAP_ENVIRONMENT
         if self.sandbox.isolation == "bubblewrap":
             isolated = isolation.bubblewrap(
                 device="cpu",
-                view=self.view | {folder / "in": "/in"},
+                paths=self.view | {folder / "in": "/in"},
                 writable={"/out": folder / "out"},
                 temporary_bytes=1 << 29,
                 keep_capabilities=False,
@@ -313,7 +321,7 @@ class Builder:
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
             pass_fds = (filter_fd,)
-            limits = isolation.confined(
+            limits = isolation.with_limits(
                 command,
                 memory_bytes=MAX_MEMORY_BYTES,
                 file_bytes=MAX_LIBRARY_BYTES,
@@ -352,11 +360,11 @@ class Builder:
             ]
         return subprocess.CompletedProcess(command, code, said[0], said[1])
 
-    def build(self, files: dict[str, str]) -> Build:
+    def build(self, files: dict[str, str]) -> BuildResult:
         """Compile and link `kernels/*`; the result is cached by content, failures too (a compiler is deterministic)."""
         sources = {name: text for name, text in sorted(files.items()) if self._is_source(name)}
         if not sources:
-            return Build(
+            return BuildResult(
                 None,
                 "kernels/ holds no source file: write kernels/NAME"
                 + (".cu" if self.device == "cuda" else ".cpp"),
@@ -366,15 +374,15 @@ class Builder:
             for name, text in sorted(files.items())
             if name.startswith("kernels/") and name.endswith((".h", ".cuh", ".hpp"))
         }
-        stem = self.cache / digest_json([self.base, sources, headers])[:32]
+        stem = self.cache / digest_json([self.toolchain_digest, sources, headers])[:32]
         library, symbols, failed = (stem.with_suffix(s) for s in (".so", ".symbols", ".failed"))
         for path in (library, symbols, failed):
             with contextlib.suppress(OSError):  # not there, or somebody else's
                 os.utime(path)
         if symbols.exists():
-            return Build(library, symbols=tuple(symbols.read_text().split()))
+            return BuildResult(library, symbols=tuple(symbols.read_text().split()))
         if failed.exists():
-            return Build(None, failed.read_text())
+            return BuildResult(None, failed.read_text())
         with self._folder() as folder:
             given = (
                 sources | headers | {"binding_registry.h": (TEMPLATE / "binding_registry.h").read_text()}
@@ -401,7 +409,7 @@ class Builder:
             try:
                 result, names = self._compile(folder, command, "library.so", "-D")
             except subprocess.TimeoutExpired:
-                return Build(
+                return BuildResult(
                     None, f"the build took longer than {self.sandbox.build_seconds:g} s", timed_out=True
                 )
             if result.returncode in (
@@ -412,10 +420,10 @@ class Builder:
             if result.returncode != 0:
                 log = result.stderr.replace(f"{place}/", "").replace(f"{self.view.inside(TEMPLATE)}/", "")
                 atomic_write(failed, log[:MAX_LOG_BYTES])
-                return Build(None, log[:MAX_LOG_BYTES])
+                return BuildResult(None, log[:MAX_LOG_BYTES])
             atomic_write(library, (folder / "out" / "library.so").read_bytes())
             atomic_write(symbols, "\n".join(names))  # last: its presence says that the library is complete
-        return Build(library, symbols=names)
+        return BuildResult(library, symbols=names)
 
     def _is_source(self, name: str) -> bool:
         return (

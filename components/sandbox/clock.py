@@ -8,26 +8,26 @@ from __future__ import annotations
 import subprocess
 import time
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How long at most to wait between two looks."""
-PAUSE_SECONDS = 1.0
+SUSPEND_SECONDS = 1.0
 """How much later than asked for a look may come, and still be charged in full."""
 
 
-def charged(elapsed: float, asked: float) -> float:
+def charged_seconds(elapsed: float, asked: float) -> float:
     """How many of the `elapsed` seconds of a wait of `asked` seconds count."""
-    return min(elapsed, asked + PAUSE_SECONDS)
+    return min(elapsed, asked + SUSPEND_SECONDS)
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
     """The exit status of `process`; after `seconds` it is killed and subprocess.TimeoutExpired raised."""
     left = seconds
     while True:
-        began, asked = time.monotonic(), min(left, LOOK_SECONDS)
+        began, asked = time.monotonic(), min(left, POLL_SECONDS)
         try:
             return process.wait(asked)
         except subprocess.TimeoutExpired:
-            left -= charged(time.monotonic() - began, asked)
+            left -= charged_seconds(time.monotonic() - began, asked)
             if left <= 0:
                 process.kill()
                 process.wait()

@@ -13,7 +13,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x * decades.to(x.dtype).view(x.shape)
 
 
-FAMILIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+INPUT_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "given": lambda x: x,
     "scaled": lambda x: x * 3,
     "shifted": lambda x: x + 1,

@@ -1,13 +1,13 @@
 """Isolation of untrusted processes: bubblewrap around them, and the system-call filter inside it.
 
-Who starts a sandbox decides how (`takes_other_uids`):
+Who starts a sandbox decides how (`can_change_uid`):
 
 - Root gets no user namespace. What is untrusted takes the real uid 65534 or 65533, so that limits per user hold and an
   interpreter that only root may read can be bound into the sandbox.
 - An ordinary user gets a user namespace, in which it is uid 65534; outside, its processes still belong to that user. Limits per
   user are counted by user namespace (Linux 5.14), so those of a sandbox do not count what the user does elsewhere.
 
-Folders of the project and of Python's packages are bound at fixed places (`View`): what runs inside sees the same paths
+Folders of the project and of Python's packages are bound at fixed places (`PathMap`): what runs inside sees the same paths
 whatever the checkout's own path is, which may hold blanks that a compiler's command line does not bear.
 """
 
@@ -60,7 +60,7 @@ def _exists(path: str) -> bool:
 
 
 @functools.cache
-def takes_other_uids() -> bool:
+def can_change_uid() -> bool:
     """Whether this process may give other uids to what it starts: it is root, and uids 65533 and 65534 exist in its user namespace."""
     if os.geteuid() != 0:
         return False
@@ -69,7 +69,7 @@ def takes_other_uids() -> bool:
 
 
 @dataclass(frozen=True)
-class View:
+class PathMap:
     """Host folders that are seen inside a sandbox, read-only, and the path of each there."""
 
     folders: Mapping[Path, str]
@@ -82,29 +82,29 @@ class View:
                 return str(Path(place, found.relative_to(folder)))
         return str(path)
 
-    def __or__(self, other: Mapping[Path, str]) -> View:
-        return View({**self.folders, **other})
+    def __or__(self, other: Mapping[Path, str]) -> PathMap:
+        return PathMap({**self.folders, **other})
 
 
-NOWHERE = View({})
+HOST_PATHS = PathMap({})
 """No sandbox: every path is its own."""
 
 
 @functools.cache
-def interpreter() -> str:
+def interpreter_path() -> str:
     """The path of the base interpreter, which is the same inside: a virtual environment's own is a link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
-def base_view() -> View:
+def interpreter_paths() -> PathMap:
     """The interpreter's folder at its own path, for it may be compiled into the interpreter; nothing where that is in /usr."""
     base = Path(sys.base_prefix).resolve()
-    return NOWHERE if base.is_relative_to("/usr") or base == Path("/") else View({base: str(base)})
+    return HOST_PATHS if base.is_relative_to("/usr") or base == Path("/") else PathMap({base: str(base)})
 
 
 @functools.cache
-def packages() -> tuple[Path, ...]:
+def package_folders() -> tuple[Path, ...]:
     """Host folders of installed packages, torch's first."""
     torch = importlib.util.find_spec("torch")
     found = [Path(torch.origin).parent.parent] if torch is not None and torch.origin else []
@@ -113,9 +113,11 @@ def packages() -> tuple[Path, ...]:
 
 
 @functools.cache
-def python_view() -> View:
+def python_paths() -> PathMap:
     """The interpreter, and the folders of packages as /packages/0, /packages/1."""
-    return base_view() | {folder: f"/packages/{number}" for number, folder in enumerate(packages())}
+    return interpreter_paths() | {
+        folder: f"/packages/{number}" for number, folder in enumerate(package_folders())
+    }
 
 
 def _bind(option: str, source: Path, place: str) -> list[str]:
@@ -144,7 +146,7 @@ def allowed(*options: str) -> bool:
     base = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-pid",
-        *([] if takes_other_uids() else ["--unshare-user"]),
+        *([] if can_change_uid() else ["--unshare-user"]),
         "--ro-bind",
         "/",
         "/",
@@ -157,7 +159,7 @@ def has_own_proc() -> bool:
     return allowed("--proc", "/proc")
 
 
-OUTSIDE: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
+BUBBLEWRAP_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
 """The environment of bubblewrap itself, which may be seen from inside: without the judge's own variables, such as keys."""
 GOES_FIRST = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
 """The start of a command that is to end first when memory runs out, and never the judge."""
@@ -166,7 +168,7 @@ GOES_FIRST = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj;
 def bubblewrap(
     *,
     device: str,
-    view: View,
+    paths: PathMap,
     temporary_bytes: int,
     keep_capabilities: bool,
     writable: Mapping[str, Path] = MappingProxyType({}),
@@ -177,7 +179,7 @@ def bubblewrap(
     `writable` and `caches` are host folders by their path inside. `keep_capabilities` is for our own zygote, which needs them to isolate its
     children from itself; it never runs untrusted code, and its children drop every one of them first.
     """
-    root = takes_other_uids()
+    root = can_change_uid()
     # Without a /proc inside oom_score_adj cannot be set there.
     command = [] if has_own_proc() else [*GOES_FIRST]
     command += [
@@ -252,9 +254,9 @@ def bubblewrap(
             command += ["--dev-bind", path, path]
     for place, folder in writable.items():
         command += _bind("--bind", folder, place)
-    for folder, place in view.folders.items():  # also in writable ones
+    for folder, place in paths.folders.items():  # also in writable ones
         command += _bind("--ro-bind", folder, place)
-    for key, value in environment(device).items():
+    for key, value in sandbox_environment(device).items():
         command += ["--setenv", key, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a thing behind.
@@ -266,7 +268,7 @@ def bubblewrap(
     return [*command, "--chdir", "/", "--"]
 
 
-def environment(device: str) -> dict[str, str]:
+def sandbox_environment(device: str) -> dict[str, str]:
     """The whole environment inside. malloc keeps freed pages, or every call of every arm would pay for page faults."""
     values = {
         "PATH": os.pathsep.join(
@@ -291,19 +293,19 @@ def environment(device: str) -> dict[str, str]:
     return values
 
 
-def within(limit: int, value: int) -> int:
+def capped_by_hard_limit(limit: int, value: int) -> int:
     """`value`, or the hard limit of this process where that is less: only root may raise a hard limit."""
     hard = resource.getrlimit(limit)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
-def share_of_processes(value: int) -> int:
+def process_limit(value: int) -> int:
     """`value`, or a quarter of what the account may have where that is less: an ordinary user's sandboxes count towards the user's own limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    return value if takes_other_uids() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
+    return value if can_change_uid() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
 
 
-def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
+def with_limits(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
     """`command` without capabilities and with limits, as root's with a uid of its own, for use inside `bubblewrap(keep_capabilities=False)`.
 
     When memory runs out it goes first and never the judge.
@@ -320,16 +322,16 @@ def confined(command: list[str], *, memory_bytes: int, file_bytes: int, seconds:
     ]
     limits = {
         "msgqueue": 0,
-        "sigpending": within(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
-        "as": within(resource.RLIMIT_AS, memory_bytes),
-        "fsize": within(resource.RLIMIT_FSIZE, file_bytes),
+        "sigpending": capped_by_hard_limit(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
+        "as": capped_by_hard_limit(resource.RLIMIT_AS, memory_bytes),
+        "fsize": capped_by_hard_limit(resource.RLIMIT_FSIZE, file_bytes),
         "core": 0,
-        "nofile": within(resource.RLIMIT_NOFILE, 256),
-        "nproc": share_of_processes(within(resource.RLIMIT_NPROC, 512)),
-        "cpu": within(resource.RLIMIT_CPU, int(seconds) + 1),
+        "nofile": capped_by_hard_limit(resource.RLIMIT_NOFILE, 256),
+        "nproc": process_limit(capped_by_hard_limit(resource.RLIMIT_NPROC, 512)),
+        "cpu": capped_by_hard_limit(resource.RLIMIT_CPU, int(seconds) + 1),
     }
     return [
-        *(drop if takes_other_uids() else []),
+        *(drop if can_change_uid() else []),
         "prlimit",
         *(f"--{name}={value}" for name, value in limits.items()),
         "--",

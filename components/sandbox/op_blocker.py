@@ -43,7 +43,7 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
     ]
 
 
-def refusal(device: str) -> Callable[[], None]:
+def prepare_operator_block(device: str) -> Callable[[], None]:
     """What makes every operator but allocations and views raise Forbidden, in about 20 ms.
 
     Asked for before the candidate's code runs, and called after its module is made: whatever it puts in the place of names here changes

@@ -20,7 +20,8 @@ from components.core.config import PROJECT, Device, Sandbox
 from components.core.errors import InfrastructureError, IsolationUnavailable
 from components.sandbox import isolation
 from components.sandbox.isolation import NOBODY
-from components.sandbox.runner_factory import RunnerError, RunnerFactory
+from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.runner_process import RunnerError
 
 LEAST_BUBBLEWRAP = (0, 7)
 """The first version with --size."""
@@ -112,9 +113,11 @@ def _too_old() -> str:
 
 def _unreadable() -> Path | None:
     """What a candidate of root's, which has another uid, needs and may not read; None if there is nothing, or for an ordinary user."""
-    if not isolation.takes_other_uids():
+    if not isolation.can_change_uid():
         return None
-    torch = next((folder / "torch" for folder in isolation.packages() if (folder / "torch").is_dir()), None)
+    torch = next(
+        (folder / "torch" for folder in isolation.package_folders() if (folder / "torch").is_dir()), None
+    )
     needed = [
         PROJECT / "agent_workdir" / "utils",
         PROJECT / "agent_workdir" / "vec.h",
@@ -163,13 +166,13 @@ def check_isolation(sandbox: Sandbox, device: Device) -> None:
     if _passed or sandbox.isolation != "bubblewrap":
         return
     check_installed()
-    root = isolation.takes_other_uids()
+    root = isolation.can_change_uid()
     command = isolation.bubblewrap(
-        device="cpu", view=isolation.NOWHERE, temporary_bytes=1 << 20, keep_capabilities=False
+        device="cpu", paths=isolation.HOST_PATHS, temporary_bytes=1 << 20, keep_capabilities=False
     )
     probe = [
         *command,
-        *isolation.confined(["/usr/bin/true"], memory_bytes=1 << 30, file_bytes=1 << 20, seconds=5),
+        *isolation.with_limits(["/usr/bin/true"], memory_bytes=1 << 30, file_bytes=1 << 20, seconds=5),
     ]
     result = subprocess.run(probe, capture_output=True, text=True, check=False)
     if result.returncode != 0:
@@ -196,15 +199,15 @@ def _probe(runner_factory: RunnerFactory) -> str:
     """What is wrong with a runner that was started as a candidate's is; empty if nothing."""
     runner = runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
     try:
-        addresses = runner.addresses(1)
+        addresses = runner.receive_addresses(1)
         memory = bytearray(PROBE_BYTES)
         try:
-            runner.read(addresses, [_address(memory)], [PROBE_BYTES])
-            runner.owns(addresses[0], PROBE_BYTES)
+            runner.read_memory(addresses, [_address(memory)], [PROBE_BYTES])
+            runner.is_private_memory(addresses[0], PROBE_BYTES)
         except (InfrastructureError, RunnerError) as error:
             return f"reading a runner's memory: {error}"
-        runner.stand()
-        runner.work()
+        runner.pause()
+        runner.resume()
         runner.cpu_seconds()
         runner.acknowledge()
         found = json.loads(runner.receive())

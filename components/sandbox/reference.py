@@ -14,8 +14,8 @@ import types
 from typing import Any
 
 import torch
-from input_distributions import FAMILIES
-from runner_support import Shared, flat, module_of, quiet
+from input_distributions import INPUT_DISTRIBUTIONS
+from runner_support import Shared, eval_mode, flat, module_of
 
 
 def describe(code: str, device: str) -> dict:
@@ -24,7 +24,7 @@ def describe(code: str, device: str) -> dict:
     torch.manual_seed(0)
     init_inputs = module.get_init_inputs()
     json.dumps(init_inputs)
-    model = quiet(module.Model(*init_inputs), device)
+    model = eval_mode(module.Model(*init_inputs), device)
     inputs = made_inputs(module, device)
     moved = [v.to(device) if isinstance(v, torch.Tensor) else v for v in inputs]
     with torch.no_grad():
@@ -72,7 +72,7 @@ class Oracle:
         self.shared = shared
         self.module = sys.modules.get("model") or module_of("model", header["code"])
         torch.manual_seed(0)
-        self.model = quiet(self.module.Model(*header["init_inputs"]), shared.device)
+        self.model = eval_mode(self.module.Model(*header["init_inputs"]), shared.device)
         self.default = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.drawn: tuple[tuple[int, str | None], dict[str, torch.Tensor]] = ((-1, None), {})
 
@@ -94,12 +94,14 @@ class Oracle:
         self.drawn = ((seed, only), state)
         return state
 
-    def inputs(self, seed: int, family: str) -> list[Any]:
+    def inputs(self, seed: int, distribution: str) -> list[Any]:
         torch.manual_seed(seed)
         values = made_inputs(self.module, self.shared.device)
         moved = [v.to(self.shared.device) if isinstance(v, torch.Tensor) else v for v in values]
         return [
-            FAMILIES[family](v).contiguous() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            INPUT_DISTRIBUTIONS[distribution](v).contiguous()
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
             for v in moved
         ]
 
@@ -127,9 +129,9 @@ class Oracle:
                     order["other_parameter"]
                 ]
             }
-        inputs = self.inputs(order["seed"], order["family"])
+        inputs = self.inputs(order["seed"], order["distribution"])
         if order.get("other_input") is not None:
-            inputs[order["other_input"]] = self.inputs(order["seed"] ^ 1, order["family"])[
+            inputs[order["other_input"]] = self.inputs(order["seed"] ^ 1, order["distribution"])[
                 order["other_input"]
             ]
         index = order["set"]

@@ -57,7 +57,7 @@ def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):
         op_blocker.compute_operators(key)
-    runner_support.quiet(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
+    runner_support.eval_mode(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
     if kind == "compile" and device == "cpu":
         warm_up_inductor(warm_folder)
     elif kind == "compile":

@@ -1,6 +1,6 @@
 """The parts that a runner can play. This file runs inside the sandbox only; the judge never imports it.
 
-`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `oracle` is in reference.py.
+`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `reference` is in reference.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import reference
 import result_channel
 import torch
-from op_blocker import Forbidden, refusal
-from runner_support import Shared, flat, module_of, quiet
+from op_blocker import Forbidden, prepare_operator_block
+from runner_support import Shared, eval_mode, flat, module_of
 
 Receive = Callable[[socket.socket], tuple[dict, list[int]]]
 
@@ -50,13 +50,13 @@ def make_candidate(header: dict, shared: Shared, descriptors: list[int]) -> Call
         path.write_text(text)
     module = importlib.import_module("model_new").ModelNew(*header["init_inputs"])
     shared.load(module)
-    return quiet(module, shared.device)
+    return eval_mode(module, shared.device)
 
 
 def make_reference(header: dict, shared: Shared) -> Callable:
     module = module_of("model", header["code"]).Model(*header["init_inputs"])
     shared.load(module)
-    module = quiet(module, shared.device)
+    module = eval_mode(module, shared.device)
     if header["role"] != "compile":
         return module
     return torch.compile(module, mode=header["compile_mode"])
@@ -245,7 +245,7 @@ def play(connection: socket.socket, header: dict, descriptors: list[int]) -> Non
             torch.cuda.set_per_process_memory_fraction(header["share"])
         connection.send(b"R" + json.dumps(reference.describe(header["code"], header["device"])).encode())
         return
-    if role == "oracle":
+    if role == "reference":
         with contextlib.closing(Shared(header, descriptors)) as shared:
             source = reference.Oracle(header, shared)
             connection.send(b"R")
@@ -261,7 +261,7 @@ def play(connection: socket.socket, header: dict, descriptors: list[int]) -> Non
     library, rest = descriptors[:1], descriptors[1:]
     with contextlib.closing(Shared(header, rest)) as shared:
         try:
-            refuse_compute = refusal(shared.device) if role == "candidate" else None
+            refuse_compute = prepare_operator_block(shared.device) if role == "candidate" else None
             if role == "candidate":
                 call = make_candidate(header, shared, library)
             elif role == "noop":

@@ -41,7 +41,7 @@ class Shared:
             if "bytes" in self.layout.get(name, {})
         ]
         self.buffers = {
-            name: shared_memory.make(self.device, self.layout[name]["bytes"], descriptor)
+            name: shared_memory.make_buffer(self.device, self.layout[name]["bytes"], descriptor)
             for name, descriptor in zip(names, descriptors, strict=True)
         }
 
@@ -80,5 +80,5 @@ class Shared:
         module.load_state_dict(state, strict=True)
 
 
-def quiet(module: torch.nn.Module, device: str) -> torch.nn.Module:
+def eval_mode(module: torch.nn.Module, device: str) -> torch.nn.Module:
     return module.to(device).eval().requires_grad_(False)

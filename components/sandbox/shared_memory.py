@@ -42,7 +42,7 @@ class Slot:
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
-def layout(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
+def pack_slots(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
     """Aligned slots for tensors of the given shapes and dtypes, one after the other, and the bytes from one such set to the next."""
     slots, offset = [], 0
     for shape, dtype in specs:
@@ -53,7 +53,7 @@ def layout(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
 
 
 @contextlib.contextmanager
-def marked(memory: torch.Tensor) -> Iterator[None]:
+def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
     """Flip one random byte in every page of `memory` for a while.
 
     A result that is an input's own pages mapped to another address, and no copy of them, reads wrong then. The system draws the
@@ -240,6 +240,6 @@ class DeviceBuffer:
 Buffer = HostBuffer | DeviceBuffer
 
 
-def make(device: str, size: int, fd: int | None = None) -> Any:
+def make_buffer(device: str, size: int, fd: int | None = None) -> Any:
     """A new shared buffer on `device`, or the mapping of one received as `fd`."""
     return (DeviceBuffer if device == "cuda" else HostBuffer)(size, fd)

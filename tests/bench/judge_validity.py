@@ -28,7 +28,7 @@ from components.judge.judge import Judge
 from components.judge.measurement import StagedInputs, TimedRunner
 from components.judge.statistics import net, paired_ratio
 from components.judge.verdict import Ratio
-from components.sandbox.build import SUFFIX
+from components.sandbox.build import EXTENSION_SUFFIX
 
 RUNNER_SECONDS = 300
 REPEATS_PER_RUNNER = 5
@@ -65,7 +65,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                 header = {
                     "role": "candidate",
                     "files": {"model_new.py": files["model_new.py"]},
-                    "suffix": SUFFIX,
+                    "suffix": EXTENSION_SUFFIX,
                 }
                 with library.open("rb") as file:
                     arms.append(TimedRunner(bench, header, file.fileno(), seconds=RUNNER_SECONDS))

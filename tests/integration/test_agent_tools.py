@@ -27,7 +27,7 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.text import readable
 from components.judge.verdict import Verdict
-from components.sandbox.isolation import takes_other_uids
+from components.sandbox.isolation import can_change_uid
 
 Use = Callable[..., str]
 
@@ -412,7 +412,7 @@ def test_the_shell_sees_no_variable_of_whoever_judges(use: Use, monkeypatch: pyt
         == "0\n[exit 1]"
     )
     if (
-        not takes_other_uids()
+        not can_change_uid()
     ):  # of root's, bubblewrap is another user's process; no pattern matches its own command line
         assert (
             use(

@@ -24,7 +24,7 @@ from components.core.config import Params
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.task_bench import Bench
-from components.sandbox.runner_factory import Runner, RunnerError
+from components.sandbox.runner_process import Runner, RunnerError
 
 
 @pytest.fixture

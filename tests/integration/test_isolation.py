@@ -20,7 +20,7 @@ from components.core.errors import InfrastructureError
 from components.judge import judge as judge_module
 from components.judge.judge import Judge
 from components.sandbox import isolation
-from components.sandbox.runner_factory import RunnerError
+from components.sandbox.runner_process import RunnerError
 
 REPORT = """
 import ctypes, fcntl, json, os, socket

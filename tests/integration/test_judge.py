@@ -33,7 +33,7 @@ from components.judge.judge import Judge
 from components.judge.pool import Candidate, Job, LocalPool
 from components.judge.statistics import paired_ratio, wanted_rounds
 from components.sandbox import shared_memory
-from components.sandbox.build import Builder, native
+from components.sandbox.build import Builder, build_result_channel
 from components.sandbox.runner_factory import RunnerFactory
 
 SIMD = world.files("honest", "simd")
@@ -127,7 +127,7 @@ def test_where_an_input_is_marked_is_neither_foretold_by_torchs_seed_nor_felt_by
         memory = torch.zeros(64 * shared_memory.PAGE_BYTES, dtype=torch.uint8)
         torch.manual_seed(0)
         before = torch.get_rng_state()
-        with shared_memory.marked(memory):
+        with shared_memory.corrupted_pages(memory):
             found = memory.nonzero().flatten().tolist()
         assert torch.equal(torch.get_rng_state(), before) and not memory.any() and len(found) == 64
         return found
@@ -264,7 +264,7 @@ def test_the_wrong_call_of_a_round_is_found(
 
 
 def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:
-    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, native())
+    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, build_result_channel())
     with ThreadPoolExecutor(1) as executor:
         process = executor.submit(runner_factory._zygote, "plain").result().process
     with pytest.raises(subprocess.TimeoutExpired):
@@ -273,12 +273,12 @@ def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_pat
 
 
 def test_a_closed_nursery_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
-    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, native())
+    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, build_result_channel())
     lingers = subprocess.Popen(["sleep", "1"])
-    runner_factory.watched.append(os.pidfd_open(lingers.pid))
+    runner_factory.pidfds.append(os.pidfd_open(lingers.pid))
     runner_factory.close()
     assert lingers.poll() is not None
-    assert runner_factory.watched == []
+    assert runner_factory.pidfds == []
 
 
 def task(

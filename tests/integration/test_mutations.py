@@ -22,19 +22,20 @@ from components.judge.measurement import TimedRunner
 from components.judge.task_bench import Bench
 from components.judge.verdict import Verdict
 from components.sandbox import isolation, runner_factory, shared_memory
-from components.sandbox.build import SUFFIX
-from components.sandbox.runner_factory import Runner, RunnerFactory
+from components.sandbox.build import EXTENSION_SUFFIX
+from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.runner_process import Runner
 
 SANDBOX = Path(runner_factory.__file__).parent
 INSIDE = (
     "zygote.py",
     "runner.py",
-    "arms.py",
-    "oracle.py",
-    "shared.py",
-    "refusal.py",
-    "families.py",
-    "buffers.py",
+    "runner_roles.py",
+    "reference.py",
+    "runner_support.py",
+    "op_blocker.py",
+    "input_distributions.py",
+    "shared_memory.py",
 )
 
 
@@ -85,20 +86,22 @@ def test_inputs_not_compared(own: Judge, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_inputs_not_marked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result is memory of its own: no input's, and no page of it twice."""
-    monkeypatch.setattr(Runner, "owns", lambda self, address, size: True)
+    monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
     assert verdict(own, "mapped_twice").status == "correct"
     assert verdict(own, "mapped_input").status == "wrong_output"
-    monkeypatch.setattr(shared_memory, "marked", lambda memory: contextlib.nullcontext())
+    monkeypatch.setattr(shared_memory, "corrupted_pages", lambda memory: contextlib.nullcontext())
     assert verdict(own, "mapped_input").status == "correct"
 
 
 def test_one_family_of_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_bench, "FAMILIES", ("given",))
+    monkeypatch.setattr(task_bench, "INPUT_DISTRIBUTIONS", ("given",))
     assert verdict(own, "given_family_only").status == "correct"
 
 
 def test_no_inputs_of_wide_range(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_bench, "FAMILIES", [name for name in task_bench.FAMILIES if name != "wide"])
+    monkeypatch.setattr(
+        task_bench, "INPUT_DISTRIBUTIONS", [name for name in task_bench.INPUT_DISTRIBUTIONS if name != "wide"]
+    )
     assert verdict(own, "narrow_range").status == "correct"
 
 
@@ -152,7 +155,11 @@ def seconds_between_rounds(judge: Judge) -> float:
     with judge._bench(world.TASK) as bench, library.open("rb") as file:
         arm = TimedRunner(
             bench,
-            {"role": "candidate", "files": {"model_new.py": files["model_new.py"]}, "suffix": SUFFIX},
+            {
+                "role": "candidate",
+                "files": {"model_new.py": files["model_new.py"]},
+                "suffix": EXTENSION_SUFFIX,
+            },
             file.fileno(),
             seconds=30,
         )
@@ -191,7 +198,7 @@ def test_runner_that_speaks_before_it_is_asked(own: Judge, monkeypatch: pytest.M
     inputs that were not there yet."""
     # Where it is held up between two messages its first answer is found to be wrong before the second is there.
     assert any(verdict(own, "native_ahead").reason == "protocol" for _ in range(3))
-    monkeypatch.setattr(Runner, "waits", lambda self: True)
+    monkeypatch.setattr(Runner, "is_waiting", lambda self: True)
     assert verdict(own, "native_ahead").status == "wrong_output"
 
 
@@ -208,7 +215,7 @@ def mutated(
         text = (tmp_path / file).read_text()
         assert text.count(old) == 1, f"{file} has changed: {old}"
         (tmp_path / file).write_text(text.replace(old, new))
-        monkeypatch.setattr(runner_factory, "HERE", tmp_path)
+        monkeypatch.setattr(runner_factory, "SANDBOX_FOLDER", tmp_path)
         nurseries.append(
             RunnerFactory(own.params.sandbox, own.params.device, tmp_path / "home", own.runner_factory.native)
         )
@@ -226,10 +233,10 @@ def mutated(
 @pytest.mark.parametrize(
     ("file", "old", "new", "name"),
     [
-        ("arms.py", "refuse_compute()", "pass", "torch_when_unwatched"),  # torch's kernels replaced
-        ("arms.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
+        ("runner_roles.py", "refuse_compute()", "pass", "torch_when_unwatched"),  # torch's kernels replaced
+        ("runner_roles.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
         (
-            "oracle.py",
+            "reference.py",
             "if not value.is_floating_point() or (only",
             "if only is None or (only",
             "ignored_parameter",

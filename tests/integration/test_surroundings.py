@@ -25,8 +25,8 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import remove_tree, scratch_folder, user_cache
 from components.judge.judge import Judge
 from components.sandbox import isolation, preflight, runner_factory
-from components.sandbox.build import native
-from components.sandbox.clock import charged
+from components.sandbox.build import build_result_channel
+from components.sandbox.clock import charged_seconds
 from components.sandbox.preflight import System, explain
 from components.sandbox.runner_factory import RunnerFactory
 
@@ -286,8 +286,8 @@ def test_a_zygote_that_cannot_start_is_told_with_its_log(
     shutil.copytree(Path(runner_factory.__file__).parent, sources)
     with (sources / "runner.py").open("a") as file:
         file.write("\nraise RuntimeError('no compiler here')\n")
-    monkeypatch.setattr(runner_factory, "HERE", sources)
-    runners = RunnerFactory(ci_params.sandbox, "cpu", tmp_path / "home", native())
+    monkeypatch.setattr(runner_factory, "SANDBOX_FOLDER", sources)
+    runners = RunnerFactory(ci_params.sandbox, "cpu", tmp_path / "home", build_result_channel())
     try:
         with pytest.raises(InfrastructureError, match="no compiler here"):
             runners.spawn({"role": "noop"}, seconds=30)
@@ -298,8 +298,8 @@ def test_a_zygote_that_cannot_start_is_told_with_its_log(
 
 
 def test_a_pause_counts_for_a_second_at_most() -> None:
-    assert charged(1.0, 1.0) == 1.0
-    assert charged(3600.0, 1.0) == 2.0
+    assert charged_seconds(1.0, 1.0) == 1.0
+    assert charged_seconds(3600.0, 1.0) == 2.0
 
 
 def test_a_machine_that_sleeps_in_a_measurement_times_nobody_out(tmp_path: Path) -> None:
