@@ -45,6 +45,7 @@ from components.sandbox.build import EXTENSION_SUFFIX, Builder, build_result_cha
 from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import RunnerError
+from components.sandbox.runner_protocol import RoleHeader
 
 SOURCES = sorted(
     path
@@ -202,7 +203,7 @@ class Judge:
             "model_new.py": files["model_new.py"]
         }  # what nobody has screened is not there to be imported
         eager, noop = bench.arm("eager"), bench.arm("noop")
-        header = {"role": "candidate", "files": python, "suffix": EXTENSION_SUFFIX}
+        header: RoleHeader = {"role": "candidate", "files": python, "suffix": EXTENSION_SUFFIX}
         try:
             candidate = TimedRunner(bench, header, library, seconds=self.params.sandbox.run_seconds)
         except RunnerError as error:

@@ -20,6 +20,7 @@ from components.judge.input_mixing import Mix, Sets, bits
 from components.sandbox import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.runner_protocol import MemoryLayout, Region, RoleHeader
 
 BASELINE_LIMITS = 10
 """How many times a candidate's limit one round of a baseline may last: the first one compiles."""
@@ -57,9 +58,9 @@ class Part:
         slots, stride = shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in forms])
         return Part(slots, stride, stride * sets)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Region:
         return {
-            "slots": [[s.offset, list(s.shape), s.dtype] for s in self.slots],
+            "slots": [(s.offset, list(s.shape), s.dtype) for s in self.slots],
             "stride": self.stride,
             "bytes": self.bytes,
         }
@@ -125,7 +126,7 @@ class Task(Protocol):
     slots: int
     total: int
 
-    def start(self, header: dict[str, Any], descriptors: tuple[int, ...], *, seconds: float) -> Runner: ...
+    def start(self, header: RoleHeader, descriptors: tuple[int, ...], *, seconds: float) -> Runner: ...
     def memory(self) -> tuple[Any, Any, Any]: ...
     def end(self, runner: Runner | None, memory: tuple[Any, Any, Any]) -> None: ...
 
@@ -133,7 +134,7 @@ class Task(Protocol):
 class TimedRunner:
     """One measured runner with shared memory of its own."""
 
-    def __init__(self, bench: Task, header: dict[str, Any], library: int | None, seconds: float):
+    def __init__(self, bench: Task, header: RoleHeader, library: int | None, seconds: float):
         self.bench = bench
         self.role = header["role"]
         self.changed = False
@@ -143,7 +144,7 @@ class TimedRunner:
         with bench.scheduler.preparing():
             self.taken = torch.empty(bench.outputs.stride * bench.slots, dtype=torch.uint8, device=device)
             self.inputs, self.outputs, self.parameters = bench.memory()
-        layout: dict[str, Any] = {
+        layout: MemoryLayout = {
             "sets": bench.slots + 1,
             "scalars": bench.description.scalars,
             "names": [name for name, _, _ in bench.description.state],

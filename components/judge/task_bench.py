@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,8 +27,9 @@ from components.judge.input_mixing import DOUBLED_BYTES, Mix, Sets
 from components.judge.measurement import BASELINE_LIMITS, Dtype, Form, Part, Shape, StagedInputs, TimedRunner
 from components.sandbox import shared_memory
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
-from components.sandbox.runner_factory import RunnerFactory, ZygoteKind
+from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.runner_protocol import MemoryLayout, RegionName, Role, RoleHeader, ZygoteKind
 
 MAX_SETS = {"cpu": 32, "cuda": 256}
 """Most calls in one round."""
@@ -110,18 +111,18 @@ class Bench:
             self._lay_out()
 
     def _described(self) -> Runner:
-        header: dict[str, Any] = {"role": "describe", "code": self.code, "precision": self.params.precision}
+        header: RoleHeader = {"role": "describe", "code": self.code, "precision": self.params.precision}
         if self.only is not None:
-            header |= {"zygote": self.only, "share": self.share} | (
-                {"cache": self._cache} if self.only == "compile" else {}
-            )
+            header |= {"zygote": self.only, "share": self.share}
+            if self.only == "compile":
+                header["cache"] = self._cache
         return self.runner_factory.spawn(header, seconds=self.params.sandbox.run_seconds)
 
     @property
     def _cache(self) -> str:
         return digest_bytes(self.code.encode())
 
-    def start(self, header: dict[str, Any], descriptors: tuple[int, ...], *, seconds: float) -> Runner:
+    def start(self, header: RoleHeader, descriptors: tuple[int, ...], *, seconds: float) -> Runner:
         """What plays the role that `header` names: a runner of its own, or the only one."""
         if self.only is None:
             return self.runner_factory.spawn(header, descriptors, seconds=seconds)
@@ -242,9 +243,9 @@ class Bench:
         self.closers.append(buffer)
         return buffer
 
-    def _connect(self, oracle: Runner, bank: dict[str, tuple[Part, Any]], sets: int) -> None:
+    def _connect(self, oracle: Runner, bank: dict[RegionName, tuple[Part, Any]], sets: int) -> None:
         """Hand the oracle its memory: `bank` names inputs, outputs and expected with their layout and buffer."""
-        layout: dict[str, Any] = {
+        layout: MemoryLayout = {
             "sets": sets,
             "scalars": self.description.scalars,
             "names": [name for name, _, _ in self.description.state],
@@ -288,7 +289,7 @@ class Bench:
             )
         self.parameter_seed = secrets.randbits(62) & ~1
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(self.total)]
-        bank = {
+        bank: dict[RegionName, tuple[Part, Any]] = {
             "inputs": (self.inputs, self.bank_inputs),
             "outputs": (self.outputs, self.bank_single),
             "expected": (self.expected, self.bank_expected),
@@ -316,7 +317,7 @@ class Bench:
     def probe(self, orders: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
         """Float32 outputs of the reference for each order; for admission, after its rounds."""
         device, count = self.params.device, len(orders)
-        parts = {"inputs": self.inputs, "outputs": self.outputs}
+        parts: dict[RegionName, Part] = {"inputs": self.inputs, "outputs": self.outputs}
         with self.scheduler.preparing():
             bank = {
                 name: (part, shared_memory.make_buffer(device, part.stride * count))
@@ -412,7 +413,11 @@ class Bench:
                 for other in list(self.arms):
                     self.drop(other)
             kind, _, mode = role.partition(" ")
-            header = {"role": kind, "code": self.code, "compile_mode": mode or "default"}
+            header: RoleHeader = {
+                "role": cast("Role", kind),
+                "code": self.code,
+                "compile_mode": mode or "default",
+            }
             if kind == "compile":
                 header["cache"] = self._cache
             try:

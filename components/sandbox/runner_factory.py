@@ -17,13 +17,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from components.core.config import Device, Sandbox
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, forget, user_cache
 from components.sandbox import isolation
 from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError, send
+from components.sandbox.runner_protocol import RoleHeader, ZygoteKind
 
 HEADER_BYTES = 180_000
 """Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
@@ -46,7 +46,6 @@ class Zygote:
     """Whether it has started a runner."""
 
 
-ZygoteKind = Literal["plain", "compile", "probe"]
 WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
 
@@ -170,7 +169,7 @@ class RunnerFactory:
         log.close()
         return Zygote(process, ours)
 
-    def spawn(self, header: dict[str, Any], descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
+    def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Fork a runner that plays `header['role']`; it has `seconds` of wall time for all that it does."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

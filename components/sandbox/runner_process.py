@@ -13,9 +13,9 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from components.core.errors import InfrastructureError
 from components.sandbox.clock import POLL_SECONDS, charged_seconds
@@ -64,7 +64,7 @@ class Runner:
     paused_since: float | None = None
     """Since when others measure and this one stands still: its time does not run meanwhile."""
 
-    def send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+    def send(self, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         try:
             send(self.connection, message, descriptors)
         except OSError as error:
@@ -155,7 +155,7 @@ class Runner:
         except OSError as error:
             raise RunnerError("crashed", str(error)) from error
 
-    def request(self, message: dict[str, Any]) -> bytes:
+    def request(self, message: Mapping[str, object]) -> bytes:
         self.send(message)
         return self.receive()
 
@@ -198,7 +198,7 @@ class Runner:
         self.connection.close()
 
 
-def send(connection: socket.socket, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
     data = json.dumps(message).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([data], rights)
