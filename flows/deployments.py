@@ -18,11 +18,11 @@ from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
 from rich.console import Console
 
+from components.agent.policies import checkpoint_policy
 from components.core.config import Resolved, resolve
 from components.core.errors import UserError
 from components.core.progress import Progress
 from components.evaluation.evaluate import evaluate
-from components.evaluation.policies import checkpoint_policy
 from components.evaluation.suites import load_suite
 from components.judge.pool import open_pool
 from components.registry import models

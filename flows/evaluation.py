@@ -8,10 +8,10 @@ from typing import Any
 
 from prefect import task
 
+from components.agent.policies import checkpoint_policy
 from components.core.files import digest_file, digest_json
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import Summary, TaskResult
-from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool

@@ -6,18 +6,18 @@ and calls are read from the text.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Protocol
 
-from components.agent.episode import SHORTENED, Episode, Limits, abandon
+from components.agent.episode import SHORTENED, Episode, abandon
+from components.agent.rollout import RolloutRequest
 from components.agent.tool_parser import Request, native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import ToolCall, Trajectory
-from components.core.config import Params
 from components.core.task import KernelTask
-from components.judge.pool import JudgePool
 from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnknown
 
 MAX_PARALLEL = 64
@@ -52,33 +52,32 @@ class Chat(Protocol):
 
 
 class ChatEpisode(Episode):
-    """An episode whose policy takes and gives messages."""
+    """An episode whose policy reads and writes messages."""
 
-    def __init__(
-        self, task: KernelTask, params: Params, chat: Chat, pool: JudgePool, epoch: str, *, in_turns: bool
-    ):
-        super().__init__(task, params, pool, epoch, in_turns=in_turns)
+    def __init__(self, task: KernelTask, request: RolloutRequest, chat: Chat):
+        super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
+        self.request = request
         self.chat = chat
         self.native = True
         self.messages: list[dict[str, Any]] = [self.first_message()]
         self.observed: list[int] = []
-        """Places of observations in `messages`."""
+        """Indices of observations in `messages`."""
 
-    def run(self, limits: Limits, temperature: float, seed: int) -> Trajectory:
-        """All turns and the verdict. The record holds every turn that the server gave, also when it fails afterwards."""
-        for turn in range(limits.max_turns):
-            if limits.passed():
+    def run(self, seed: int) -> Trajectory:
+        """Sample all turns and judge the result; the record keeps every turn, also when the server fails later."""
+        for turn in range(self.request.max_turns):
+            if self.request.is_out_of_time():
                 self.finish_reason = "time"
             else:
-                self._turn(limits, temperature, seed * 1_000_003 + turn, last=turn + 1 == limits.max_turns)
+                self._turn(seed * 1_000_003 + turn, last=turn + 1 == self.request.max_turns)
             if self.finish_reason:
                 break
         return self.finish(self.chat.version)
 
-    def _turn(self, limits: Limits, temperature: float, seed: int, *, last: bool) -> None:
-        history, shortened = self._history(limits.max_new_tokens)
+    def _turn(self, seed: int, *, last: bool) -> None:
+        history, shortened = self._history()
         try:
-            reply = self._ask(history, limits, temperature, seed)
+            reply = self._ask(history, seed)
         except ServerFailed as error:
             self.finish_reason, self.error = "server", str(error)
             return
@@ -92,24 +91,23 @@ class ChatEpisode(Episode):
         self.messages.append(said)
         self._observe(requests, calls, native=bool(reply.calls))
 
-    def _ask(self, history: list[dict[str, Any]], limits: Limits, temperature: float, seed: int) -> ChatTurn:
+    def _ask(self, history: list[dict[str, Any]], seed: int) -> ChatTurn:
+        ask = functools.partial(
+            self.chat.turn,
+            history,
+            max_new_tokens=self.request.max_new_tokens,
+            temperature=self.request.temperature,
+            seed=seed,
+        )
         if self.native:
             try:
-                return self.chat.turn(
-                    history,
-                    tools=descriptions(),
-                    max_new_tokens=limits.max_new_tokens,
-                    temperature=temperature,
-                    seed=seed,
-                )
+                return ask(tools=descriptions())
             except ToolsUnknown:
                 self.native = False
                 self.messages[0]["content"] += TEXT_FORM + "\n".join(
                     json.dumps(tool["function"]) for tool in descriptions()
                 )
-        return self.chat.turn(
-            history, tools=(), max_new_tokens=limits.max_new_tokens, temperature=temperature, seed=seed
-        )
+        return ask(tools=())
 
     def _observe(self, requests: Sequence[Request], calls: Sequence[ToolCall], *, native: bool) -> None:
         if native:
@@ -129,9 +127,9 @@ class ChatEpisode(Episode):
                 }
             )
 
-    def _history(self, max_new_tokens: int) -> tuple[list[dict[str, Any]], int]:
+    def _history(self) -> tuple[list[dict[str, Any]], int]:
         """The messages, the oldest observations shortened until they should fit, and how many were."""
-        room = (self.params.policy.context - max_new_tokens) * CHARACTERS_PER_TOKEN
+        room = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
         history, shortened = list(self.messages), 0
         for place in self.observed[:-1]:
@@ -152,33 +150,22 @@ def _spoken(request: Request) -> dict[str, Any]:
     }
 
 
-def run_chats(
-    tasks: Sequence[KernelTask],
-    *,
-    params: Params,
-    chat: Chat,
-    pool: JudgePool,
-    epoch: str,
-    seed: int,
-    limits: Limits,
-    temperature: float,
-    on_progress: Callable[[int, int], None],
-) -> list[Trajectory]:
-    """One trajectory per given task, in order. A server that fails ends an episode with `finish_reason` server."""
-    episodes = [ChatEpisode(task, params, chat, pool, epoch, in_turns=limits.max_turns > 1) for task in tasks]
+def run_chats(request: RolloutRequest, chat: Chat) -> list[Trajectory]:
+    """Return one trajectory per task, in order; one whose server fails has the `finish_reason` server."""
+    episodes = [ChatEpisode(task, request, chat) for task in request.tasks]
     with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="episode") as threads:
         try:
             pending = [
-                threads.submit(episode.run, limits, temperature, seed * 1_000_003 + index)
+                threads.submit(episode.run, request.seed * 1_000_003 + index)
                 for index, episode in enumerate(episodes)
             ]
             for done, future in enumerate(as_completed(pending), 1):
                 future.result()
-                on_progress(done, len(pending))
+                request.on_progress(done, len(pending))
             return [future.result() for future in pending]
         except BaseException:
-            chat.close()  # whoever waits for an answer stops waiting
-            abandon(episodes, threads, pool)
+            chat.close()  # ends the requests that threads wait for
+            abandon(episodes, threads, request.pool)
             raise
         finally:
             for episode in episodes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from components.agent.reward import milestone
 from components.agent.tool_parser import Request
@@ -20,18 +18,6 @@ from components.judge.verdict import Verdict
 from components.policy.prompts import user_message
 
 SHORTENED = "[an older observation, shortened]"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What ends a trajectory: turns, tokens of one turn, and a moment of `time.monotonic` (None: no such limit)."""
-
-    max_turns: int
-    max_new_tokens: int
-    deadline: float | None = None
-
-    def passed(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 class Episode:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from components.agent.policies import Policy
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
 from components.core.config import Params
@@ -24,6 +25,12 @@ from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
 FINALISTS = 3
+"""Kernels that are measured a second time."""
+COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
+"""Default number of trajectories, by the policy's prompt."""
+FULL_TURNS = 30
+"""Default number of turns of one trajectory with the full prompt."""
+TEMPERATURE = 1.0
 WHATEVER_TIME = (1e-9, 1e9)
 SHORT_SECONDS = 2e-5
 UNSURE = "_does_not_matter"
@@ -47,19 +54,26 @@ class Bench(JudgePool, Protocol):
     def admit(self, code: str) -> Future[Admission]: ...
 
 
-class Policy(Protocol):
-    """Samples the trajectories of one task: `count` of them, no new turn after `deadline` (time.monotonic)."""
+@dataclass(frozen=True)
+class SearchBudget:
+    """How hard to search."""
 
-    def __call__(
-        self,
-        task: KernelTask,
-        count: int,
-        pool: JudgePool,
-        *,
-        epoch: str,
-        deadline: float | None,
-        on_progress: Callable[[int, int], None],
-    ) -> list[Trajectory]: ...
+    attempts: int
+    """Trajectories."""
+    turns: int
+    """Turns of one trajectory."""
+    seconds: float | None = None
+    """Time after which no turn begins; None is no limit."""
+
+
+def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: float = 0) -> SearchBudget:
+    """Return the budget that the user has set; 0 stands for what suits the policy's prompt, or for no time limit."""
+    compact = params.policy.prompt == "compact"
+    return SearchBudget(
+        attempts or (COMPACT_ATTEMPTS if compact else FULL_ATTEMPTS),
+        turns or (params.evaluation.max_turns if compact else FULL_TURNS),
+        seconds or None,
+    )
 
 
 class RecordingPool:
@@ -151,35 +165,40 @@ def any_time(params: Params) -> Params:
 
 
 def optimize(
-    params: Params,
-    task: KernelTask,
     policy: Policy,
+    task: KernelTask,
     pool: Bench,
+    budget: SearchBudget,
     *,
-    attempts: int,
-    budget_seconds: float | None,
-    identity: Sequence[str],
     origin: str,
     progress: Progress,
 ) -> Outcome:
-    """The best verified kernel for `task`. `identity` tells this search from others to the judge's journal, so that an
-    interrupted one goes on with the verdicts that it had; `origin` names the module in messages."""
-    begun = time.monotonic()
+    """Search for the fastest verified kernel for `task`; `origin` names the module in messages.
+
+    The same search finds its verdicts in the judge's journal, so that an interrupted one continues.
+    """
+    begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(params, task, origin, pool)
     if params.policy.prompt == "compact" and canonicalize(task.code) is None:
         notes.append(NOT_LEARNED)
-    epoch = digest_json([task.task_id, *identity])[:16]
+    epoch = digest_json([task.task_id, policy.version, str(budget.turns), str(params.seed)])[:16]
     recorder = RecordingPool(pool)
-    deadline = None if budget_seconds is None else begun + budget_seconds
-    trajectories = policy(
-        task,
-        attempts,
-        recorder,
-        epoch=f"optimize/{epoch}",
-        deadline=deadline,
-        on_progress=lambda done, of: progress.update(
-            "attempts", done, of, correct=float(len(_correct(recorder)))
-        ),
+    trajectories = policy.sample(
+        RolloutRequest(
+            tasks=[task] * budget.attempts,
+            params=params,
+            pool=recorder,
+            epoch=f"optimize/{epoch}",
+            seed=params.seed,
+            max_turns=budget.turns,
+            max_new_tokens=params.evaluation.max_new_tokens,
+            temperature=TEMPERATURE,
+            deadline=None if budget.seconds is None else begun + budget.seconds,
+            shorten_history=True,
+            on_progress=lambda done, total: progress.update(
+                "attempts", done, total, correct=float(len(_correct(recorder)))
+            ),
+        )
     )
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
     if (

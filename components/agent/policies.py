@@ -1,172 +1,175 @@
-"""The two kinds of policy that can optimise a module: a folder that is sampled here, and a server that speaks text."""
+"""Policies that write kernels: a checkpoint that is sampled here, and a model behind an OpenAI-compatible server.
+
+`optimize` and the evaluation sample both kinds in the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from components.agent.chat_rollout import Chat, run_chats
-from components.agent.episode import Limits
+from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, read_json
-from components.core.task import KernelTask
-from components.judge.pool import JudgePool
-from components.policy.checkpoint import MANIFEST, load_model, load_tokenizer, loading, verify_checkpoint
+from components.policy.backends import open_sampler
+from components.policy.checkpoint import MANIFEST, load_tokenizer, loading, verify_checkpoint
+from components.policy.sampler import Sampler
 
-LONG_CONTEXT = 32_768
-LONG_TURN = 8192
-MANY_TURNS = 30
-FULL_ATTEMPTS, COMPACT_ATTEMPTS = 4, 24
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CONTEXT = 32_768
+"""Largest context window, in tokens, that is chosen for a policy without a manifest."""
+FULL_PROMPT_NEW_TOKENS = 8192
+"""Tokens of one turn at most that are chosen for a policy with the full prompt."""
+FULL_PROMPT_TURNS = 30
+"""Turns of one trajectory that a policy with the full prompt gets at least in an evaluation."""
+
+
+class Policy(Protocol):
+    """A policy as `optimize` and the evaluation see it."""
+
+    @property
+    def name(self) -> str:
+        """The folder or the server, for messages."""
+
+    @property
+    def version(self) -> str:
+        """A short name of the weights."""
+
+    @property
+    def digest(self) -> str:
+        """Digest that is equal for equal policies."""
+
+    @property
+    def params(self) -> Params:
+        """The parameters that the policy is sampled with."""
+
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
+        """Return one trajectory per task of `request`, in order."""
 
 
 @dataclass(frozen=True)
-class SearchBudget:
-    """How hard to try; None stands for what suits the policy."""
+class CheckpointPolicy:
+    """A checkpoint or Hugging Face folder, sampled by the backend `policy.backend`.
 
-    attempts: int | None = None
-    turns: int | None = None
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
-class FolderPolicy:
-    """A checkpoint or Hugging Face folder, sampled in this process. `params` are those that the policy was made for."""
+    The model is loaded by the first request, so that a finished evaluation loads none.
+    """
 
     folder: Path
     params: Params
     digest: str
-    effort: SearchBudget
 
     @property
     def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def version(self) -> str:
         return self.digest[:16]
 
-    @property
-    def compact(self) -> bool:
-        return self.params.policy.prompt == "compact"
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.folder)
 
-    @property
-    def attempts(self) -> int:
-        return self.effort.attempts or (COMPACT_ATTEMPTS if self.compact else FULL_ATTEMPTS)
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        return open_sampler(self.params, self.folder, self.tokenizer, version=self.digest)
 
-    @property
-    def turns(self) -> int:
-        return self.effort.turns or (self.params.evaluation.max_turns if self.compact else MANY_TURNS)
-
-    def __call__(
-        self,
-        task: KernelTask,
-        count: int,
-        pool: JudgePool,
-        *,
-        epoch: str,
-        deadline: float | None,
-        on_progress: Callable[[int, int], None],
-    ) -> list[Trajectory]:
-        from components.policy.transformers_sampler import TransformersSampler
-
-        params = self.params
-        tokenizer = load_tokenizer(self.folder)
-        model = load_model(self.folder, dtype=params.engine.dtype, device=params.device)
-        return run_episodes(
-            [task] * count,
-            params=params,
-            sampler=TransformersSampler(
-                model, tokenizer, batch=params.policy.batch, device=params.device, version=self.digest
-            ),
-            tokenizer=tokenizer,
-            pool=pool,
-            epoch=epoch,
-            seed=params.seed,
-            max_turns=self.turns,
-            max_new_tokens=params.evaluation.max_new_tokens,
-            temperature=self.effort.temperature,
-            deadline=deadline,
-            shorten=True,
-            on_progress=on_progress,
-        )
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
+        return run_episodes(request, self.sampler, self.tokenizer)
 
 
 @dataclass(frozen=True)
 class ServerPolicy:
-    """An OpenAI-compatible server."""
+    """One model of an OpenAI-compatible server.
+
+    Its digest is made of their names, since the server does not tell which weights it holds.
+    """
 
     chat: Chat
     params: Params
-    effort: SearchBudget
 
     @property
     def name(self) -> str:
         return self.chat.version
 
     @property
-    def attempts(self) -> int:
-        return self.effort.attempts or FULL_ATTEMPTS
+    def version(self) -> str:
+        return self.chat.version
 
     @property
-    def turns(self) -> int:
-        return self.effort.turns or MANY_TURNS
+    def digest(self) -> str:
+        return digest_json(["server", self.chat.version])
 
-    def __call__(
-        self,
-        task: KernelTask,
-        count: int,
-        pool: JudgePool,
-        *,
-        epoch: str,
-        deadline: float | None,
-        on_progress: Callable[[int, int], None],
-    ) -> list[Trajectory]:
-        return run_chats(
-            [task] * count,
-            params=self.params,
-            chat=self.chat,
-            pool=pool,
-            epoch=epoch,
-            seed=self.params.seed,
-            limits=Limits(self.turns, self.params.evaluation.max_new_tokens, deadline),
-            temperature=self.effort.temperature,
-            on_progress=on_progress,
-        )
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
+        return run_chats(request, self.chat)
 
 
-def folder_policy(folder: Path, params: Params, chosen: frozenset[str], effort: SearchBudget) -> FolderPolicy:
-    """The policy in `folder`. What it was trained with (its prompt, its window) comes from its manifest; a Hugging Face
-    folder without one gets the full prompt and its own window. `chosen` names parameters that a person has set."""
+def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
+    """Return the policy in `folder`, sampled with `params` as they are.
+
+    Raises UserError when there is no model or a file does not match the manifest.
+    """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"--policy {folder}: no model in this folder, config.json is missing; give champion, a checkpoint, a Hugging Face folder, or an http address."
+            f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder."
+        )
+    has_manifest = (folder / MANIFEST).is_file()
+    digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
+    return CheckpointPolicy(folder, params, digest)
+
+
+def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> CheckpointPolicy:
+    """Return the policy in `folder`, sampled with the prompt and context window that it was trained with.
+
+    A Hugging Face folder without a manifest gets the full prompt and the window of its config.json. `chosen` are the
+    keys of parameters that the user has set; they stay. A checkpoint for another device is refused.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--policy {folder}: no model in this folder, config.json is missing; "
+            "give champion, a checkpoint, a Hugging Face folder, or an http address."
         )
     if (folder / MANIFEST).is_file():
         manifest = verify_checkpoint(folder, params.device)
-        digest, made_for = manifest.digest, manifest.params
-        policy = {
-            key: made_for["policy"][key] for key in ("prompt", "context") if key in made_for.get("policy", {})
-        }
-    else:
-        digest = digest_json(digest_tree(folder))
-        with loading(folder, "config.json"):
-            window = int(read_json(folder / "config.json").get("max_position_embeddings", LONG_CONTEXT))
-        policy = {"prompt": "full", "context": min(window, LONG_CONTEXT)}
-    return FolderPolicy(folder, with_policy(params, policy, chosen), digest, effort)
+        trained = manifest.params.get("policy", {})
+        settings = {key: trained[key] for key in ("prompt", "context") if key in trained}
+        return CheckpointPolicy(folder, with_policy_settings(params, settings, chosen), manifest.digest)
+    with loading(folder, "config.json"):
+        window = int(read_json(folder / "config.json").get("max_position_embeddings", MAX_CONTEXT))
+    settings = {"prompt": "full", "context": min(window, MAX_CONTEXT)}
+    digest = digest_json(digest_tree(folder))
+    return CheckpointPolicy(folder, with_policy_settings(params, settings, chosen), digest)
 
 
-def server_policy(chat: Chat, params: Params, chosen: frozenset[str], effort: SearchBudget) -> ServerPolicy:
-    return ServerPolicy(
-        chat, with_policy(params, {"prompt": "full", "context": LONG_CONTEXT}, chosen), effort
-    )
+def server_policy(chat: Chat, params: Params, chosen: frozenset[str]) -> ServerPolicy:
+    """Return the policy behind `chat`, with the full prompt unless the user has chosen otherwise."""
+    settings: dict[str, object] = {"prompt": "full", "context": MAX_CONTEXT}
+    return ServerPolicy(chat, with_policy_settings(params, settings, chosen))
 
 
-def with_policy(params: Params, values: dict[str, object], chosen: frozenset[str]) -> Params:
-    """`params` with the policy's own prompt and window, and long turns for the full prompt; what a person chose stays."""
+def with_policy_settings(params: Params, settings: dict[str, object], chosen: frozenset[str]) -> Params:
+    """Return `params` with the policy's `settings`, and with long turns and trajectories for the full prompt.
+
+    Keys in `chosen`, which the user has set, keep their values.
+    """
     policy = params.policy.model_copy(
-        update={key: value for key, value in values.items() if f"policy.{key}" not in chosen}
+        update={key: value for key, value in settings.items() if f"policy.{key}" not in chosen}
     )
     evaluation = params.evaluation
-    if policy.prompt == "full" and "evaluation.max_new_tokens" not in chosen:
-        evaluation = evaluation.model_copy(update={"max_new_tokens": min(LONG_TURN, policy.context // 4)})
+    if policy.prompt == "full":
+        limits = {
+            "max_new_tokens": min(FULL_PROMPT_NEW_TOKENS, policy.context // 4),
+            "max_turns": max(FULL_PROMPT_TURNS, evaluation.max_turns),
+        }
+        evaluation = evaluation.model_copy(
+            update={key: value for key, value in limits.items() if f"evaluation.{key}" not in chosen}
+        )
     return params.model_copy(update={"policy": policy, "evaluation": evaluation})

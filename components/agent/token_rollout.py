@@ -6,18 +6,17 @@ never made again from text; the suffix that carries observations is what the cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from components.agent.episode import SHORTENED, Episode, Limits, abandon
+from components.agent.episode import SHORTENED, Episode, abandon
+from components.agent.rollout import RolloutRequest
 from components.agent.tool_parser import parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import ToolCall, Trajectory
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.task import KernelTask
-from components.judge.pool import JudgePool
 from components.policy.sampler import Completion, Sampler
 
 if TYPE_CHECKING:
@@ -28,10 +27,6 @@ SMALLEST_TURN = 16
 """An episode ends when fewer tokens than this are left in the context window."""
 MARK = "\u2402assistant\u2403"
 """Stands for a sampled turn when the template is asked what follows one; no template and no prompt holds it."""
-
-
-def _nothing(done: int, total: int) -> None:
-    return
 
 
 def suffix_ids(
@@ -60,20 +55,11 @@ def suffix_ids(
 class TokenEpisode(Episode):
     """An episode whose policy takes and gives token ids; it keeps every one of them."""
 
-    def __init__(
-        self,
-        task: KernelTask,
-        params: Params,
-        tokenizer: PreTrainedTokenizerBase,
-        pool: JudgePool,
-        epoch: str,
-        *,
-        in_turns: bool,
-    ):
-        super().__init__(task, params, pool, epoch, in_turns=in_turns)
+    def __init__(self, task: KernelTask, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
         self.tokenizer = tokenizer
         # A policy with the compact prompt knows its tools; others are told by their template, where it can.
-        told = params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
+        told = self.params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
         self.descriptions = descriptions() if told else None
         text = str(
             tokenizer.apply_chat_template(
@@ -123,6 +109,9 @@ class TokenEpisode(Episode):
             self.mask += [0] * len(suffix)
             self.logprobs += [0.0] * len(suffix)
 
+    def end(self, version: str) -> Trajectory:
+        return self.finish(version, self.ids, self.mask, self.logprobs)
+
     def _messages(self, calls: Sequence[ToolCall]) -> list[str]:
         """A message for each call where the template knows tools; the compact form has one for all."""
         observations = [call.observation for call in calls]
@@ -130,68 +119,46 @@ class TokenEpisode(Episode):
 
 
 def run_episodes(
-    tasks: Sequence[KernelTask],
-    *,
-    params: Params,
-    sampler: Sampler,
-    tokenizer: PreTrainedTokenizerBase,
-    pool: JudgePool,
-    epoch: str,
-    seed: int,
-    max_turns: int,
-    max_new_tokens: int,
-    temperature: float,
-    deadline: float | None = None,
-    shorten: bool = False,
-    on_progress: Callable[[int, int], None] = _nothing,
+    request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    """One trajectory per given task, in order; repeat a task to sample it several times.
+    """Return one trajectory per task, in order; the final answer is the workspace when its episode ends.
 
-    With `max_turns` 1 the first answer is final. `epoch` names the policy update: within it, equal candidates on a task
-    share one measurement. The final answer is the state of the workspace when the episode ends. `deadline` is a moment
-    of time.monotonic after which no turn begins. `shorten` makes room in a full window by shortening old observations:
-    not for training, whose trajectories are one sequence each. Raises nothing for what a policy does; an
-    `infrastructure` verdict in `final` means that the trajectory says nothing about the policy.
+    Nothing that a policy does raises an exception. A final verdict `infrastructure` means that the trajectory says
+    nothing about the policy.
     """
-    limits = Limits(max_turns, max_new_tokens, deadline)
-    episodes = [TokenEpisode(task, params, tokenizer, pool, epoch, in_turns=max_turns > 1) for task in tasks]
+    episodes = [TokenEpisode(task, request, tokenizer) for task in request.tasks]
+    context = request.params.policy.context
     live = list(episodes)
     with ThreadPoolExecutor(max_workers=MAX_PARALLEL_CALLS, thread_name_prefix="episode") as threads:
         try:
-            for turn in range(max_turns):
-                prompts = {id(episode): episode.prompt(shorten=shorten) for episode in live}
+            for turn in range(request.max_turns):
+                prompts = {id(episode): episode.prompt(shorten=request.shorten_history) for episode in live}
                 for episode in live:
-                    if params.policy.context - len(prompts[id(episode)]) < SMALLEST_TURN:
+                    if context - len(prompts[id(episode)]) < SMALLEST_TURN:
                         episode.finish_reason = "length"
-                    elif limits.passed():
+                    elif request.is_out_of_time():
                         episode.finish_reason = "time"
                 live = [episode for episode in live if not episode.finish_reason]
                 if not live:
                     break
                 histories = [prompts[id(episode)] for episode in live]
-                budget = min(max_new_tokens, *(params.policy.context - len(history) for history in histories))
                 completions = sampler.generate(
-                    histories, max_new_tokens=budget, temperature=temperature, seed=seed * 1_000_003 + turn
+                    histories,
+                    max_new_tokens=min(request.max_new_tokens, context - max(map(len, histories))),
+                    temperature=request.temperature,
+                    seed=request.seed * 1_000_003 + turn,
                 )
-                last = turn + 1 == max_turns
-                pending = [
+                last = turn + 1 == request.max_turns
+                for future in [
                     threads.submit(episode.act, completion, last)
                     for episode, completion in zip(live, completions, strict=True)
-                ]
-                for future in pending:
+                ]:
                     future.result()
                 live = [episode for episode in live if not episode.finish_reason]
-                on_progress(len(episodes) - len(live), len(episodes))
-            return list(
-                threads.map(
-                    lambda episode: episode.finish(
-                        sampler.version, episode.ids, episode.mask, episode.logprobs
-                    ),
-                    episodes,
-                )
-            )
+                request.on_progress(len(episodes) - len(live), len(episodes))
+            return list(threads.map(lambda episode: episode.end(sampler.version), episodes))
         except BaseException:
-            abandon(episodes, threads, pool)
+            abandon(episodes, threads, request.pool)
             raise
         finally:
             for episode in episodes:

@@ -13,7 +13,7 @@ import typer
 from components.cli.common import CommonOptions, Json, answer, home_of, stderr_console, with_common_options
 
 if TYPE_CHECKING:
-    from components.agent.policies import FolderPolicy, SearchBudget, ServerPolicy
+    from components.agent.policies import CheckpointPolicy, ServerPolicy
     from components.core.config import Params, Resolved
 
 trajectory_app = typer.Typer(
@@ -74,35 +74,27 @@ def optimize(
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
         resolved = given.for_judging(f"device={device}")
         from components.agent.export import check_out, hand_over, headline
-        from components.agent.optimize import any_time
+        from components.agent.optimize import any_time, search_budget
         from components.agent.optimize import optimize as search
-        from components.agent.policies import SearchBudget
         from components.agent.user_module import user_task
         from components.judge.pool import open_pool
 
         task = user_task(module, class_name, inputs, init)
         folder = out_folder or Path(f"optimized-{module.stem}")
         check_out(folder)
-        chosen = policy_of(policy, model, resolved, SearchBudget(attempts or None, turns or None))
+        chosen = policy_of(policy, model, resolved)
         params, place, console = any_time(chosen.params), home_of(resolved), stderr_console()
         pool = open_pool(params, place / "verdicts")
         try:
             pool.prepare()
             with View(console) as view:
-                outcome = search(
-                    params,
-                    task,
-                    chosen,
-                    pool,
-                    attempts=chosen.attempts,
-                    budget_seconds=budget or None,
-                    identity=[chosen.name, str(chosen.turns), str(params.seed)],
-                    origin=str(module),
-                    progress=view,
-                )
+                limits = search_budget(params, attempts, turns, budget)
+                outcome = search(chosen, task, pool, limits, origin=str(module), progress=view)
         finally:
             pool.close()
-        record = hand_over(outcome, params, folder, place / "judge" / "builds", f"{policy} ({chosen.name})")
+        record = hand_over(
+            outcome, params, folder, place / "judge" / "builds", f"{policy} ({chosen.version})"
+        )
         console.print(headline(outcome), highlight=False, soft_wrap=True, markup=False)
         for note in outcome.notes:
             console.print(f"  {note}", highlight=False, soft_wrap=True, markup=False)
@@ -110,32 +102,28 @@ def optimize(
         out(record)
 
 
-def policy_of(name: str, model: str, resolved: Resolved, effort: SearchBudget) -> FolderPolicy | ServerPolicy:
+def policy_of(name: str, model: str, resolved: Resolved) -> CheckpointPolicy | ServerPolicy:
     """The policy that a person means: an address, a folder, or a version of the registry by alias or number."""
     from components.agent.policies import folder_policy, server_policy
     from components.core.errors import UserError
 
     params: Params = resolved.params
-    by_hand = set_by_hand(resolved)
+    by_hand = frozenset(key for key, source in resolved.sources.items() if source.startswith("--set"))
     if name.startswith(("http://", "https://")):
         from components.policy.chat_client import ChatClient
 
         client = ChatClient(name, model)
         client.choose_model()
-        return server_policy(client, params, by_hand, effort)
+        return server_policy(client, params, by_hand)
     if model:
         raise UserError(f"--model {model}: only a server has several models; give its address with --policy.")
     if Path(name).is_dir():
-        return folder_policy(Path(name), params, by_hand, effort)
+        return folder_policy(Path(name), params, by_hand)
     if name.isdigit() or name in ("champion", "candidate", "previous"):
-        return folder_policy(_version(name, resolved), params, by_hand, effort)
+        return folder_policy(_version(name, resolved), params, by_hand)
     raise UserError(
         f"--policy {name}: no such folder; give champion, a version's number, a folder, or an address such as http://localhost:8000/v1."
     )
-
-
-def set_by_hand(resolved: Resolved) -> frozenset[str]:
-    return frozenset(key for key, source in resolved.sources.items() if source.startswith("--set"))
 
 
 def _version(name: str, resolved: Resolved) -> Path:

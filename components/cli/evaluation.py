@@ -68,18 +68,16 @@ def evaluate(
         chosen += [f"evaluation.attempts={attempts}"] if attempts else []
         resolved = given.for_judging(*chosen)
         place, console = home_of(resolved), stderr_console()
-        from components.agent.policies import SearchBudget
-        from components.cli.agent import policy_of, set_by_hand
+        from components.cli.agent import policy_of
         from components.core.files import digest_json
         from components.evaluation.evaluate import evaluate as evaluate_policy
         from components.evaluation.evaluate import for_admission
-        from components.evaluation.policies import named_policy
         from components.evaluation.report import write_evaluation_report
         from components.evaluation.suites import load_suite
         from components.judge.pool import open_pool
 
         tasks = load_suite(resolved.params, dataset or _newest_dataset(place))
-        examined = named_policy(policy_of(policy, model, resolved, SearchBudget()), set_by_hand(resolved))
+        examined = policy_of(policy, model, resolved)
         params = examined.params
         settings = params.model_dump(mode="json", exclude={"home", "gate", "store", "registry"})
         epoch = digest_json([examined.digest, [task.task_id for task in tasks], settings])[:12]

@@ -21,6 +21,8 @@ from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
+from components.agent.policies import Policy
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.config import Params
 from components.core.errors import UserError
@@ -28,7 +30,6 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
-from components.evaluation.policies import Policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
@@ -129,7 +130,8 @@ def _attempts(
     seed: int,
 ) -> list[list[Trajectory]]:
     """The attempts of every task. Batches of tasks are the unit of resumption; their cut depends on parameters only."""
-    attempts = policy.params.evaluation.attempts
+    settings = policy.params.evaluation
+    attempts = settings.attempts
     size = max(1, policy.params.policy.batch // attempts)
     batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
     found: list[list[Trajectory]] = []
@@ -145,12 +147,18 @@ def _attempts(
                 progress.update("evaluation", before + finished, len(tasks) * (attempts + 1))
 
             repeated = [task for task in batch for _ in range(attempts)]
-            trajectories = policy(
-                repeated,
-                pool,
-                epoch=f"episodes/{epoch}",
-                seed=seed * 1_000_003 + index,
-                on_progress=on_progress,
+            trajectories = policy.sample(
+                RolloutRequest(
+                    tasks=repeated,
+                    params=policy.params,
+                    pool=pool,
+                    epoch=f"episodes/{epoch}",
+                    seed=seed * 1_000_003 + index,
+                    max_turns=settings.max_turns,
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=settings.temperature,
+                    on_progress=on_progress,
+                )
             )
             if all(_unserved(trajectory) and not trajectory.turns for trajectory in trajectories):
                 raise UserError(

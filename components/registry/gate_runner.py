@@ -8,6 +8,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
+from components.agent.policies import checkpoint_policy
 from components.core.config import Gate as Thresholds
 from components.core.config import Params
 from components.core.errors import UserError
@@ -16,7 +17,6 @@ from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.exploits import Sample, try_exploits
-from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import Evaluation, load_evaluation
 from components.judge.pool import JudgePool
 from components.registry import gates, models

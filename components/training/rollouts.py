@@ -6,15 +6,14 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core import config
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.task import KernelTask
-from components.judge.pool import JudgePool
 from components.policy.sampler import Sampler
 from components.training.engine import World
 from components.training.stage import Figures, Stage
@@ -23,24 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class RunEpisodes(Protocol):
-    """`components.agent.token_rollout.run_episodes`: one trajectory per given task, in order."""
-
-    def __call__(
-        self,
-        tasks: Sequence[KernelTask],
-        *,
-        params: Params,
-        sampler: Sampler,
-        tokenizer: PreTrainedTokenizerBase,
-        pool: JudgePool,
-        epoch: str,
-        seed: int,
-        max_turns: int,
-        max_new_tokens: int,
-        temperature: float,
-        on_progress: Callable[[int, int], None],
-    ) -> list[Trajectory]: ...
+RunEpisodes = Callable[[RolloutRequest, Sampler, "PreTrainedTokenizerBase"], list[Trajectory]]
+"""Type of `components.agent.token_rollout.run_episodes`: one trajectory per task of the request, in order."""
 
 
 def agent_loop() -> RunEpisodes:
@@ -135,11 +118,9 @@ def collect(
     folder = step_folder(stage.out, step)
     if world.rank == 0 and not folder.is_dir():
         assert sampler is not None, "rank 0 samples"
-        sampled = episodes(
-            [task for task in tasks for _ in range(rollouts.samples)],
+        request = RolloutRequest(
+            tasks=[task for task in tasks for _ in range(rollouts.samples)],
             params=stage.params,
-            sampler=sampler,
-            tokenizer=tokenizer,
             pool=stage.pool,
             epoch=f"{stage.out.name}/{step}",
             seed=derived_seed(stage.params.seed, stage.name, step),
@@ -148,6 +129,7 @@ def collect(
             temperature=rollouts.temperature,
             on_progress=lambda done, of: stage.progress.update(stage.name, step, total, episodes=done, of=of),
         )
+        sampled = episodes(request, sampler, tokenizer)
         trainable(sampled)
         save_trajectories(folder, sampled)
     world.barrier()

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
 
+from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.policy.sampler import Completion
 
@@ -48,16 +49,18 @@ class Prepared:
 def milliseconds_a_turn(count: int, shell: bool) -> tuple[float, float]:
     """CPU and wall milliseconds of one turn of one trajectory."""
     policy = Prepared("cat model.py | wc -l" if shell else MEASURE)
-    more = {
-        "pool": World(),
-        "epoch": "bench",
-        "seed": 0,
-        "max_turns": TURNS,
-        "max_new_tokens": 512,
-        "temperature": 1.0,
-    }
+    request = RolloutRequest(
+        tasks=[TASK] * count,
+        params=PARAMS,
+        pool=World(),
+        epoch="bench",
+        seed=0,
+        max_turns=TURNS,
+        max_new_tokens=512,
+        temperature=1.0,
+    )
     cpu, wall = time.process_time(), time.perf_counter()
-    trajectories = run_episodes([TASK] * count, params=PARAMS, sampler=policy, tokenizer=TOKENIZER, **more)
+    trajectories = run_episodes(request, policy, TOKENIZER)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert all(len(trajectory.turns) == TURNS for trajectory in trajectories)
     return cpu / count / TURNS * 1e3, wall / count / TURNS * 1e3

@@ -18,12 +18,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
 from components.core.config import PROJECT, Params, resolve
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import changes
-from components.evaluation.policies import checkpoint_policy
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool, open_pool

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cli.serve import Serve
 
 from components.agent.chat_rollout import Chat, run_chats
-from components.agent.episode import Limits
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.bootstrap.cold_start import new_model
 from components.bootstrap.tokenizer import train_tokenizer
@@ -44,15 +44,17 @@ SETTINGS = params(prompt="compact", context=2048, hidden=64, feed_forward=128, h
 
 
 def run(chat: Chat, count: int = 1) -> list[Trajectory]:
-    more: dict[str, Any] = {
-        "pool": World(),
-        "epoch": "t",
-        "seed": 0,
-        "limits": Limits(6, 256),
-        "temperature": 0.0,
-        "on_progress": lambda done, of: None,
-    }
-    return run_chats([TASK] * count, params=SETTINGS, chat=chat, **more)
+    request = RolloutRequest(
+        tasks=[TASK] * count,
+        params=SETTINGS,
+        pool=World(),
+        epoch="t",
+        seed=0,
+        max_turns=6,
+        max_new_tokens=256,
+        temperature=0.0,
+    )
+    return run_chats(request, chat)
 
 
 def conversation(heard: list[dict[str, Any]]) -> list[dict[str, Any]]:

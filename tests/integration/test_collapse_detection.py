@@ -10,13 +10,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_fixtures import episodes, params, stage
 
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file, read_json, write_json
@@ -71,9 +71,9 @@ def test_a_critic_that_fails_now_and_then_has_not_collapsed() -> None:
 
 
 def test_a_sampler_that_is_not_the_trainer_stops_the_stage(tmp_path: Path) -> None:
-    def other_policy(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        sampled = episodes(tasks, **arguments)
-        wrong = arguments["epoch"].endswith("/1")
+    def other_policy(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        sampled = episodes(request, *rest)
+        wrong = request.epoch.endswith("/1")
         return [
             dataclasses.replace(
                 trajectory,
@@ -121,8 +121,8 @@ def test_a_stage_without_good_weights_to_go_back_to_fails(tmp_path: Path) -> Non
 
 
 def test_batches_of_equal_rewards_teach_the_policy_nothing(tmp_path: Path) -> None:
-    def equal(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(tasks, **arguments)]
+    def equal(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(request, *rest)]
 
     made = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2", "warmup.learning_rate=0.01")
     result = warmup.run(made, equal)

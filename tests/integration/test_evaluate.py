@@ -18,8 +18,9 @@ import pytest
 from agent_fixtures import TASK, World, completion, kernel, server
 from typer.testing import CliRunner
 
-from components.agent.policies import SearchBudget
+from components.agent.policies import Policy, checkpoint_policy
 from components.agent.reward import milestone
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, Turn
 from components.cli.agent import policy_of
 from components.cli.main import app
@@ -29,7 +30,6 @@ from components.core.files import digest_tree
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate, for_admission
-from components.evaluation.policies import Policy, checkpoint_policy, named_policy
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
@@ -87,7 +87,7 @@ class LinePool:
 class Script:
     """A policy whose answers are written down: the line of each attempt on each task; counts how often it was asked."""
 
-    name = digest = "script"
+    name = version = digest = "script"
 
     def __init__(self, lines: dict[str, list[str]], **evaluation: Any):
         self.lines = lines
@@ -95,13 +95,11 @@ class Script:
         found = resolve("ci", ("policy.batch=4",)).params
         self.params = found.model_copy(update={"evaluation": found.evaluation.model_copy(update=evaluation)})
 
-    def __call__(
-        self, tasks: Sequence[KernelTask], pool: Any, *, epoch: str, seed: int, on_progress: Any
-    ) -> list[Trajectory]:
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
         self.asked += 1
         seen: Counter[str] = Counter()
         found = []
-        for task in tasks:
+        for task in request.tasks:
             line = self.lines[task.task_id][seen[task.task_id]]
             seen[task.task_id] += 1
             files = {"kernels/forward.cpp": line} if line else {}
@@ -122,7 +120,7 @@ class Script:
                     files,
                 )
             )
-            on_progress(len(found), len(tasks))
+            request.on_progress(len(found), len(request.tasks))
         return found
 
 
@@ -329,7 +327,7 @@ def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
 def said(url: str, **sets: Any) -> Policy:
     """The policy that `--policy URL` names."""
     resolved = resolve("ci", tuple(f"{key}={value}" for key, value in sets.items()))
-    return named_policy(policy_of(url, "", resolved, SearchBudget()), frozenset(sets))
+    return policy_of(url, "", resolved)
 
 
 def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(
@@ -371,8 +369,8 @@ def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered
 
 def test_a_task_on_which_the_server_failed_is_an_error_and_no_miss(tmp_path: Path) -> None:
     class Failing(Script):
-        def __call__(self, tasks: Sequence[KernelTask], pool: Any, **rest: Any) -> list[Trajectory]:
-            found = super().__call__(tasks, pool, **rest)
+        def sample(self, request: RolloutRequest) -> list[Trajectory]:
+            found = super().sample(request)
             return [replace(found[0], finish_reason="server", error="gone"), *found[1:]]
 
     found = run(tmp_path, LinePool(), Failing(LINES, attempts=1), tasks=TASKS[:2])
@@ -439,9 +437,9 @@ KERNEL(forward) {
 class KnowsGelu(Script):
     """A policy that writes one kernel and gives up on every other task."""
 
-    def __call__(self, tasks: Sequence[KernelTask], pool: Any, **rest: Any) -> list[Trajectory]:
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
         found = []
-        for task in tasks:
+        for task in request.tasks:
             files = GELU if task.name == "1_gelu" else {}
             verdict = Verdict(status="build_failed", reason="nothing")
             found.append(

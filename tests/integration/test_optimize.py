@@ -16,15 +16,16 @@ import torch
 from agent_fixtures import EVIDENCE, MEASURE, TASK, Script, World, call, params, tokenizer, verdict_of, write
 
 from components.agent.export import check_out, drop_in, hand_over, headline
-from components.agent.optimize import NOT_LEARNED, Outcome, optimize
-from components.agent.policies import FolderPolicy, SearchBudget, folder_policy, with_policy
+from components.agent.optimize import NOT_LEARNED, Outcome, SearchBudget, optimize, search_budget
+from components.agent.policies import folder_policy, with_policy_settings
+from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.agent.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import write_kernel
 from components.cli.main import main
-from components.core.config import PROJECT, Params
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, load_task
@@ -38,44 +39,25 @@ TOKENIZER = tokenizer()
 Lines = Callable[[int, int], str]
 
 
-def scripted(lines: Lines, params: Params, tokenizer: Any = TOKENIZER) -> Any:
-    def policy(
-        task: KernelTask,
-        count: int,
-        pool: Any,
-        *,
-        epoch: str,
-        deadline: float | None,
-        on_progress: Callable[[int, int], None],
-    ) -> list[Trajectory]:
-        return run_episodes(
-            [task] * count,
-            params=params,
-            sampler=Script(tokenizer, lines),
-            tokenizer=tokenizer,
-            pool=pool,
-            epoch=epoch,
-            seed=0,
-            max_turns=3,
-            max_new_tokens=2048,
-            temperature=1.0,
-            deadline=deadline,
-            on_progress=on_progress,
-        )
+class Scripted:
+    """A policy that says `lines` in the agent loop over tokens."""
 
-    return policy
+    name = version = digest = "script"
+
+    def __init__(self, lines: Lines):
+        self.lines = lines
+        self.params = params(context=4096)
+
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
+        return run_episodes(request, Script(TOKENIZER, self.lines), TOKENIZER)
 
 
 def search(lines: Lines, world: Any = None, attempts: int = 2, task: KernelTask = TASK) -> Outcome:
-    settings = params(context=4096)
     return optimize(
-        settings,
+        Scripted(lines),
         task,
-        scripted(lines, settings),
         world or World(),
-        attempts=attempts,
-        budget_seconds=None,
-        identity=["test"],
+        SearchBudget(attempts, turns=3),
         origin="my.py",
         progress=Quiet(),
     )
@@ -232,9 +214,9 @@ def test_the_examples_speak_the_language_of_the_small_policy(name: str) -> None:
 
 def test_what_a_policy_was_made_for_comes_with_it_and_a_persons_choice_stays() -> None:
     base = params()
-    full = with_policy(base, {"prompt": "full", "context": 32_768}, frozenset())
+    full = with_policy_settings(base, {"prompt": "full", "context": 32_768}, frozenset())
     assert (full.policy.prompt, full.policy.context, full.evaluation.max_new_tokens) == ("full", 32_768, 8192)
-    chosen = with_policy(
+    chosen = with_policy_settings(
         base,
         {"prompt": "full", "context": 32_768},
         frozenset({"policy.context", "evaluation.max_new_tokens"}),
@@ -247,7 +229,7 @@ def test_what_a_policy_was_made_for_comes_with_it_and_a_persons_choice_stays() -
 
 def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json is missing"):
-        folder_policy(tmp_path, params(), frozenset(), SearchBudget())
+        folder_policy(tmp_path, params(), frozenset())
 
 
 # --- what it leaves ----------------------------------------------------------------------------------------------------
@@ -373,11 +355,10 @@ def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_rec
     assert len(list(pool.verdicts.rglob("*.json"))) == measured + 2
 
 
-def test_the_loop_of_a_folder_policy_is_made_of_its_own_parameters() -> None:
-    policy = FolderPolicy(Path("nowhere"), params(prompt="compact"), "digest", SearchBudget())
-    assert (policy.attempts, policy.turns) == (24, params().evaluation.max_turns)
-    full = FolderPolicy(Path("nowhere"), params(prompt="full"), "digest", SearchBudget(turns=7))
-    assert (full.attempts, full.turns) == (4, 7)
+def test_a_search_takes_as_long_as_suits_the_prompt_unless_a_person_says_otherwise() -> None:
+    compact = params(prompt="compact")
+    assert search_budget(compact) == SearchBudget(24, compact.evaluation.max_turns, None)
+    assert search_budget(params(prompt="full"), turns=7, seconds=60) == SearchBudget(4, 7, 60)
 
 
 @pytest.mark.parametrize(

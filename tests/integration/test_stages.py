@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_fixtures import episodes, params, stage
 
+from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories, save_trajectories
 from components.core.config import PROJECT
 from components.core.errors import StageFailed, UserError
@@ -39,10 +39,10 @@ class Killed(BaseException):
 def killed_at(step: int) -> Any:
     """Episodes that die when the given step samples."""
 
-    def run(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        if arguments["epoch"].endswith(f"/{step}"):
+    def run(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        if request.epoch.endswith(f"/{step}"):
             raise Killed
-        return episodes(tasks, **arguments)
+        return episodes(request, *rest)
 
     return run
 
@@ -106,9 +106,9 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
     assert load_result(killed.out) is None
     sampled: list[str] = []
 
-    def counting(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        sampled.append(arguments["epoch"])
-        return episodes(tasks, **arguments)
+    def counting(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        sampled.append(request.epoch)
+        return episodes(request, *rest)
 
     resumed = warmup.run(killed, counting)
     assert sampled == ["warmup/3"], (
@@ -122,9 +122,9 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
 
 
 def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: Path) -> None:
-    def truncating(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        sampled = episodes(tasks, **arguments)
-        bad = arguments["epoch"].endswith("/2")
+    def truncating(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        sampled = episodes(request, *rest)
+        bad = request.epoch.endswith("/2")
         return [
             dataclasses.replace(trajectory, finish_reason="length" if bad else "stop")
             for trajectory in sampled
@@ -142,11 +142,10 @@ def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: P
 
 
 def test_a_policy_that_collapses_before_its_first_state_goes_back_to_its_start(tmp_path: Path) -> None:
-    def truncating(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        finish = "stop" if arguments["epoch"].endswith("/0") else "length"
+    def truncating(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        finish = "stop" if request.epoch.endswith("/0") else "length"
         return [
-            dataclasses.replace(trajectory, finish_reason=finish)
-            for trajectory in episodes(tasks, **arguments)
+            dataclasses.replace(trajectory, finish_reason=finish) for trajectory in episodes(request, *rest)
         ]
 
     made = stage(
@@ -176,11 +175,9 @@ def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None
 
 
 def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Path) -> None:
-    def failing(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
+    def failing(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
         broken = (Verdict(status="infrastructure", reason="no bubblewrap"),)
-        return [
-            dataclasses.replace(trajectory, verdicts=broken) for trajectory in episodes(tasks, **arguments)
-        ]
+        return [dataclasses.replace(trajectory, verdicts=broken) for trajectory in episodes(request, *rest)]
 
     made = stage(tmp_path, "warmup", "warmup.steps=1")
     with pytest.raises(UserError, match="no bubblewrap"):
@@ -325,8 +322,8 @@ def test_a_trajectory_whose_mask_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path: Path) -> None:
-    def equal(tasks: Sequence[Any], **arguments: Any) -> list[Trajectory]:
-        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(tasks, **arguments)]
+    def equal(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(request, *rest)]
 
     warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")

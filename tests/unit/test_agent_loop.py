@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import threading
@@ -27,9 +28,11 @@ from agent_fixtures import (
 )
 
 from components.agent.chat_rollout import run_chats
-from components.agent.episode import SHORTENED, Limits
+from components.agent.episode import SHORTENED
+from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes, suffix_ids
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.core.config import Params
 from components.core.errors import UserError
 from components.core.task import KernelTask
 from components.judge.pool import LocalPool
@@ -51,11 +54,9 @@ def run(
     **more: Any,
 ) -> list[Trajectory]:
     """`lines(sequence, turn)` where `sequence` counts the live ones."""
-    return run_episodes(
-        [TASK] * count,
+    request = RolloutRequest(
+        tasks=[TASK] * count,
         params=params(**more.pop("policy", {"context": 4096})),
-        sampler=Script(TOKENIZER, lines, cut),
-        tokenizer=TOKENIZER,
         pool=more.pop("pool", World()),
         epoch="test",
         seed=0,
@@ -64,21 +65,17 @@ def run(
         temperature=1.0,
         **more,
     )
+    return run_episodes(request, Script(TOKENIZER, lines, cut), TOKENIZER)
 
 
 def chat(talk: Any, *, turns: int = 6, count: int = 1, **policy: Any) -> list[Trajectory]:
     settings = params(prompt="full", context=32_768) if not policy else params(**policy)
-    limits = Limits(turns, 512)
-    return run_chats(
-        [TASK] * count,
-        params=settings,
-        chat=talk,
-        pool=World(),
-        epoch="t",
-        seed=0,
-        limits=limits,
-        temperature=1.0,
-        on_progress=lambda a, b: None,
+    return run_chats(rollout_request([TASK] * count, settings, World(), turns), talk)
+
+
+def rollout_request(tasks: list[KernelTask], settings: Params, pool: Any, turns: int) -> RolloutRequest:
+    return RolloutRequest(
+        tasks, settings, pool, epoch="t", seed=0, max_turns=turns, max_new_tokens=512, temperature=1.0
     )
 
 
@@ -117,17 +114,7 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
             writing = json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})
             talks = Talk([[("Write", writing), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
             tasks = [TASK.model_copy(update={"task_id": f"{i:016x}"}) for i in range(200)]
-            run_chats(
-                tasks,
-                params=settings,
-                chat=talks,
-                pool=pool,
-                epoch="t",
-                seed=0,
-                limits=Limits(4, 512),
-                temperature=1.0,
-                on_progress=lambda a, b: None,
-            )
+            run_chats(rollout_request(tasks, settings, pool, turns=4), talks)
     signal.signal(signal.SIGUSR1, before)
     pool.close()
     assert len(judged) <= 10
@@ -207,17 +194,10 @@ def test_a_full_window_ends_a_trajectory_with_its_record_whole() -> None:
 def test_shortening_makes_room_and_keeps_the_record_exact() -> None:
     script = Script(TOKENIZER, lambda i, t: call("Read", file_path="binding_registry.h", limit=9))
     settings = params(context=1500)
-    more: dict[str, Any] = {
-        "pool": World(),
-        "epoch": "t",
-        "seed": 0,
-        "max_turns": 6,
-        "max_new_tokens": 64,
-        "temperature": 1.0,
-    }
-    (trajectory,) = run_episodes(
-        [TASK], params=settings, sampler=script, tokenizer=TOKENIZER, shorten=True, **more
+    request = dataclasses.replace(
+        rollout_request([TASK], settings, World(), turns=6), max_new_tokens=64, shorten_history=True
     )
+    (trajectory,) = run_episodes(request, script, TOKENIZER)
     assert trajectory.finish_reason == "turns" and len(trajectory.ids) > 1500
     assert trajectory.turns[0].shortened == 0 and trajectory.turns[-1].shortened > 0
     last = script.prompts[-1][0]

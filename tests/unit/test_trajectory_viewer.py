@@ -6,13 +6,13 @@ import dataclasses
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
 
 from components.agent import trajectory_viewer
 from components.agent.replay import replay
+from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory, save_trajectories
 from components.core.errors import UserError
@@ -31,15 +31,17 @@ SAID = [
 @pytest.fixture(scope="module")
 def trajectory() -> Trajectory:
     script = Script(TOKENIZER, lambda i, t: SAID[t])
-    more: dict[str, Any] = {
-        "pool": World(),
-        "epoch": "t",
-        "seed": 0,
-        "max_turns": 9,
-        "max_new_tokens": 512,
-        "temperature": 1.0,
-    }
-    return run_episodes([TASK], params=params(context=4096), sampler=script, tokenizer=TOKENIZER, **more)[0]
+    request = RolloutRequest(
+        tasks=[TASK],
+        params=params(context=4096),
+        pool=World(),
+        epoch="t",
+        seed=0,
+        max_turns=9,
+        max_new_tokens=512,
+        temperature=1.0,
+    )
+    return run_episodes(request, script, TOKENIZER)[0]
 
 
 class Links(HTMLParser):
