@@ -47,7 +47,7 @@ MAKERS = ("components/synthesis", "components/core/task.py")
 """Sources that a data set is made from; the judge's part in it is in the parameters and the verdicts."""
 
 
-@task(name="dataset", persist_result=False, cache_policy=NO_CACHE)
+@task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
 def dataset(night: PipelineRun, progress: Progress) -> Record:
     """Reproduce the data set, keep its version beside its lock file, and push it to the remote."""
     started = time.monotonic()

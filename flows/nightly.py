@@ -206,10 +206,12 @@ def store_artifacts(night: PipelineRun, policy: Record, dataset_folder: Path) ->
 
 
 def run_pipeline(night: PipelineRun, progress: Progress) -> Record:
-    """Run the story as a Prefect flow in this process. The home is locked and the environment prepared by the caller."""
-    named = flow(
-        name="nightly", flow_run_name=f"{night.profile or 'base'}-{night.run_id}", persist_result=False
-    )(lambda: story(night, progress))
+    """Run the pipeline as a Prefect flow in this process. The caller has locked the home and prepared the environment."""
+
+    @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
+    def nightly(run_id: str, profile: str, device: str, home: str) -> Record:
+        """Run every stage; the parameters are what Prefect's page shows of the run."""
+        return story(night, progress)
+
     with tags(night.run_id):
-        record: Record = named()
-    return record
+        return nightly(night.run_id, night.profile or "base", night.params.device, str(night.home))

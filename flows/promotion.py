@@ -34,7 +34,7 @@ from flows.evaluation import evaluate_checkpoint, load
 from flows.steps import Context, Record
 
 
-@task(name="register", persist_result=False, cache_policy=NO_CACHE)
+@task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
 def register(context: Context, policy: Record, evaluation: Record) -> str:
     """The night's model version: a copy of the checkpoint with its evidence."""
     night, tracking = context.night, context.tracking
@@ -70,7 +70,7 @@ class Champion:
     record: Record
 
 
-@task(name="gate", persist_result=False, cache_policy=NO_CACHE)
+@task(name="gate", task_run_name="gate", persist_result=False, cache_policy=NO_CACHE)
 def decide(
     context: Context,
     version: str,
@@ -107,7 +107,7 @@ def decide(
     return decision
 
 
-@task(name="promote", persist_result=False, cache_policy=NO_CACHE)
+@task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
     """Settle the version as the decision says, with its entry in the audit chain; one that waits stays `candidate`."""
     night = context.night

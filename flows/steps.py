@@ -15,12 +15,16 @@ from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
 )
 from prefect.context import FlowRunContext
-from prefect.states import Crashed, StateType
+from prefect.states import Crashed, State, StateType
 
 from components.core.errors import UserError
 from components.core.files import digest_file, read_json, write_json
@@ -116,18 +120,28 @@ def check(home: Path, record: Record) -> None:
 
 
 def mark_crashed_runs(tag: str) -> None:
-    """Mark earlier attempts of this run that were killed: nobody else will, they stay RUNNING for ever."""
-    current = FlowRunContext.get()
-    own = current.flow_run.id if current is not None and current.flow_run is not None else None
+    """Mark other flow runs with this tag that are RUNNING or PENDING, and their tasks, as Crashed.
+
+    They are earlier attempts whose process was killed: no process is left to report their end.
+    """
+    context = FlowRunContext.get()
+    current = context.flow_run.id if context is not None and context.flow_run is not None else None
+    crashed: State[None] = Crashed(message="killed; continued by a later attempt")
+    unfinished = [StateType.RUNNING, StateType.PENDING]
     with get_client(sync_client=True) as client:
-        running = FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[tag]),
-            state=FlowRunFilterState(
-                type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
-            ),
-        )
-        for flow_run in client.read_flow_runs(flow_run_filter=running):
-            if flow_run.id != own:
-                client.set_flow_run_state(
-                    flow_run.id, Crashed(message="killed; continued by a later attempt"), force=True
-                )
+        for flow_run in client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(
+                tags=FlowRunFilterTags(all_=[tag]),
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
+            )
+        ):
+            if flow_run.id == current:
+                continue
+            for task_run in client.read_task_runs(
+                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])),
+                task_run_filter=TaskRunFilter(
+                    state=TaskRunFilterState(type=TaskRunFilterStateType(any_=unfinished))
+                ),
+            ):
+                client.set_task_run_state(task_run.id, crashed, force=True)
+            client.set_flow_run_state(flow_run.id, crashed, force=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """Input or an environment that a person must mend: one sentence with file, field and mend. Exit code 2."""
@@ -28,3 +30,13 @@ class TaskError(Exception):
 
 class StageFailed(Exception):
     """A training stage whose result must not be used: one sentence with the figure that fell short."""
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, then what it was raised from (its cause, or else its context), back to the first one."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

@@ -199,8 +199,44 @@ def test_mlflow_shows_one_run_and_one_version_after_ten_kills(survivor: Survivor
 @pytest.mark.timeout(1800)
 def test_prefect_keeps_no_run_that_pretends_to_go_on(survivor: Survivor) -> None:
     with sqlite3.connect(survivor.home / "prefect" / "prefect.db") as database:
-        states = {state for (state,) in database.execute("select state_type from flow_run")}
-    assert "COMPLETED" in states and not states & {"RUNNING", "PENDING"}
+        for table in ("flow_run", "task_run"):
+            states = {state for (state,) in database.execute(f"select state_type from {table}")}
+            assert "COMPLETED" in states and not states & {"RUNNING", "PENDING"}, table
+
+
+TASKS = [
+    "dataset",
+    "coldstart",
+    "cold start",
+    "warmup",
+    "rejection",
+    "critic",
+    "agentic",
+    "evaluation",
+    "register",
+    "gate",
+    "promote",
+]
+
+
+def newest_flow_run(home: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Parameters of the newest flow run in Prefect's database, and name and state of its tasks in order."""
+    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
+        number, parameters = database.execute(
+            "select id, parameters from flow_run order by start_time desc"
+        ).fetchone()
+        tasks = database.execute(
+            "select name, state_name from task_run where flow_run_id = ? order by start_time", (number,)
+        ).fetchall()
+    return json.loads(parameters), tasks
+
+
+def test_prefect_shows_the_parameters_and_the_state_of_every_stage(first: Done, home: Path) -> None:
+    parameters, tasks = newest_flow_run(home)
+    run_id = first.record["run_id"]
+    assert parameters == {"run_id": run_id, "profile": "ci", "device": "cpu", "home": str(home)}
+    assert [name for name, _ in tasks] == TASKS
+    assert {state for _, state in tasks} <= {"Completed", "Cached"}
 
 
 def test_a_second_run_only_says_that_there_is_nothing_to_do(first: Done, home: Path) -> None:
@@ -216,6 +252,11 @@ def test_a_stricter_gate_trains_nothing_again_and_refuses_with_the_figure(first:
     assert done.code == 4 and done.record["gate"]["verdict"] == "refused"
     assert all(stage["cached"] for stage in done.record["stages"]) and done.record["dataset"]["cached"]
     assert any("geomean.eager" in reason and "100" in reason for reason in done.record["gate"]["reasons"])
+    _, tasks = newest_flow_run(home)
+    made_again = {"dataset", "champion", "register", "gate", "promote"}
+    assert {name: state for name, state in tasks if name not in made_again} == {
+        name: "Cached" for name in TASKS if name not in made_again
+    }
     assert (home / "runs" / done.record["run_id"] / "refusal.json").is_file()
     client = connect(resolve("ci").params.registry, home)
     assert {
