@@ -49,11 +49,11 @@ def approval(
     params = resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ()))).params
     place = Path(params.home).expanduser().resolve()
     client = connect(params.registry, place)
-    office = Promotion(client, params.registry, place)
-    number, waiting = office.waiting(version)
-    report = models.describe(client, office.model, number)["tags"].get("report", "none")
+    promotion = Promotion(client, params.registry, place)
+    number, waiting = promotion.waiting(version)
+    report = models.describe(client, promotion.model, number)["tags"].get("report", "none")
     left = (datetime.fromisoformat(waiting.evidence["deadline"]) - datetime.now(UTC)).total_seconds()
-    question = f"Version {number} of {office.model} passed its gates. Report: {report}. Undecided by {waiting.evidence['deadline']} it expires."
+    question = f"Version {number} of {promotion.model} passed its gates. Report: {report}. Undecided by {waiting.evidence['deadline']} it expires."
     try:
         form = Answer.with_initial_data(description=question)
         # A second more than is left: when Prefect gives up, the deadline has passed for certain.
@@ -61,9 +61,9 @@ def approval(
             wait_for_input=form, timeout=max(0, math.ceil(left)) + 1, poll_interval=poll_seconds
         )
     except FlowPauseTimeout:
-        expired = [entry for entry in office.expire() if entry.version == number]
-        return (expired[0] if expired else office.waiting(version)[1]).model_dump(mode="json")
-    decide = office.approve if answer.approve else office.decline
+        expired = [entry for entry in promotion.expire() if entry.version == number]
+        return (expired[0] if expired else promotion.waiting(version)[1]).model_dump(mode="json")
+    decide = promotion.approve if answer.approve else promotion.decline
     return decide(number, who=answer.who, reason=answer.reason).model_dump(mode="json")
 
 

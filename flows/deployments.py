@@ -31,11 +31,12 @@ from flows import process_reaper, run_context
 from flows.approval import approval, ask
 from flows.data import dataset
 from flows.evaluation import figures
-from flows.nightly import story
+from flows.nightly import nightly_pipeline
+from flows.progress import DiskGuard
 from flows.retry_policy import retry_by_kind
 from flows.run_context import PipelineRun
 from flows.steps import Record
-from flows.training_events import Signals
+from flows.training_events import EventProgress
 
 LEASE_SECONDS = 60.0
 LAST_ATTEMPT = 4
@@ -48,7 +49,7 @@ def settings(profile: str, sets: list[str] | None, home: str, *more: str) -> Res
 
 def at_work(night: PipelineRun, work: Callable[[Progress], Record]) -> Record:
     """Do `work` as the only flow in the home, again after faults that pass."""
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
 
     attempt, logger = flow_run.run_count or 1, get_run_logger()
     if attempt > LAST_ATTEMPT:
@@ -59,8 +60,8 @@ def at_work(night: PipelineRun, work: Callable[[Progress], Record]) -> Record:
     # Killed, this process takes DVC, the judge and what they started with it: they would hold locks against its next attempt.
     process_reaper.start_reaper()
 
-    with View(Console(stderr=True)) as view:
-        progress = Signals(view, night.params, night.home, str(flow_run.id))
+    with ProgressView(Console(stderr=True)) as view:
+        progress = EventProgress(view, night.params, night.home, str(flow_run.id))
 
         def once() -> Record:
             with (
@@ -83,12 +84,12 @@ def nightly(
 ) -> dict[str, Any]:
     """What `cuda-agent run` does. `dated` makes the day it was scheduled for the seed: a retry of a night is the same run."""
     day = [f"seed={flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"] if dated else []
-    night = run_context.open_night(settings(profile, sets, home, *day), redo_from)
+    night = run_context.open_run(settings(profile, sets, home, *day), redo_from)
 
     chosen = [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
 
     def work(progress: Progress) -> Record:
-        record = story(night, progress)
+        record = nightly_pipeline(night, progress)
         version = record["model"]["version"]
         if record["gate"]["verdict"] == "waiting" and not ask(version, profile, chosen):
             get_run_logger().warning(
@@ -103,7 +104,7 @@ def nightly(
 def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
     """The data set that the next night will ask for; with nothing changed it is there at once."""
     night = PipelineRun(settings(profile, sets, home))
-    return at_work(night, lambda progress: dataset(night, run_context.Watched(progress, night.home)))
+    return at_work(night, lambda progress: dataset(night, DiskGuard(progress, night.home)))
 
 
 @flow(name="evaluation", persist_result=False)

@@ -15,6 +15,7 @@ from components.evaluation.metrics import Summary, TaskResult
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool
+from flows.progress import RenamedProgress
 from flows.steps import SAMPLING, Context, Record
 
 
@@ -38,7 +39,7 @@ def evaluate_checkpoint(context: Context, name: str, policy: Record) -> Record:
             folder,
             # The judge measures anew for every evaluation, and gives a resumed one what it measured already.
             epoch=folder.name,
-            progress=Named(context, name),
+            progress=RenamedProgress(context.progress, name),
             seed=night.params.seed,
             admit=context.pool.admit if isinstance(context.pool, LocalPool) else None,
         )
@@ -53,17 +54,6 @@ def evaluate_checkpoint(context: Context, name: str, policy: Record) -> Record:
     return context.step(
         evaluate_policy, "evaluation", (*SAMPLING, "evaluation"), digests, call, name="evaluation", title=name
     )
-
-
-class Named:
-    """Progress of one evaluation under its own name."""
-
-    def __init__(self, context: Context, name: str):
-        self.context = context
-        self.name = name
-
-    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        self.context.progress.update(self.name, step, total, **figures)
 
 
 def load(context: Context, record: Record) -> Evaluation:

@@ -24,17 +24,17 @@ from components.storage import open_store, put_checkpoint
 from flows import run_context
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
-from flows.metrics_progress import Measured
+from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.run_context import PipelineRun
 from flows.steps import Context, Record, mark_crashed_runs
 from flows.training import cold_start, stage_four, stage_one, stage_three, stage_two
 
 
-def story(night: PipelineRun, progress: Progress) -> Record:
+def nightly_pipeline(night: PipelineRun, progress: Progress) -> Record:
     """The whole night inside a running flow; returns the record that run.json holds."""
     started = time.monotonic()
-    progress = Measured(run_context.Watched(progress, night.home), night.home)
+    progress = MetricsProgress(DiskGuard(progress, night.home), night.home)
     mark_crashed_runs(night.run_id)
     data = dataset(night, progress)
     context = open_context(night, progress, data)
@@ -211,7 +211,7 @@ def run_pipeline(night: PipelineRun, progress: Progress) -> Record:
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
     def nightly(run_id: str, profile: str, device: str, home: str) -> Record:
         """Run every stage; the parameters are what Prefect's page shows of the run."""
-        return story(night, progress)
+        return nightly_pipeline(night, progress)
 
     with tags(night.run_id):
         return nightly(night.run_id, night.profile or "base", night.params.device, str(night.home))

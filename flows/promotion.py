@@ -92,7 +92,7 @@ def decide(
             "digest": champion.record["digest"],
         }.items():
             client.set_model_version_tag(model, version, f"{gate_runner.COMPARED}.{name}", value)
-    found = gate_runner.collect(
+    found = gate_runner.evaluate_gates(
         night.params.gate,
         after,
         load(context, champion.record) if champion is not None else None,
@@ -111,9 +111,9 @@ def decide(
 def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
     """Settle the version as the decision says, with its entry in the audit chain; one that waits stays `candidate`."""
     night = context.night
-    office = Promotion(context.tracking.client, night.params.registry, night.home)
-    office.expire()
-    office.settle(
+    promotion = Promotion(context.tracking.client, night.params.registry, night.home)
+    promotion.expire()
+    promotion.apply_decision(
         version,
         decision,
         champion=champion.version if champion is not None else None,

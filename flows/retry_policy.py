@@ -22,24 +22,24 @@ from flows.run_context import Busy
 
 
 @dataclass(frozen=True)
-class Kind:
+class RetryKind:
     """A kind of fault that passes. `delays` are the seconds before each further try."""
 
     name: str
     delays: tuple[float, ...]
 
 
-SERVICE = Kind("service", (5.0, 30.0, 120.0, 600.0))
+SERVICE = RetryKind("service", (5.0, 30.0, 120.0, 600.0))
 """A server or the network is away: a restart takes seconds, a failed node minutes."""
-BUSY = Kind("busy", (60.0, 300.0, 900.0, 1800.0))
+BUSY = RetryKind("busy", (60.0, 300.0, 900.0, 1800.0))
 """Somebody else works in the home or holds DVC's lock: wait for it as long as a short run takes."""
-JUDGE = Kind("judge", (30.0, 300.0))
+JUDGE = RetryKind("judge", (30.0, 300.0))
 """The judge failed by its own fault after its own attempts."""
 
 UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
 
 
-def kind_of(error: BaseException) -> Kind | None:
+def retry_kind(error: BaseException) -> RetryKind | None:
     """The kind of a fault, looked for in the error and what caused it; None when it does not pass."""
     for seen in _chain(error):
         match seen:
@@ -73,12 +73,12 @@ def retry_by_kind(
 
     `call` must be safe to repeat: a night is, since every step of it is found again by its digests.
     """
-    used: dict[Kind, int] = {}
+    used: dict[RetryKind, int] = {}
     while True:
         try:
             return call()
         except Exception as error:
-            kind = kind_of(error)
+            kind = retry_kind(error)
             if kind is None or used.get(kind, 0) >= len(kind.delays):
                 raise
             delay = kind.delays[used.get(kind, 0)]

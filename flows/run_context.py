@@ -31,8 +31,7 @@ from typing import Any
 
 from components.core.config import PROJECT, Params, Resolved
 from components.core.errors import UserError
-from components.core.files import digest_json, digest_tree, read_json, verify_files, write_json
-from components.core.progress import Progress
+from components.core.files import digest_json, digest_tree, free_bytes, read_json, verify_files, write_json
 
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
 """In order; `--from` takes one of these."""
@@ -43,7 +42,6 @@ HOME_SLOT = "cuda-agent-home"
 MANIFEST = "manifest.json"
 """Of a run: the digest of everything that it made."""
 LEAST_FREE_BYTES = 256 * 2**20
-FULL_BYTES = 16 * 2**20
 LOCK_SECONDS = 3.0
 """A killed run's children die a moment after it and may hold the lock until then."""
 
@@ -115,7 +113,7 @@ class PipelineRun:
         return self.home / "stages" / f"{name}-{key[:12]}"
 
 
-def open_night(resolved: Resolved, redo_from: str = "") -> PipelineRun:
+def open_run(resolved: Resolved, redo_from: str = "") -> PipelineRun:
     """The run that these parameters mean in their home.
 
     With `redo_from` the stage and all that follow are to be done once more. The wish is kept in the home, so that a
@@ -178,30 +176,6 @@ def prepare_home(home: Path) -> None:
         raise UserError(
             f"{home}: the disk has {free_bytes(home) / 2**20:.0f} MiB left and {needed}; free some space or give another folder with --home."
         )
-
-
-def free_bytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-class Watched:
-    """Progress that ends the run with one sentence when the disk is full.
-
-    A part that cannot write may take that for the candidate's fault, or try again for long: the judge's builds fail,
-    candidate after candidate. What was finished before is untouched, and the same command continues.
-    """
-
-    def __init__(self, progress: Progress, home: Path):
-        self.progress = progress
-        self.home = home
-
-    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        self.progress.update(stage, step, total, **figures)
-        if free_bytes(self.home) < FULL_BYTES:
-            raise UserError(
-                f"{self.home}: the disk is full; free some space or give another folder with --home, then run the same command again."
-            )
 
 
 @contextlib.contextmanager

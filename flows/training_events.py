@@ -25,7 +25,7 @@ CRITIC_STEPS = 5
 """A critic that explains less than nothing for so many steps in a row has lost the policy."""
 
 
-class Signals:
+class EventProgress:
     """A `Progress` that also emits events about flow run `run_id`."""
 
     def __init__(

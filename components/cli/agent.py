@@ -68,7 +68,7 @@ def optimize(
     ] = "",
 ) -> None:
     """Make a PyTorch module faster: a verified, measured kernel, or an honest "no gain found". Exit 0 either way."""
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
 
     with answer(given.as_json) as out:
         device = device or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
@@ -87,7 +87,7 @@ def optimize(
         pool = open_pool(params, place / "verdicts")
         try:
             pool.prepare()
-            with View(console) as view:
+            with ProgressView(console) as view:
                 limits = search_budget(params, attempts, turns, budget)
                 outcome = search(chosen, task, pool, limits, origin=str(module), progress=view)
         finally:

@@ -13,7 +13,7 @@ from components.cli.common import CommonOptions, Json, answer, home_of, stderr_c
 
 if TYPE_CHECKING:
     from components.core.config import Resolved
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
     from components.judge.pool import LocalPool
     from components.synthesis.dataset_summary import Summary
 
@@ -240,14 +240,14 @@ def data_pull(
 
 
 @contextlib.contextmanager
-def _judged(resolved: Resolved) -> Iterator[tuple[LocalPool, View]]:
+def _judged(resolved: Resolved) -> Iterator[tuple[LocalPool, ProgressView]]:
     """The pool that admits, and the view that shows how far it is."""
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
     from components.judge.pool import open_pool
 
     pool = open_pool(resolved.params, home_of(resolved) / "verdicts")
     try:
-        with View(stderr_console()) as view:
+        with ProgressView(stderr_console()) as view:
             yield pool, view
     finally:
         pool.close()

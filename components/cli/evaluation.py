@@ -56,7 +56,7 @@ def evaluate(
 ) -> None:
     """Evaluate a policy: episodes in the agent loop, then each final answer measured anew; the same command continues a killed one."""
     from components.core.errors import UserError
-    from components.core.progress_view import View, evaluation_table
+    from components.core.progress_view import ProgressView, evaluation_table
 
     with answer(given.as_json) as out:
         chosen = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
@@ -88,7 +88,7 @@ def evaluate(
             )
         pool = open_pool(for_admission(params), place / "verdicts")
         try:
-            with View(console) as view:
+            with ProgressView(console) as view:
                 found = evaluate_policy(
                     examined,
                     tasks,

@@ -74,13 +74,13 @@ def run(
     A finished run with the same parameters and code is only reported. An interrupted one continues where it stopped.
     """
     from components.core import telemetry
-    from components.core.progress_view import View, final_table
+    from components.core.progress_view import ProgressView, final_table
     from flows import process_reaper, run_context
     from flows.server import prefect_server
 
     with answer(given.as_json) as out:
         resolved = given.resolved()
-        night = run_context.open_night(resolved, redo_from)
+        night = run_context.open_run(resolved, redo_from)
         console = stderr_console()
         record = run_context.finished(night)
         if record is not None:
@@ -111,7 +111,7 @@ def run(
                         import_store(night.params.registry)
                         server.wait()
                     try:
-                        with View(console) as view:
+                        with ProgressView(console) as view:
                             record = run_pipeline(night, view)
                     except StageFailed as error:
                         from components.training.collapse_detection import Terminated

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from components.core.config import Resolved
-    from components.registry.audit import Entry
+    from components.registry.audit import AuditEntry
     from components.registry.promotion import Promotion
 
 FAILED, REFUSED = 1, 4
@@ -91,7 +91,7 @@ def models_show(given: CommonOptions, version: Version) -> None:
 @with_common_options()
 def models_gate(given: CommonOptions, version: Version) -> None:
     """Hold a version against today's thresholds, today's champion and the exploits; one that passes waits for approval."""
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
 
     with answer(given.as_json) as out:
         resolved = given.resolved()
@@ -112,15 +112,15 @@ def models_gate(given: CommonOptions, version: Version) -> None:
         place, console = home_of(resolved), stderr_console()
         pool = open_pool(resolved.params, place / "verdicts")
         try:
-            with View(console) as view:
+            with ProgressView(console) as view:
                 number, decision, champion = gate_again(resolved.params, client, place, version, pool, view)
         finally:
             pool.close()
-        office = _office(resolved, client)
-        if models.aliases(client, office.model).get(models.CHAMPION) == number:
-            entry = office.note(number, decision)
+        promotion = _promotion(resolved, client)
+        if models.aliases(client, promotion.model).get(models.CHAMPION) == number:
+            entry = promotion.note(number, decision)
         else:
-            entry = office.settle(
+            entry = promotion.apply_decision(
                 number, decision, champion=champion, approval_seconds=resolved.params.gate.approval_seconds
             )
         console.print(_gates([gate.model_dump() for gate in decision.gates]))
@@ -148,7 +148,7 @@ def models_promote(
         from components.registry.promotion import NotPassed
 
         try:
-            entry = _office(resolved, client).promote(version, reason=reason, override=override)
+            entry = _promotion(resolved, client).promote(version, reason=reason, override=override)
         except NotPassed as error:
             stderr_console().print(f"cuda-agent: {error}", highlight=False, soft_wrap=True, markup=False)
             raise typer.Exit(REFUSED) from error
@@ -162,7 +162,7 @@ def models_approve(given: CommonOptions, version: Version, reason: Reason = "") 
     with answer(given.as_json) as out:
         resolved = given.resolved()
         client = registry_client(resolved)
-        entry = _office(resolved, client).approve(version, reason=reason)
+        entry = _promotion(resolved, client).approve(version, reason=reason)
         _report(resolved, client, entry, out)
     if entry.action == "expired":
         raise typer.Exit(REFUSED)
@@ -175,7 +175,7 @@ def models_refuse(given: CommonOptions, version: Version, reason: Reason = "") -
     with answer(given.as_json) as out:
         resolved = given.resolved()
         client = registry_client(resolved)
-        _report(resolved, client, _office(resolved, client).decline(version, reason=reason), out)
+        _report(resolved, client, _promotion(resolved, client).decline(version, reason=reason), out)
 
 
 @models_app.command("rollback")
@@ -185,7 +185,7 @@ def models_rollback(given: CommonOptions, reason: Reason = "") -> None:
     with answer(given.as_json) as out:
         resolved = given.resolved()
         client = registry_client(resolved)
-        _report(resolved, client, _office(resolved, client).rollback(reason=reason), out)
+        _report(resolved, client, _promotion(resolved, client).rollback(reason=reason), out)
 
 
 @models_app.command("audit")
@@ -196,8 +196,8 @@ def models_audit(given: CommonOptions) -> None:
 
     with answer(given.as_json) as out:
         resolved = given.resolved()
-        office = _office(resolved, registry_client(resolved))
-        entries = office.chain.entries()
+        promotion = _promotion(resolved, registry_client(resolved))
+        entries = promotion.chain.entries()
         table = Table(
             "", "when", "who", "act", "version", "champion", "reason", "entry", box=None, padding=(0, 2, 0, 0)
         )
@@ -216,8 +216,8 @@ def models_audit(given: CommonOptions) -> None:
         stderr_console().print(table if entries else "nobody has decided anything yet.")
         out(
             {
-                "name": office.model,
-                "folder": str(office.chain.folder),
+                "name": promotion.model,
+                "folder": str(promotion.chain.folder),
                 "entries": [entry.model_dump(mode="json") for entry in entries],
             }
         )
@@ -230,21 +230,21 @@ def models_verify(given: CommonOptions) -> None:
     with answer(given.as_json) as out:
         resolved = given.resolved()
         client = registry_client(resolved)
-        office = _office(resolved, client)
+        promotion = _promotion(resolved, client)
         from components.registry import models
 
-        problems = office.verify()
+        problems = promotion.verify()
         for problem in problems:
             stderr_console().print(problem, highlight=False, soft_wrap=True, markup=False)
         if not problems:
             stderr_console().print(
-                f"{office.model}: the audit chain is whole, and registry, checkpoints and evidence agree with it.",
+                f"{promotion.model}: the audit chain is whole, and registry, checkpoints and evidence agree with it.",
                 highlight=False,
             )
         out(
             {
-                "name": office.model,
-                "aliases": models.aliases(client, office.model),
+                "name": promotion.model,
+                "aliases": models.aliases(client, promotion.model),
                 "intact": not problems,
                 "problems": problems,
             }
@@ -265,13 +265,13 @@ def registry_client(resolved: Resolved) -> Any:
     return connect(resolved.params.registry, home)
 
 
-def _office(resolved: Resolved, client: Any) -> Promotion:
+def _promotion(resolved: Resolved, client: Any) -> Promotion:
     from components.registry.promotion import Promotion
 
     return Promotion(client, resolved.params.registry, home_of(resolved))
 
 
-def _report(resolved: Resolved, client: Any, entry: Entry, out: Any) -> None:
+def _report(resolved: Resolved, client: Any, entry: AuditEntry, out: Any) -> None:
     """What an act did, for people and as the one JSON object."""
     from components.registry import models
 

@@ -63,7 +63,7 @@ def store_get(
 ) -> None:
     """Fetch an object, checked against its digest. An interrupted fetch goes on where it was."""
     from components.core.errors import UserError
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
 
     with answer(given.as_json) as out:
         store = _open(given.resolved())
@@ -75,7 +75,7 @@ def store_get(
         )
         if not keys:
             raise UserError(f"store: nothing lies below {key}; cuda-agent store list shows what there is.")
-        with View(stderr_console()) as view:
+        with ProgressView(stderr_console()) as view:
             for number, (name, target) in enumerate(keys.items(), 1):
                 try:
                     store.get(name, target)
@@ -91,14 +91,14 @@ def store_get(
 @with_common_options()
 def store_verify(given: CommonOptions, prefix: Prefix = "") -> None:
     """Read every object and compare it with what was written; exit 1 when one is damaged."""
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
 
     with answer(given.as_json) as out:
         from components.storage.gc import damaged
 
         store, console = _open(given.resolved()), stderr_console()
         total, faults, checked = sum(1 for _ in store.entries(prefix)), {}, 0
-        with View(console) as view:
+        with ProgressView(console) as view:
             for key, fault in damaged(store, prefix):
                 checked += 1
                 view.update("verified", checked, max(total, checked))

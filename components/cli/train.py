@@ -60,7 +60,7 @@ def train(
     from components.core.errors import StageFailed
     from components.core.files import digest_json, digest_tree
     from components.core.progress import Quiet
-    from components.core.progress_view import View
+    from components.core.progress_view import ProgressView
     from components.judge.pool import open_pool
     from components.policy.checkpoint import MANIFEST
     from components.training.collapse_detection import Terminated
@@ -82,7 +82,7 @@ def train(
     with answer(given.as_json and rank == 0) as out:
         pool = open_pool(resolved.params, place / "verdicts")
         try:
-            with View(console) if rank == 0 else contextlib.nullcontext(Quiet()) as progress:
+            with ProgressView(console) if rank == 0 else contextlib.nullcontext(Quiet()) as progress:
                 result = run_stage(
                     Stage(
                         name=stage,

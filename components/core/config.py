@@ -282,7 +282,7 @@ class Registry(Section):
     )
 
 
-class Gate(Section):
+class GateThresholds(Section):
     pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
     faster_rate_eager: Share = Field(description="least lower end of the share of tasks faster than eager")
     faster_rate_compile: Share = Field(
@@ -308,7 +308,7 @@ class Gate(Section):
     )
 
 
-class Store(Section):
+class StoreParams(Section):
     url: str = Field(
         description="artifact store: empty is a folder in the home folder; s3://bucket/prefix needs boto3's usual settings"
     )
@@ -331,8 +331,8 @@ class Params(Section):
     engine: Engine = Field(description="DeepSpeed")
     evaluation: Evaluation = Field(description="evaluation of the trained policy")
     registry: Registry = Field(description="MLflow")
-    gate: Gate = Field(description="thresholds of promotion")
-    store: Store = Field(description="artifact store")
+    gate: GateThresholds = Field(description="thresholds of promotion")
+    store: StoreParams = Field(description="artifact store")
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:

@@ -171,6 +171,12 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
     return digest
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the space of the folder's file system that this user can still fill, in bytes."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def remove_tree(folder: Path) -> None:
     """Remove a folder that untrusted code wrote: however deep it is nested, and where modes close it to its own owner."""
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
@@ -183,7 +189,7 @@ def remove_tree(folder: Path) -> None:
             )
 
 
-def forget(folder: Path, seconds: float) -> None:
+def remove_stale(folder: Path, seconds: float) -> None:
     """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # another process may have removed it

@@ -51,7 +51,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
     )
 
 
-class View:
+class ProgressView:
     """A `Progress` for people. Use as a context manager."""
 
     def __init__(self, console: Console, *, clock: Any = time.monotonic):
@@ -61,7 +61,7 @@ class View:
         self.printed: dict[str, float] = {}
         self.live: Live | None = None
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> ProgressView:
         if self.console.is_terminal:
             self.live = Live(
                 console=self.console, refresh_per_second=4, get_renderable=self.render, transient=True

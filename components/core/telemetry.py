@@ -61,7 +61,7 @@ def judging() -> Iterator[list[str]]:
 
 
 @contextmanager
-def moving(direction: str) -> Iterator[list[int]]:
+def transfer(direction: str) -> Iterator[list[int]]:
     """Time one transfer, `put` or `get`; the caller adds the bytes that moved to the list."""
     started, moved = time.monotonic(), [0]
     try:
@@ -74,7 +74,7 @@ def moving(direction: str) -> Iterator[list[int]]:
         STORE_SECONDS.labels(direction).inc(time.monotonic() - started)
 
 
-def stage_moved(stage: str, step: int, total: int, figures: dict[str, float]) -> None:
+def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, float]) -> None:
     STEP.labels(stage).set(step)
     STEPS.labels(stage).set(total)
     MOVED.labels(stage).set_to_current_time()

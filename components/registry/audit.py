@@ -38,7 +38,7 @@ DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "
 """What decides a version; the newest of these is its state."""
 
 
-class Entry(FrozenModel):
+class AuditEntry(FrozenModel):
     """One act. `aliases` are champion and previous after it, as version numbers."""
 
     number: int
@@ -77,7 +77,7 @@ def person() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-class Chain:
+class AuditChain:
     """The chain of one registered model, in `folder`. Entries are read whole and checked every time: there are few."""
 
     def __init__(self, folder: Path, model: str):
@@ -94,7 +94,9 @@ class Chain:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def append(self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any) -> Entry:
+    def append(
+        self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any
+    ) -> AuditEntry:
         """Write the next entry; call with the lock held. `rest` are reason, evidence and key."""
         entries = self.entries()
         content = {
@@ -108,19 +110,21 @@ class Chain:
             "aliases": aliases,
         } | rest
         # Filled in first: the digest covers the defaults too.
-        content = Entry.model_validate(content | {"digest": ""}).model_dump(mode="json", exclude={"digest"})
-        entry = Entry.model_validate(content | {"digest": digest_json(content)})
+        content = AuditEntry.model_validate(content | {"digest": ""}).model_dump(
+            mode="json", exclude={"digest"}
+        )
+        entry = AuditEntry.model_validate(content | {"digest": digest_json(content)})
         write_json(self.folder / f"{entry.number:06d}.json", entry.model_dump(mode="json"))
         return entry
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[AuditEntry]:
         """Every entry in order; AuditChainError names the first that was changed, taken out or put in."""
         names = (
             sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name))
             if self.folder.is_dir()
             else []
         )
-        found: list[Entry] = []
+        found: list[AuditEntry] = []
         for number, name in enumerate(names, 1):
             path = self.folder / name
             if name != f"{number:06d}.json":
@@ -129,7 +133,7 @@ class Chain:
                 )
             try:
                 content = read_json(path)
-                entry = Entry.model_validate(content)
+                entry = AuditEntry.model_validate(content)
             except (OSError, ValueError, ValidationError) as error:
                 raise AuditChainError(
                     f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); restore it from its backup."
@@ -148,7 +152,7 @@ class Chain:
             found.append(entry)
         return found
 
-    def state(self, version: str) -> Entry | None:
+    def state(self, version: str) -> AuditEntry | None:
         """The newest entry that decided `version`; None for a version that nobody decided."""
         return next(
             (
@@ -160,7 +164,7 @@ class Chain:
         )
 
 
-def check_anchor(entries: list[Entry], anchor: str) -> None:
+def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
     """See that the entry which the registry names is in the chain; AuditChainError when the end was cut off or replaced.
 
     The anchor may be older than the newest entry: a process can be killed between the two writes.

@@ -9,8 +9,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.agent.policies import checkpoint_policy
-from components.core.config import Gate as Thresholds
-from components.core.config import Params
+from components.core.config import GateThresholds, Params
 from components.core.errors import UserError
 from components.core.files import digest_file, digest_json, verify_files
 from components.core.progress import Progress
@@ -26,8 +25,8 @@ COMPARED = "compared"
 """Tags compared.version, compared.evaluation, compared.digest: the champion's evaluation that the gates used."""
 
 
-def collect(
-    thresholds: Thresholds,
+def evaluate_gates(
+    thresholds: GateThresholds,
     after: Evaluation,
     champion: Evaluation | None,
     sample: Sample,
@@ -89,7 +88,7 @@ def gate_again(
     epoch = digest_json([number, after.epoch, champion])[:12]
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     matching = digest == after.policy_digest == tags.get("checkpoint.digest")
-    rules = collect(
+    rules = evaluate_gates(
         params.gate,
         after,
         against,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from components.core.config import Gate as Thresholds
+from components.core.config import GateThresholds
 from components.core.records import FrozenModel
 from components.evaluation.metrics import Summary, TaskResult, changes
 
@@ -63,7 +63,7 @@ class Decision(FrozenModel):
     """One sentence per gate that refused, or the one that says why the version was promoted or waits."""
 
 
-def floors(summary: Summary, levels: dict[str, Summary], thresholds: Thresholds) -> list[Gate]:
+def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
     """The figures of one evaluation against the lowest accepted ones; `levels` are its levels' own figures by level."""
 
     def floor(
@@ -93,7 +93,7 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: Thresholds)
 
 
 def regression(
-    candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: Thresholds
+    candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: GateThresholds
 ) -> list[Gate]:
     """Paired change of the rates against the champion on the tasks on which both were measured.
 
@@ -124,7 +124,7 @@ def regression(
 
 def integrity(
     summary: Summary,
-    thresholds: Thresholds,
+    thresholds: GateThresholds,
     *,
     digests_match: bool,
     isolated: bool,
@@ -153,7 +153,7 @@ def integrity(
     ]
 
 
-def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: Thresholds) -> Gate:
+def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: GateThresholds) -> Gate:
     """`refused` of `tried` exploits gained nothing; `believed` names those that did, and honest answers that were refused."""
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""

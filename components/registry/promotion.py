@@ -19,7 +19,7 @@ from components.core.config import Registry
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_file, verify_files
 from components.registry import models
-from components.registry.audit import DECISIONS, AuditChainError, Chain, Entry, check_anchor, person
+from components.registry.audit import DECISIONS, AuditChain, AuditChainError, AuditEntry, check_anchor, person
 from components.registry.gates import Decision
 from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
 
@@ -51,11 +51,11 @@ class Promotion:
         self.client = client
         self.model = registry.model
         self.home = home
-        self.chain = Chain(
+        self.chain = AuditChain(
             Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit", registry.model
         )
 
-    def settle(
+    def apply_decision(
         self,
         version: str,
         decision: Decision,
@@ -65,7 +65,7 @@ class Promotion:
         key: str = "",
         who: str = "",
         reason: str = "",
-    ) -> Entry:
+    ) -> AuditEntry:
         """Act on the gates' answer: promote, refuse, or let the version wait for a person until the deadline.
 
         `champion` is the version that the gates compared with (None: there was none). When another one reigns by now
@@ -102,7 +102,7 @@ class Promotion:
                 )
             )
 
-    def approve(self, version: str, *, who: str = "", reason: str = "") -> Entry:
+    def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
         """Make a waiting version the champion. Past its deadline it expires instead: the entry's action says so."""
         with self.chain.locked():
             entries = self._finish()
@@ -128,7 +128,7 @@ class Promotion:
                 )
             )
 
-    def decline(self, version: str, *, who: str = "", reason: str = "") -> Entry:
+    def decline(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
         """Refuse a waiting version; the champion stays."""
         with self.chain.locked():
             entries = self._finish()
@@ -140,7 +140,7 @@ class Promotion:
                 )
             )
 
-    def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> Entry:
+    def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version whose gates passed the champion, out of turn.
 
         Raises NotPassed for a version whose gates did not pass, unless `override`; a damaged checkpoint is never
@@ -178,7 +178,7 @@ class Promotion:
                 )
             )
 
-    def rollback(self, *, who: str = "", reason: str = "") -> Entry:
+    def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
         """Champion and previous change places."""
         with self.chain.locked():
             entries = self._finish()
@@ -200,7 +200,7 @@ class Promotion:
                 )
             )
 
-    def expire(self) -> list[Entry]:
+    def expire(self) -> list[AuditEntry]:
         """Expire every version that waited too long."""
         with self.chain.locked():
             self._finish()
@@ -213,7 +213,7 @@ class Promotion:
             ]
             return [self._expire(version, self.chain.entries()) for version in late]
 
-    def note(self, version: str, decision: Decision, *, who: str = "") -> Entry:
+    def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
         """Leave the gates' figures in the chain without deciding anything: for a version that is the champion."""
         with self.chain.locked():
             entries = self._finish()
@@ -250,7 +250,7 @@ class Promotion:
                     found.append(f"{alias} (version {version}): {error}")
             return found
 
-    def waiting(self, version: str) -> tuple[str, Entry]:
+    def waiting(self, version: str) -> tuple[str, AuditEntry]:
         """The version's number and the entry by which it waits; UserError when it does not."""
         version = str(models.find(self.client, self.model, version).version)
         state = self.chain.state(version)
@@ -260,7 +260,7 @@ class Promotion:
             )
         return version, state
 
-    def _same_champion(self, version: str, compared: str | None, entries: list[Entry]) -> None:
+    def _same_champion(self, version: str, compared: str | None, entries: list[AuditEntry]) -> None:
         reigning = _aliases(entries).get(CHAMPION)
         if reigning == version:
             reigning = _aliases(entries).get(PREVIOUS)
@@ -273,7 +273,7 @@ class Promotion:
                 f"version {version}: its gates compared it with {was}, and now there is {now}; run cuda-agent models gate {version} again."
             )
 
-    def _expire(self, version: str, entries: list[Entry]) -> Entry:
+    def _expire(self, version: str, entries: list[AuditEntry]) -> AuditEntry:
         return self._act(
             self.chain.append(
                 "expired", version, _aliases(entries), "time limit", reason="nobody decided in time"
@@ -311,7 +311,7 @@ class Promotion:
             found["report.digest"] = digest_file(report)
         return found
 
-    def _act(self, entry: Entry) -> Entry:
+    def _act(self, entry: AuditEntry) -> AuditEntry:
         """Make the registry what the entry says. May be repeated."""
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
@@ -330,7 +330,7 @@ class Promotion:
         self.client.set_registered_model_tag(self.model, ANCHOR, entry.anchor)
         return entry
 
-    def _finish(self) -> list[Entry]:
+    def _finish(self) -> list[AuditEntry]:
         """The chain, checked, after the newest entry was carried out; aliases that others moved get an entry of their own."""
         entries = self.chain.entries()
         anchor = self._anchor()
@@ -358,7 +358,7 @@ class Promotion:
         }
 
 
-def _aliases(entries: list[Entry]) -> dict[str, str]:
+def _aliases(entries: list[AuditEntry]) -> dict[str, str]:
     return entries[-1].aliases if entries else {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlflow import MlflowClient
 
-from components.registry.audit import Chain
+from components.registry.audit import AuditChain
 from components.registry.models import aliases
 from components.registry.tracking import KIND, RUN_KEY
 from components.storage.gc import words
@@ -29,7 +29,7 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
     return found
 
 
-def evidence(chain: Chain) -> dict[str, str]:
+def evidence(chain: AuditChain) -> dict[str, str]:
     """Every run key and digest that an entry of the audit chain mentions: what a decision rests on is kept as long as the decision is."""
     return {
         word: f"audit entry {entry.number}"

@@ -34,12 +34,12 @@ def description(model_id: str, run_id: str) -> Model:
     return model
 
 
-def _load_pyfunc(path: str) -> Writer:
+def _load_pyfunc(path: str) -> PolicyPyfunc:
     """MLflow's hook: `path` is the folder that the flavour names."""
-    return Writer(Path(path))
+    return PolicyPyfunc(Path(path))
 
 
-class Writer:
+class PolicyPyfunc:
     """One turn of the policy for each prompt."""
 
     def __init__(self, folder: Path):

@@ -24,7 +24,7 @@ import pybind11
 
 from components.core.config import PROJECT, Device, Sandbox
 from components.core.errors import InfrastructureError, UserError
-from components.core.files import atomic_write, digest_json, forget, user_cache
+from components.core.files import atomic_write, digest_json, remove_stale, user_cache
 from components.sandbox import clock, isolation
 from components.sandbox.runner_factory import KEPT_SECONDS
 
@@ -172,7 +172,7 @@ class Builder:
         self.device = device
         self.cache = cache.resolve()
         self.cache.mkdir(parents=True, exist_ok=True)
-        forget(self.cache, KEPT_SECONDS)
+        remove_stale(self.cache, KEPT_SECONDS)
         self.compiler = compiler(device)
         self.flags = (
             [*CUDA_FLAGS, *_architecture()]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from components.core.config import Device, Sandbox
 from components.core.errors import InfrastructureError, UserError
-from components.core.files import digest_json, forget, user_cache
+from components.core.files import digest_json, remove_stale, user_cache
 from components.sandbox import isolation
 from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError, send
 from components.sandbox.runner_protocol import RoleHeader, ZygoteKind
@@ -64,7 +64,7 @@ def torch_cache(parent: Path) -> Path:
     folder = parent / stamp
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
-    forget(parent, KEPT_SECONDS)
+    remove_stale(parent, KEPT_SECONDS)
     return folder
 
 
@@ -123,7 +123,7 @@ class RunnerFactory:
             else {}
         )
         if caches and (tasks := caches["/cache"] / "tasks").is_dir():
-            forget(tasks, KEPT_SECONDS)
+            remove_stale(tasks, KEPT_SECONDS)
         start, view, environment = (
             [sys.executable, "-I"],
             isolation.HOST_PATHS,

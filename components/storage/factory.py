@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.core.config import Store as StoreParams
+from components.core.config import StoreParams
 from components.core.errors import UserError
 from components.storage.folder import FolderStore
 from components.storage.s3 import S3Store

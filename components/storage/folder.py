@@ -13,8 +13,8 @@ from pathlib import Path
 from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_file
-from components.storage.keys import checked, taken
-from components.storage.store import Entry
+from components.storage.keys import check_key, key_taken
+from components.storage.store import StoredObject
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What file systems without hard links answer."""
@@ -27,29 +27,29 @@ class FolderStore:
         self.root = root
 
     def put(self, key: str, source: Path) -> str:
-        target = self.root / checked(key)
-        with telemetry.moving("put") as moved:
+        target = self.root / check_key(key)
+        with telemetry.transfer("put") as moved:
             sha256 = digest_file(source)
             if not target.exists() and _copy(source, target, replace=False):
                 moved.append(source.stat().st_size)
             elif digest_file(target) != sha256:
-                raise taken(str(target))
+                raise key_taken(str(target))
             if not self._recorded(key):
                 atomic_write(self._note(key), sha256)
         return str(target)
 
     def get(self, key: str, target: Path) -> None:
-        path = self.root / checked(key)
+        path = self.root / check_key(key)
         if not path.is_file():
             raise KeyError(key)
-        with telemetry.moving("get") as moved:
+        with telemetry.transfer("get") as moved:
             _copy(path, target, replace=True, sha256=self._recorded(key))
             moved.append(path.stat().st_size)
 
     def exists(self, key: str) -> bool:
-        return (self.root / checked(key)).is_file()
+        return (self.root / check_key(key)).is_file()
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         for path in sorted(self.root.rglob("*")):
             key = path.relative_to(self.root).as_posix()
             if (
@@ -58,14 +58,14 @@ class FolderStore:
                 and not any(part.startswith(".") for part in key.split("/"))
             ):
                 status = path.stat()
-                yield Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+                yield StoredObject(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
     def digests(self, key: str) -> tuple[str, str]:
-        path = self.root / checked(key)
+        path = self.root / check_key(key)
         return digest_file(path), self._recorded(key)
 
     def remove(self, key: str) -> None:
-        path = self.root / checked(key)
+        path = self.root / check_key(key)
         for gone in (path, self._note(key)):
             gone.unlink(missing_ok=True)
             for folder in gone.parents:
@@ -75,7 +75,7 @@ class FolderStore:
 
     def _note(self, key: str) -> Path:
         """Not beside the object: a checkpoint's folder in the store is loaded as it is."""
-        return self.root / ".sha256" / checked(key)
+        return self.root / ".sha256" / check_key(key)
 
     def _recorded(self, key: str) -> str:
         """SHA-256 that the object was written with; empty where its writer was killed before it said so, or is another program."""

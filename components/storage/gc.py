@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from components.storage.store import Entry, Store
+from components.storage.store import Store, StoredObject
 
 GROUPS = ("checkpoints", "runs")
 MANIFEST = "manifest.json"
@@ -28,7 +28,7 @@ class Group:
     """Objects that are kept or removed together. `newest` is the time of the last of them."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredObject, ...]
 
     @property
     def id(self) -> str:
@@ -51,8 +51,8 @@ class Plan:
     keep: dict[str, str]
 
 
-def groups(entries: Iterable[Entry]) -> list[Group]:
-    found: dict[str, list[Entry]] = {}
+def groups(entries: Iterable[StoredObject]) -> list[Group]:
+    found: dict[str, list[StoredObject]] = {}
     for entry in entries:
         parts = entry.key.split("/")
         if parts[0] in GROUPS and len(parts) > 2:

@@ -10,14 +10,14 @@ from components.core.errors import UserError
 KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
-def checked(key: str) -> str:
+def check_key(key: str) -> str:
     """The key itself; UserError when it is none."""
     if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
         raise UserError(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
     return key
 
 
-def taken(address: str) -> UserError:
+def key_taken(address: str) -> UserError:
     return UserError(
         f"{address}: holds other bytes already and is never overwritten; remove it by hand if it is wrong."
     )

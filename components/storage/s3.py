@@ -20,8 +20,8 @@ from typing import Any
 from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import digest_bytes, digest_file, read_json, write_json
-from components.storage.keys import checked, taken
-from components.storage.store import Entry
+from components.storage.keys import check_key, key_taken
+from components.storage.store import StoredObject
 
 PART_BYTES = 64 << 20
 """Objects larger than this go up in parts of this size. S3 takes 10,000 parts of at least 5 MiB."""
@@ -76,18 +76,18 @@ class S3Store:
     def put(self, key: str, source: Path) -> str:
         name = self._name(key)
         address, sha256, size = self._address(name), digest_file(source), source.stat().st_size
-        with telemetry.moving("put") as moved, self._faults(address, "write"):
+        with telemetry.transfer("put") as moved, self._faults(address, "write"):
             present = self._recorded(name)
             if present is None:
                 present = self._write(name, source, sha256, size)
                 moved.append(size)
             if present != sha256:
-                raise taken(address)
+                raise key_taken(address)
         return address
 
     def get(self, key: str, target: Path) -> None:
         name = self._name(key)
-        with telemetry.moving("get") as moved, self._faults(self._address(name), "read"):
+        with telemetry.transfer("get") as moved, self._faults(self._address(name), "read"):
             head = self._head(name)
             if head is None:
                 raise KeyError(key)
@@ -116,14 +116,14 @@ class S3Store:
         with self._faults(self._address(name), "look-up"):
             return self._head(name) is not None
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         start = f"{self.prefix}/" if self.prefix else ""
         with self._faults(self._address(start + prefix), "listing"):
             for page in self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=start + prefix
             ):
                 for item in page.get("Contents", ()):
-                    yield Entry(item["Key"].removeprefix(start), item["Size"], item["LastModified"])
+                    yield StoredObject(item["Key"].removeprefix(start), item["Size"], item["LastModified"])
 
     def digests(self, key: str) -> tuple[str, str]:
         name, sha256 = self._name(key), hashlib.sha256()
@@ -240,7 +240,7 @@ class S3Store:
         return noted["upload"], {part["PartNumber"]: part for part in parts}
 
     def _name(self, key: str) -> str:
-        return f"{self.prefix}/{checked(key)}" if self.prefix else checked(key)
+        return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
 
     def _address(self, name: str) -> str:
         return f"s3://{self.bucket}/{name}"

@@ -16,7 +16,7 @@ from components.core.files import MANIFEST
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredObject:
     """One object. `modified` has a time zone."""
 
     key: str
@@ -35,7 +35,7 @@ class Store(Protocol):
 
     def exists(self, key: str) -> bool: ...
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Every object whose key starts with `prefix`, by key."""
         ...
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promotion_fixtures import PASSING, WAITING, aliases, office_of, settle
+from promotion_fixtures import PASSING, WAITING, aliases, apply_decision, promotion_of
 from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
@@ -66,8 +66,8 @@ def answer_when_asked(version: str, answers: list[dict[str, Any]], refused: list
 
 @pytest.mark.timeout(300)
 def test_a_typed_answer_promotes_or_refuses_and_names_the_person(server: None, home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1", WAITING)
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", WAITING)
     refused: list[str] = []
     person = answer_when_asked(
         "1",
@@ -77,23 +77,23 @@ def test_a_typed_answer_promotes_or_refuses_and_names_the_person(server: None, h
     entry = answered(home, "1")
     person.join()
     assert (entry["action"], entry["who"], entry["reason"]) == ("approved", "kim", "read") and aliases(
-        office
+        promotion
     ) == {"champion": "1"}
     assert len(refused) == 1, "an answer of another type is refused by Prefect"
 
-    settle(office, "2", WAITING, champion="1")
+    apply_decision(promotion, "2", WAITING, champion="1")
     person = answer_when_asked("2", [{"approve": False, "who": "kim"}], refused)
     assert answered(home, "2")["action"] == "declined"
     person.join()
-    assert aliases(office) == {"champion": "1"} and office.verify() == []
+    assert aliases(promotion) == {"champion": "1"} and promotion.verify() == []
 
 
 @pytest.mark.timeout(300)
 def test_an_unanswered_question_expires(server: None, home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1", PASSING)
-    settle(office, "2", WAITING, champion="1", approval_seconds=3)
-    assert answered(home, "2")["action"] == "expired" and aliases(office) == {"champion": "1"}
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", PASSING)
+    apply_decision(promotion, "2", WAITING, champion="1", approval_seconds=3)
+    assert answered(home, "2")["action"] == "expired" and aliases(promotion) == {"champion": "1"}
 
 
 def test_the_night_starts_the_deployed_flow_and_says_when_there_is_none(server: None) -> None:

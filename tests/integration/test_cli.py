@@ -18,7 +18,7 @@ import pytest
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import environment_fault
-from components.core.progress_view import View, duration
+from components.core.progress_view import ProgressView, duration
 from flows.run_context import home_lock
 from flows.server import prefect_server
 
@@ -304,7 +304,7 @@ class Lines:
 def test_plain_progress_is_rate_limited_and_always_shows_the_end() -> None:
     now = [0.0]
     lines = Lines()
-    with View(lines, clock=lambda: now[0]) as view:  # a console of its own kind
+    with ProgressView(lines, clock=lambda: now[0]) as view:  # a console of its own kind
         for step in range(1, 101):
             now[0] += 1.0
             view.update("warmup", step, 100, reward=step / 100, m_3=0.5)

@@ -288,7 +288,7 @@ def test_a_version_comes_back_by_its_digest(built: Path, tmp_path: Path) -> None
 
 def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     """What the flow does after DVC has made the data set, without the judge."""
-    night = run_context.open_night(resolve("ci", (f"home={tmp_path}",)))
+    night = run_context.open_run(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
     (workspace / "data" / "seeds").mkdir(parents=True)
     build(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
@@ -349,7 +349,7 @@ sys.exit(stages.main(["tasks", "--params", "params.yaml", "--out", "data/tasks"]
 def test_what_fails_below_dvc_is_one_sentence_and_its_traceback_is_in_the_log(
     error: str, kind: type[Exception], said: str, tmp_path: Path
 ) -> None:
-    night = run_context.open_night(resolve("ci", (f"home={tmp_path}",)))
+    night = run_context.open_run(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
     (workspace / "failing.py").write_text(FAILING.format(error=error))
     (workspace / "dvc.yaml").write_text("stages: {tasks: {cmd: python failing.py}}\n")

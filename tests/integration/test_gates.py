@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promotion_fixtures import PARAMS, SOUND, THRESHOLDS, evaluation, office_of, settle, task
+from promotion_fixtures import PARAMS, SOUND, THRESHOLDS, apply_decision, evaluation, promotion_of, task
 from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
@@ -37,7 +37,7 @@ def verdict(
     against = evaluation(champion) if champion is not None else None
     asked = THRESHOLDS.model_copy(update=thresholds)
     return gates.decide(
-        gate_runner.collect(
+        gate_runner.evaluate_gates(
             asked, evaluation(rows), against, sample, digests_match=digests, report_complete=report
         ),
         "automatic",
@@ -80,14 +80,14 @@ def test_each_gate_refuses_alone_and_says_so(name: str) -> None:
 
 
 def test_every_refusal_stands_in_the_registry_and_the_champion_stays(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
     for name, refuse in REFUSALS.items():
-        assert settle(office, "2", refuse(), champion="1").action == "refused"
-        found = models.describe(office.client, PARAMS.model, "2")
+        assert apply_decision(promotion, "2", refuse(), champion="1").action == "refused"
+        found = models.describe(promotion.client, PARAMS.model, "2")
         assert found["decision"] == "refused" and found["reasons"][0].startswith(f"{name} is")
-    assert models.aliases(office.client, PARAMS.model) == {"champion": "1"} and office.verify() == []
-    assert [entry.action for entry in office.chain.entries()] == ["promoted"] + ["refused"] * len(REFUSALS)
+    assert models.aliases(promotion.client, PARAMS.model) == {"champion": "1"} and promotion.verify() == []
+    assert [entry.action for entry in promotion.chain.entries()] == ["promoted"] + ["refused"] * len(REFUSALS)
 
 
 def test_the_lower_end_of_the_interval_decides_not_the_figure() -> None:
@@ -145,9 +145,9 @@ class Credulous:
 
 def with_evaluations(home: Path) -> tuple[Promotion, Params]:
     """Version 1 is champion, version 2 was measured beside it."""
-    office = office_of(home)
-    settle(office, "1")
-    digest = models.find(office.client, PARAMS.model, "2").tags["checkpoint.digest"]
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    digest = models.find(promotion.client, PARAMS.model, "2").tags["checkpoint.digest"]
     for name, rows, policy in (("candidate", GOOD, digest), ("champion", GOOD, "0")):
         write_json(
             home / f"{name}.json",
@@ -160,27 +160,27 @@ def with_evaluations(home: Path) -> tuple[Promotion, Params]:
         "compared.digest": digest_file(home / "champion.json"),
     }
     for name, value in tags.items():
-        office.client.set_model_version_tag(PARAMS.model, "2", name, value)
-    return office, resolve(
+        promotion.client.set_model_version_tag(PARAMS.model, "2", name, value)
+    return promotion, resolve(
         "ci", ("registry.model=policy", "registry.experiment=nights", "gate.pass_rate=0.8")
     ).params
 
 
 def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: Path) -> None:
-    office, params = with_evaluations(home)
+    promotion, params = with_evaluations(home)
     number, decision, champion = gate_runner.gate_again(
-        params, office.client, home, "2", Credulous(), Quiet()
+        params, promotion.client, home, "2", Credulous(), Quiet()
     )
     assert (number, decision.verdict, champion) == ("2", "waiting", "1"), decision.reasons
     assert {gate.name for gate in decision.gates} >= {"pass_rate", "change.pass_rate", "integrity.exploits"}
-    settle(office, number, decision, champion)
-    assert office.approve("2").aliases == {"champion": "2", "previous": "1"}
+    apply_decision(promotion, number, decision, champion)
+    assert promotion.approve("2").aliases == {"champion": "2", "previous": "1"}
 
 
 def test_a_judge_that_believes_an_exploit_refuses_every_version_by_that_name(home: Path) -> None:
-    office, params = with_evaluations(home)
+    promotion, params = with_evaluations(home)
     decision = gate_runner.gate_again(
-        params, office.client, home, "2", Credulous("zeros", "patched_time"), Quiet()
+        params, promotion.client, home, "2", Credulous("zeros", "patched_time"), Quiet()
     )[1]
     assert decision.verdict == "refused" and "zeros (correct), patched_time (correct)" in decision.reasons[0]
 
@@ -226,11 +226,11 @@ def test_a_judge_that_fails_on_an_exploit_decides_nothing() -> None:
 
 
 def test_a_changed_evaluation_is_no_evidence(home: Path) -> None:
-    office, params = with_evaluations(home)
+    promotion, params = with_evaluations(home)
     write_json(home / "candidate.json", evaluation(GOOD[:5]).model_dump(mode="json"))
     with pytest.raises(
         UserError, match=r"candidate\.json: the evaluation of version 2 is missing or changed"
     ):
-        gate_runner.gate_again(params, office.client, home, "2", Credulous(), Quiet())
+        gate_runner.gate_again(params, promotion.client, home, "2", Credulous(), Quiet())
     with pytest.raises(UserError, match=r"candidate\.json"):
-        settle(office, "2", champion="1")
+        apply_decision(promotion, "2", champion="1")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promotion_fixtures import PARAMS, WAITING, aliases, office_of, settle
+from promotion_fixtures import PARAMS, WAITING, aliases, apply_decision, promotion_of
 from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 from typer.testing import CliRunner
@@ -22,13 +22,13 @@ from components.registry.promotion import NotPassed
 
 
 def test_promotion_then_rollback_and_the_chain_tells_who_and_on_what(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", champion="1")
-    assert aliases(office) == {"champion": "2", "previous": "1"}
-    office.rollback(who="kim", reason="slow on the fleet")
-    assert aliases(office) == {"champion": "1", "previous": "2"}
-    entries = office.chain.entries()
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", champion="1")
+    assert aliases(promotion) == {"champion": "2", "previous": "1"}
+    promotion.rollback(who="kim", reason="slow on the fleet")
+    assert aliases(promotion) == {"champion": "1", "previous": "2"}
+    entries = promotion.chain.entries()
     assert [entry.action for entry in entries] == ["promoted", "promoted", "rolled_back"]
     assert entries[-1].who == "kim" and entries[-1].reason == "slow on the fleet"
     assert (
@@ -36,102 +36,102 @@ def test_promotion_then_rollback_and_the_chain_tells_who_and_on_what(home: Path)
         and entries[1].evidence["report.digest"]
         and entries[1].evidence["dataset.version"] == "d1"
     )
-    assert office.verify() == []
+    assert promotion.verify() == []
 
 
 def test_settling_the_same_night_twice_adds_nothing(home: Path) -> None:
-    office = office_of(home)
-    assert settle(office, "1", key="k") == settle(office, "1", key="k")
-    assert len(office.chain.entries()) == 1
+    promotion = promotion_of(home)
+    assert apply_decision(promotion, "1", key="k") == apply_decision(promotion, "1", key="k")
+    assert len(promotion.chain.entries()) == 1
 
 
 def test_a_person_approves_or_refuses_what_waits_and_nothing_else(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1", WAITING)
-    assert aliases(office) == {} and models.decision_of(office.client, PARAMS.model, "1") == "waiting"
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", WAITING)
+    assert aliases(promotion) == {} and models.decision_of(promotion.client, PARAMS.model, "1") == "waiting"
     with pytest.raises(UserError, match="use cuda-agent models approve 1"):
-        office.promote("1")
-    assert office.approve("1", who="kim").action == "approved"
-    assert aliases(office) == {"champion": "1"}
-    settle(office, "2", WAITING, champion="1")
-    assert office.decline("2", reason="no").action == "declined"
-    assert aliases(office) == {"champion": "1"}
-    for act in (office.approve, office.decline):
+        promotion.promote("1")
+    assert promotion.approve("1", who="kim").action == "approved"
+    assert aliases(promotion) == {"champion": "1"}
+    apply_decision(promotion, "2", WAITING, champion="1")
+    assert promotion.decline("2", reason="no").action == "declined"
+    assert aliases(promotion) == {"champion": "1"}
+    for act in (promotion.approve, promotion.decline):
         with pytest.raises(UserError, match="does not wait for a decision"):
             act("2")
     with pytest.raises(NotPassed):
-        office.promote("2")
+        promotion.promote("2")
 
 
 def test_an_approval_that_comes_too_late_expires(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", WAITING, champion="1", approval_seconds=0.001)
-    settle(office, "3", WAITING, champion="1", approval_seconds=0.001)
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", WAITING, champion="1", approval_seconds=0.001)
+    apply_decision(promotion, "3", WAITING, champion="1", approval_seconds=0.001)
     time.sleep(0.01)
-    assert office.approve("2").action == "expired"
-    assert [entry.version for entry in office.expire()] == ["3"] and office.expire() == []
+    assert promotion.approve("2").action == "expired"
+    assert [entry.version for entry in promotion.expire()] == ["3"] and promotion.expire() == []
     assert (
-        aliases(office) == {"champion": "1"}
-        and models.decision_of(office.client, PARAMS.model, "3") == "expired"
+        aliases(promotion) == {"champion": "1"}
+        and models.decision_of(promotion.client, PARAMS.model, "3") == "expired"
     )
 
 
 def test_an_approval_is_void_when_another_champion_reigns_by_now(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", WAITING, champion="1")
-    settle(office, "3", champion="1")
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", WAITING, champion="1")
+    apply_decision(promotion, "3", champion="1")
     with pytest.raises(UserError, match=r"compared it with version 1, and now there is version 3"):
-        office.approve("2")
-    assert aliases(office)["champion"] == "3"
+        promotion.approve("2")
+    assert aliases(promotion)["champion"] == "3"
 
 
 def test_a_report_changed_after_the_gates_passed_voids_the_approval(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1", WAITING)
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", WAITING)
     (home / "report-1.html").write_text("<html>better</html>")
     with pytest.raises(UserError, match=r"report\.digest changed"):
-        office.approve("1")
+        promotion.approve("1")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
 def test_a_checkpoint_with_one_flipped_byte_is_refused_by_name(home: Path, name: str) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    folder = models.checkpoint(office.client, PARAMS.model, "2", home / "scratch")
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    folder = models.checkpoint(promotion.client, PARAMS.model, "2", home / "scratch")
     file = folder / name
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
     for act in (
-        lambda: settle(office, "2", champion="1"),
-        lambda: office.promote("2", override=True, reason="x"),
+        lambda: apply_decision(promotion, "2", champion="1"),
+        lambda: promotion.promote("2", override=True, reason="x"),
     ):
         with pytest.raises(UserError, match=str(file).replace(".", r"\.")):
             act()
-    assert aliases(office) == {"champion": "1"} and len(office.chain.entries()) == 1
+    assert aliases(promotion) == {"champion": "1"} and len(promotion.chain.entries()) == 1
 
 
 def test_a_damaged_previous_champion_is_not_returned_to(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", champion="1")
-    file = models.checkpoint(office.client, PARAMS.model, "1", home / "scratch") / "model.safetensors"
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", champion="1")
+    file = models.checkpoint(promotion.client, PARAMS.model, "1", home / "scratch") / "model.safetensors"
     file.write_bytes(b"other")
     with pytest.raises(UserError, match=r"model\.safetensors"):
-        office.rollback()
-    assert aliases(office)["champion"] == "2"
-    assert len(office.verify()) == 1 and "previous (version 1)" in office.verify()[0]
+        promotion.rollback()
+    assert aliases(promotion)["champion"] == "2"
+    assert len(promotion.verify()) == 1 and "previous (version 1)" in promotion.verify()[0]
 
 
 def test_an_override_needs_a_reason_and_is_told(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1", Decision(verdict="refused", gates=(), reasons=("too slow.",)))
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", Decision(verdict="refused", gates=(), reasons=("too slow.",)))
     with pytest.raises(UserError, match="--reason"):
-        office.promote("1", override=True)
-    assert office.promote("1", override=True, reason="the old one crashes").evidence["override"] is True
-    assert aliases(office) == {"champion": "1"}
+        promotion.promote("1", override=True)
+    assert promotion.promote("1", override=True, reason="the old one crashes").evidence["override"] is True
+    assert aliases(promotion) == {"champion": "1"}
 
 
 def changed(path: Path) -> None:
@@ -152,30 +152,30 @@ def changed(path: Path) -> None:
     ],
 )
 def test_a_changed_audit_chain_is_noticed_and_stops_every_act(home: Path, tamper: Any, says: str) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", champion="1")
-    office.rollback()
-    tamper(office.chain.folder)
-    assert says in office.verify()[0]
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", champion="1")
+    promotion.rollback()
+    tamper(promotion.chain.folder)
+    assert says in promotion.verify()[0]
     with pytest.raises(AuditChainError, match=says.split(",")[0]):
-        office.rollback()
+        promotion.rollback()
 
 
 def test_aliases_moved_by_other_means_get_an_entry_of_their_own(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", champion="1")
-    office.client.set_registered_model_alias(PARAMS.model, "champion", "3")
-    assert "champion 3" in office.verify()[0]
-    office.rollback()
-    assert [entry.action for entry in office.chain.entries()] == [
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", champion="1")
+    promotion.client.set_registered_model_alias(PARAMS.model, "champion", "3")
+    assert "champion 3" in promotion.verify()[0]
+    promotion.rollback()
+    assert [entry.action for entry in promotion.chain.entries()] == [
         "promoted",
         "promoted",
         "found",
         "rolled_back",
     ]
-    assert aliases(office) == {"champion": "1", "previous": "3"} and office.verify() == []
+    assert aliases(promotion) == {"champion": "1", "previous": "3"} and promotion.verify() == []
 
 
 def command(home: Path, *words: str) -> tuple[int, dict[str, Any], str]:
@@ -188,9 +188,9 @@ def command(home: Path, *words: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_a_release_manager_decides_by_commands_alone(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1")
-    settle(office, "2", WAITING, champion="1")
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", WAITING, champion="1")
     code, found, stderr_console = command(home, "approve", "2", "--reason", "read")
     assert (
         code == 0
@@ -214,10 +214,10 @@ def test_a_release_manager_decides_by_commands_alone(home: Path) -> None:
 
 
 def test_what_is_not_done_has_its_own_exit_code(home: Path) -> None:
-    office = office_of(home)
-    settle(office, "1", WAITING, approval_seconds=0.001)
-    settle(office, "2", Decision(verdict="refused", gates=(), reasons=("too slow.",)))
-    settle(office, "3", WAITING)
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", WAITING, approval_seconds=0.001)
+    apply_decision(promotion, "2", Decision(verdict="refused", gates=(), reasons=("too slow.",)))
+    apply_decision(promotion, "3", WAITING)
     time.sleep(0.01)
     code, found, _ = command(home, "approve", "1")
     assert code == 4 and found["decision"] == "expired"
@@ -226,11 +226,11 @@ def test_what_is_not_done_has_its_own_exit_code(home: Path) -> None:
     assert command(home, "refuse", "3", "--reason", "not now")[1]["decision"] == "declined"
     with pytest.raises(UserError, match="no version 9"):
         command(home, "show", "9")
-    office.client.set_model_version_tag(PARAMS.model, "3", "profile", "h20-pool")
+    promotion.client.set_model_version_tag(PARAMS.model, "3", "profile", "h20-pool")
     with pytest.raises(UserError, match=r"version 3 comes of a night of h20-pool.*give --profile h20-pool"):
         command(home, "gate", "3")
     with pytest.raises(UserError, match="no previous champion"):
         command(home, "rollback")
-    changed(office.chain.folder / "000002.json")
+    changed(promotion.chain.folder / "000002.json")
     code, found, _ = command(home, "verify")
     assert code == 1 and found["intact"] is False and "000002.json" in found["problems"][0]

@@ -14,8 +14,7 @@ from agent_fixtures import verdict_of
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
 from components.bootstrap.cold_start import new_model
-from components.core.config import Gate as Thresholds
-from components.core.config import Registry
+from components.core.config import GateThresholds, Registry
 from components.core.files import verify_files
 from components.evaluation.metrics import TaskResult, summarise
 from components.judge.verdict import Ratio, Speedup
@@ -24,7 +23,7 @@ from components.registry import gates, models
 from components.registry.tracking import MlflowRun, connect, flatten, numbers
 
 PARAMS = Registry(tracking_uri="", experiment="nights", model="policy", audit="")
-LOW = Thresholds(
+LOW = GateThresholds(
     pass_rate=0.5,
     faster_rate_eager=0.2,
     faster_rate_compile=0.1,

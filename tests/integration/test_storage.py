@@ -19,13 +19,12 @@ from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
 from prefect_fixtures import free_port
 
-from components.core.config import PROJECT
-from components.core.config import Store as StoreParams
+from components.core.config import PROJECT, StoreParams
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
 from components.storage.gc import damaged
-from flows.retry_policy import SERVICE, kind_of
+from flows.retry_policy import SERVICE, retry_kind
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "team:person",
@@ -78,7 +77,7 @@ class Swift:
             self.folder.parent / "swift.log"
         ).read_text()[-2000:]
 
-    def end(self, how: signal.Signals) -> None:
+    def end(self, how: signal.EventProgress) -> None:
         os.killpg(self.process.pid, how)
         self.process.wait()
 
@@ -318,7 +317,7 @@ def test_an_interrupted_download_goes_on_where_it_was(
 def test_a_store_that_is_away_is_a_fault_that_passes(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable) as raised:
         S3Store("s3://bucket", "http://127.0.0.1:9").put("weights", file(tmp_path, b"x"))
-    assert kind_of(raised.value) is SERVICE and kind_of(UserError("a mistake")) is None
+    assert retry_kind(raised.value) is SERVICE and retry_kind(UserError("a mistake")) is None
 
 
 def test_the_endpoint_may_come_from_the_standard_variable(
@@ -377,7 +376,7 @@ def test_who_has_not_the_key_neither_writes_nor_reads(
     ):
         with pytest.raises(UserError, match=r"refused the .*check the bucket and the credentials") as raised:
             act()
-        assert kind_of(raised.value) is None, "waiting does not mend a wrong key"
+        assert retry_kind(raised.value) is None, "waiting does not mend a wrong key"
     assert [entry.key for entry in owner.entries(key)] == [f"{key}/mine"]
 
 

@@ -66,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("made")
     registry = resolve("ci").params.registry
     client, store = connect(registry, tmp_path), FolderStore(tmp_path / "store")
-    office = Promotion(client, registry, tmp_path)
+    promotion = Promotion(client, registry, tmp_path)
     for name in NAMES:
         digest = publish(tmp_path, store, name)
         if name == "forgotten":
@@ -84,11 +84,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             figures={},
         )
         if name in ("predecessor", "champion"):
-            office.promote(version, override=True, reason="for the test")
+            promotion.promote(version, override=True, reason="for the test")
         if name == "declined":
             champion = models.aliases(client, registry.model)[models.CHAMPION]
-            office.settle(version, WAITING, champion=champion, approval_seconds=3600, key=key_of(name))
-            office.decline(version)
+            promotion.apply_decision(
+                version, WAITING, champion=champion, approval_seconds=3600, key=key_of(name)
+            )
+            promotion.decline(version)
         if name != "running":
             night.finish()
     return tmp_path

@@ -333,7 +333,7 @@ def _command_lines(pid: int) -> list[list[str]]:
     return lines
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def _signal(processes: list[psutil.Process], number: signal.EventProgress) -> None:
     for process in processes:
         try:
             process.send_signal(number)

@@ -127,8 +127,8 @@ def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home
 
 def test_the_promotion_stands_in_the_audit_chain_once_with_its_evidence(first: Done, home: Path) -> None:
     params = resolve("ci").params.registry
-    office = Promotion(connect(params, home), params, home)
-    entries = office.chain.entries()
+    promotion = Promotion(connect(params, home), params, home)
+    entries = promotion.chain.entries()
     assert [(entry.action, entry.version, entry.aliases) for entry in entries] == [
         ("promoted", "1", {"champion": "1"})
     ]
@@ -138,7 +138,7 @@ def test_the_promotion_stands_in_the_audit_chain_once_with_its_evidence(first: D
         "integrity.exploits",
         "integrity.digests",
     }
-    assert office.verify() == []
+    assert promotion.verify() == []
 
 
 def test_held_out_tasks_are_kept_apart(first: Done, home: Path) -> None:

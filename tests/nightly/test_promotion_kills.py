@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from forked import FORKS
-from promotion_fixtures import aliases, make, office_of, settle
+from promotion_fixtures import aliases, apply_decision, make, promotion_of
 from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
@@ -30,8 +30,8 @@ class Killed(BaseException):
 @pytest.mark.parametrize("at", range(6))
 def test_what_a_kill_left_half_done_the_next_act_finishes(home: Path, at: int) -> None:
     """Die before the n-th write to the registry, right after the entry was written."""
-    office = office_of(home)
-    settle(office, "1")
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
     writes = 0
 
     def mortal(method: Any) -> Any:
@@ -45,15 +45,17 @@ def test_what_a_kill_left_half_done_the_next_act_finishes(home: Path, at: int) -
         return call
 
     names = ("set_registered_model_alias", "set_model_version_tag", "set_registered_model_tag")
-    kept = {name: getattr(office.client, name) for name in names}
+    kept = {name: getattr(promotion.client, name) for name in names}
     for name in names:
-        setattr(office.client, name, mortal(kept[name]))
+        setattr(promotion.client, name, mortal(kept[name]))
     with contextlib.suppress(Killed):
-        settle(office, "2", Decision(verdict="promoted", gates=(), reasons=()), champion="1", key="k")
-    again = office_of(home)
+        apply_decision(
+            promotion, "2", Decision(verdict="promoted", gates=(), reasons=()), champion="1", key="k"
+        )
+    again = promotion_of(home)
     reigning = aliases(again)["champion"]
     assert reigning in ("1", "2")
-    settle(again, "2", Decision(verdict="promoted", gates=(), reasons=()), champion="1", key="k")
+    apply_decision(again, "2", Decision(verdict="promoted", gates=(), reasons=()), champion="1", key="k")
     assert aliases(again) == {"champion": "2", "previous": "1"} and again.verify() == []
     assert [entry.action for entry in again.chain.entries()] == ["promoted", "promoted"]
 
@@ -64,13 +66,13 @@ WORKERS, KILLED = 20, 6
 def worker(home: Path, number: int) -> None:
     """Promotions and rollbacks without pause, as a process of its own."""
     chance = random.Random(number)
-    office = office_of(home)
+    promotion = promotion_of(home)
     for _ in range(3):
         try:
             if chance.random() < 0.6:
-                office.promote(str(chance.randint(1, 4)), reason=f"worker {number}", override=True)
+                promotion.promote(str(chance.randint(1, 4)), reason=f"worker {number}", override=True)
             else:
-                office.rollback(who=f"worker {number}")
+                promotion.rollback(who=f"worker {number}")
         except UserError as error:
             if "no previous champion" not in str(error):
                 raise
@@ -78,17 +80,17 @@ def worker(home: Path, number: int) -> None:
 
 def prepared(home: Path) -> None:
     make(home, 4)
-    office_of(home).promote("1", override=True, reason="first")
+    promotion_of(home).promote("1", override=True, reason="first")
 
 
 def final(home: Path) -> None:
-    office = office_of(home)
-    office.promote("4", override=True, reason="last")
-    problems = office.verify()
-    champion = aliases(office)["champion"]
+    promotion = promotion_of(home)
+    promotion.promote("4", override=True, reason="last")
+    problems = promotion.verify()
+    champion = aliases(promotion)["champion"]
     write_json(
         home / "final.json",
-        {"problems": problems, "champion": champion, "entries": len(office.chain.entries())},
+        {"problems": problems, "champion": champion, "entries": len(promotion.chain.entries())},
     )
 
 

@@ -20,10 +20,10 @@ from components.core.config import PROJECT, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.storage import StoreUnavailable
-from flows.metrics_progress import FILE, Measured
-from flows.retry_policy import BUSY, JUDGE, SERVICE, kind_of, retry_by_kind
+from flows.progress import METRICS_FILE, MetricsProgress
+from flows.retry_policy import BUSY, JUDGE, SERVICE, retry_by_kind, retry_kind
 from flows.run_context import Busy
-from flows.training_events import COLLAPSING, PROGRESS, Signals
+from flows.training_events import COLLAPSING, PROGRESS, EventProgress
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ from flows.training_events import COLLAPSING, PROGRESS, Signals
     ids=repr,
 )
 def test_faults_that_pass_are_told_from_mistakes(error: Exception, kind: Any) -> None:
-    assert kind_of(error) is kind
+    assert retry_kind(error) is kind
 
 
 def test_the_cause_counts_however_it_was_wrapped() -> None:
@@ -52,7 +52,7 @@ def test_the_cause_counts_however_it_was_wrapped() -> None:
         except ConnectionResetError as error:
             raise RuntimeError("the step failed") from error
     except RuntimeError as wrapped:
-        assert kind_of(wrapped) is SERVICE
+        assert retry_kind(wrapped) is SERVICE
 
 
 def test_each_kind_has_its_own_back_off_and_an_end() -> None:
@@ -92,7 +92,7 @@ def curve(home: Path, stage: str, **figures: float) -> None:
 
 def test_collapse_is_told_once_with_its_reason_before_the_stage_stops_itself(tmp_path: Path) -> None:
     params, told = resolve("h20-pool").params, []
-    signals = Signals(
+    signals = EventProgress(
         Quiet(), params, tmp_path, "run", emit=lambda event, **what: told.append((event, what["payload"]))
     )
     for step in range(20):
@@ -109,7 +109,7 @@ def test_collapse_is_told_once_with_its_reason_before_the_stage_stops_itself(tmp
 
 def test_a_critic_that_explains_nothing_for_five_steps_is_told(tmp_path: Path) -> None:
     told: list[str] = []
-    signals = Signals(
+    signals = EventProgress(
         Quiet(), resolve("h20-pool").params, tmp_path, "run", emit=lambda event, **_: told.append(event)
     )
     for step, value in enumerate((-0.1, -0.2, 0.1, -0.1, -0.1, -0.1, -0.1)):
@@ -124,10 +124,10 @@ def test_a_critic_that_explains_nothing_for_five_steps_is_told(tmp_path: Path) -
 
 def test_metrics_of_a_stage_are_in_the_text_file_and_served(tmp_path: Path) -> None:
     curve(tmp_path, "agentic", step=3, tokens_per_second_rollout=1234.5)
-    Measured(Quiet(), tmp_path).update("agentic", 4, 150, reward=1.5)
+    MetricsProgress(Quiet(), tmp_path).update("agentic", 4, 150, reward=1.5)
     with telemetry.judging() as status:
         status.append("correct")
-    text = (tmp_path / FILE).read_text()
+    text = (tmp_path / METRICS_FILE).read_text()
     assert 'cuda_agent_stage_figure{figure="tokens_per_second_rollout",stage="agentic"} 1234.5' in text
     assert 'cuda_agent_stage_step{stage="agentic"} 4.0' in text
     port = free_port()

@@ -255,10 +255,10 @@ def wrong(night: PipelineRun) -> list[str]:
     ]
     versions = client.search_model_versions(f"name = '{params.registry.model}'")
     found += [f"{len(versions)} versions registered"] if len(versions) != 1 else []
-    office = Promotion(client, params.registry, night.home)
-    promoted = [entry for entry in office.chain.entries() if entry.action == "promoted"]
+    promotion = Promotion(client, params.registry, night.home)
+    promoted = [entry for entry in promotion.chain.entries() if entry.action == "promoted"]
     found += [f"promoted {len(promoted)} times"] if len(promoted) != 1 else []
-    found += office.verify()
+    found += promotion.verify()
     store = open_store(params.store, night.home)
     assert isinstance(store, S3Store)
     found += [f"unfinished upload of {key}" for key, _ in store.abandoned(timedelta(0))]
