@@ -26,8 +26,8 @@ from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.core.progress import Progress
 from components.core.task import dataset_version
-from components.synthesis.dvc_stages import SENTENCE
-from components.synthesis.operator_table import versions
+from components.synthesis.dvc_stages import ERROR_PREFIX
+from components.synthesis.operator_table import library_versions
 from flows.dataset_remote import holds, initialised, keep_pointer
 from flows.run_context import Busy, PipelineRun, digest_sources
 from flows.steps import Record
@@ -77,7 +77,7 @@ def made_by(night: PipelineRun) -> str:
     return digest_json(
         [
             files,
-            versions(),
+            library_versions(),
             night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0,
         ]
     )
@@ -129,7 +129,9 @@ def dvc(workspace: Path, arguments: Sequence[str], night: PipelineRun, progress:
                 f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again."
             )
         time.sleep(wait)
-    told = next((line.removeprefix(SENTENCE) for line in reversed(lines) if line.startswith(SENTENCE)), "")
+    told = next(
+        (line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.startswith(ERROR_PREFIX)), ""
+    )
     code = next((int(found[1]) for found in map(EXITED.search, reversed(lines)) if found), 1)
     if code == NO_ISOLATION:
         raise IsolationUnavailable(told)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prefect import task
 
-from components.core.files import atomic_folder, digest_json, digest_tree, write_json
-from components.policy.checkpoint import MANIFEST, Manifest, verify_checkpoint
+from components.core.files import MANIFEST, atomic_folder, digest_json, digest_tree, write_json
+from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.run_stage import run_stage, training_sources
 from components.training.stage import Stage, StageResult
 from flows.steps import SAMPLING, Context, Record

@@ -16,9 +16,9 @@ from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.core.config import Params
 from components.core.errors import UserError
-from components.core.files import digest_json, digest_tree, read_json
+from components.core.files import MANIFEST, digest_json, digest_tree, read_json
 from components.policy.backends import open_sampler
-from components.policy.checkpoint import MANIFEST, load_tokenizer, loading, verify_checkpoint
+from components.policy.checkpoint import explain_load_errors, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Check
         trained = manifest.params.get("policy", {})
         settings = {key: trained[key] for key in ("prompt", "context") if key in trained}
         return CheckpointPolicy(folder, with_policy_settings(params, settings, chosen), manifest.digest)
-    with loading(folder, "config.json"):
+    with explain_load_errors(folder, "config.json"):
         window = int(read_json(folder / "config.json").get("max_position_embeddings", MAX_CONTEXT))
     settings = {"prompt": "full", "context": min(window, MAX_CONTEXT)}
     digest = digest_json(digest_tree(folder))

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan
+from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan_batches
 from components.bootstrap.muon import Muon
 from components.core.config import Params
 from components.core.files import atomic_write, digest_json
@@ -208,7 +208,7 @@ def train(
     parameters = list(model.parameters())
     optimizer_pair = optimizers(model, params)
     lengths = corpus.lengths()
-    batches = plan(
+    batches = plan_batches(
         lengths,
         steps=settings.steps,
         tokens_per_step=settings.tokens_per_step,

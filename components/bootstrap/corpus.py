@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from components.bootstrap.demonstrations import demonstration
+from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import pieces, train_tokenizer
 from components.core.config import Params
 from components.core.errors import UserError
@@ -66,7 +66,7 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
     count = -(-settings.demonstrations // PER_TASK)
     conversations = []
     for number, task in enumerate(islice((task for task in sources if task.split == "train"), count)):
-        conversations += [demonstration(task, rng, settings, params.device) for _ in range(PER_TASK)]
+        conversations += [make_demonstration(task, rng, settings, params.device) for _ in range(PER_TASK)]
         if number % 500 == 0:
             progress.update("coldstart", 0, settings.steps, demonstrations=len(conversations))
     if len(conversations) < settings.demonstrations:
@@ -110,7 +110,7 @@ def load_corpus(folder: Path) -> Corpus:
     return Corpus(**load_file(folder / "tokens.safetensors"), tokenizer=load_tokenizer(folder))
 
 
-def plan(
+def plan_batches(
     lengths: list[int], *, steps: int, tokens_per_step: int, microbatches: int, seed: int
 ) -> list[list[list[int]]]:
     """The conversations of every step's micro-batches: plan[step][microbatch] lists indices into `lengths`.

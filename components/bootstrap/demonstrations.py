@@ -186,7 +186,7 @@ def _attempt(code: str, fast: float, wrong: float, device: Device, rng: random.R
     return kernel, style
 
 
-def demonstration(
+def make_demonstration(
     task: KernelTask, rng: random.Random, coldstart: Coldstart, device: Device
 ) -> list[Message]:
     """Chat messages of one episode on a composed task, for `policy.prompt: compact`.

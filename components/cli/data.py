@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from components.core.config import Resolved
     from components.core.progress_view import ProgressView
     from components.judge.pool import LocalPool
-    from components.synthesis.dataset_summary import Summary
+    from components.synthesis.dataset_summary import DatasetSummary
 
 data_app = typer.Typer(help="Data sets of kernel tasks.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -36,9 +36,9 @@ def data_build(given: CommonOptions, out_folder: Out) -> None:
     with answer(given.as_json) as out:
         resolved = given.resolved()
         with _judged(resolved) as (pool, view):
-            from components.synthesis.dataset import build
+            from components.synthesis.dataset import build_dataset
 
-            made = build(resolved.params, out_folder, pool, view, home_of(resolved) / "seeds")
+            made = build_dataset(resolved.params, out_folder, pool, view, home_of(resolved) / "seeds")
         out(_made(made, out_folder))
 
 
@@ -57,9 +57,9 @@ def data_import(
 
         tasks = read_public(file, resolved.params.data.seed)
         with _judged(resolved) as (pool, view):
-            from components.synthesis.dataset import readmit
+            from components.synthesis.dataset import admit_tasks
 
-            made = readmit(resolved.params, tasks, len(tasks), out_folder, pool, view)
+            made = admit_tasks(resolved.params, tasks, len(tasks), out_folder, pool, view)
         out(_made(made, out_folder))
 
 
@@ -74,7 +74,7 @@ def data_check(given: CommonOptions, where: Where, against: Against = None) -> N
     with answer(given.as_json) as out:
         resolved = _against(given.resolved(), against)
         from components.core.task import dataset_version, read_tasks
-        from components.synthesis.task_import import examine, read_public
+        from components.synthesis.task_import import check_rows, read_public
 
         path = _parquet(where)
         # A data set of ours says itself which rows are held out; in any other the operators decide.
@@ -83,7 +83,7 @@ def data_check(given: CommonOptions, where: Where, against: Against = None) -> N
             if (path.parent / "metrics.json").is_file()
             else read_public(path, resolved.params.data.seed)
         )
-        refused = [finding for finding in examine(tasks, resolved.params.data) if finding.reason]
+        refused = [finding for finding in check_rows(tasks, resolved.params.data) if finding.reason]
         console = stderr_console()
         table = Table("row", "operators", "reason", "detail", box=None, padding=(0, 2, 0, 0))
         for finding in refused:
@@ -170,7 +170,7 @@ def data_show(
 
     with answer(given.as_json) as out:
         from components.core.task import read_tasks
-        from components.synthesis.task_import import neighbours
+        from components.synthesis.task_import import nearest_tasks
 
         path = _parquet(dataset or _newest(home_of(given.resolved())))
         tasks = read_tasks(path)
@@ -179,7 +179,7 @@ def data_show(
             raise UserError(
                 f"{path}: {len(found) or 'no'} tasks begin with {task}; give more of the id, or one that cuda-agent data show has printed."
             )
-        near = neighbours(found[0], tasks, 5)
+        near = nearest_tasks(found[0], tasks, 5)
         console = stderr_console()
         console.print(
             f"{found[0].task_id}  {found[0].data_source}  {' > '.join(found[0].ops)}  {found[0].split}",
@@ -253,7 +253,7 @@ def _judged(resolved: Resolved) -> Iterator[tuple[LocalPool, ProgressView]]:
         pool.close()
 
 
-def _made(made: Summary, folder: Path) -> dict[str, Any]:
+def _made(made: DatasetSummary, folder: Path) -> dict[str, Any]:
     reasons = ", ".join(f"{reason} {count}" for reason, count in made.reasons.items()) or "none"
     console = stderr_console()
     console.print(

@@ -58,11 +58,10 @@ def train(
 
     from components.core.config import PROJECT
     from components.core.errors import StageFailed
-    from components.core.files import digest_json, digest_tree
+    from components.core.files import MANIFEST, digest_json, digest_tree
     from components.core.progress import Quiet
     from components.core.progress_view import ProgressView
     from components.judge.pool import open_pool
-    from components.policy.checkpoint import MANIFEST
     from components.training.collapse_detection import Terminated
     from components.training.launcher import LAUNCHED, TERMINATED
     from components.training.run_stage import RankLost, run_stage

@@ -149,7 +149,7 @@ def read_json(path: Path) -> Any:
 def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
     """The digest of a checkpoint whose files match its manifest; UserError names the first file that does not.
 
-    The same rule as components.policy.checkpoint.verify_checkpoint, without its imports. `mend` says what a person does then.
+    `mend` ends the message: what a person does then.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)

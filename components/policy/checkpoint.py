@@ -1,4 +1,4 @@
-"""Checkpoints of policies: Hugging Face folders with a manifest, and loading them.
+"""Checkpoints of policies: Hugging Face folders with a manifest, and explain_load_errors them.
 
 A checkpoint is a folder that transformers and vLLM load with no code of ours (safetensors, config, tokenizer), plus
 `manifest.json` with the digest of every file. A folder without a matching manifest is not a checkpoint.
@@ -16,13 +16,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.core.errors import UserError
-from components.core.files import atomic_folder, digest_json, digest_tree, read_json, write_json
+from components.core.files import (
+    MANIFEST,
+    atomic_folder,
+    digest_json,
+    digest_tree,
+    read_json,
+    verify_files,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-MANIFEST = "manifest.json"
 
 
 class Manifest(BaseModel):
@@ -87,21 +93,16 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
         raise UserError(
             f"{folder}: not a checkpoint, {MANIFEST} is missing or damaged; give a folder that a stage wrote."
         ) from error
-    found = digest_tree(folder, exclude=(MANIFEST,))
-    for name in sorted(set(manifest.files) | set(found)):
-        if manifest.files.get(name) != found.get(name):
-            raise UserError(
-                f"{folder / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; delete the folder and run again."
-            )
-    if device and (own := manifest.params.get("device", device)) != device:
+    verify_files(folder)
+    if device and (trained_device := manifest.params.get("device", device)) != device:
         raise UserError(
-            f"{folder}: it was trained to write kernels for {own}; give --set device={own} or another policy."
+            f"{folder}: it was trained to write kernels for {trained_device}; give --set device={trained_device} or another policy."
         )
     return manifest
 
 
 @contextlib.contextmanager
-def loading(folder: Path, what: str) -> Iterator[None]:
+def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
     """What transformers says of a damaged folder, in as many types as there are ways of damage, as one sentence."""
     from jinja2 import TemplateError
     from safetensors import SafetensorError
@@ -130,7 +131,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         AutoTokenizer,  # takes seconds to import: a command that only reads a checkpoint does without
     )
 
-    with loading(folder, "tokenizer"):
+    with explain_load_errors(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         known = len(tokenizer)
     if known < 2:
@@ -141,7 +142,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder."
         )
-    with loading(folder, "chat template"):
+    with explain_load_errors(folder, "chat template"):
         tokenizer.apply_chat_template(
             [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
         )
@@ -153,7 +154,7 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: st
     import torch
     from transformers import AutoModelForCausalLM
 
-    with loading(folder, "model"):
+    with explain_load_errors(folder, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.nn.Module.to(model, device)
     return model.eval()

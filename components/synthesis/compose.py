@@ -1,8 +1,8 @@
 """Composing tasks: a chain of torch operators whose shapes and dtypes fit, written out as a self-contained module.
 
-Whether an operator matters is asked of the operators themselves, on a small probe: a chain is kept only if its output
+Whether an operator every_operator_matters is asked of the operators themselves, on a small probe: a chain is kept only if its output
 varies and changes when any one operator is left out. So relu after a square, softmax before a sum, or a shift before
-a softmax never become tasks; the rubric catches what a probe cannot see.
+a softmax never become tasks; the task_filter catches what a probe cannot see.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from components.core.config import Data, Device
 from components.core.errors import UserError
 from components.core.task import KernelTask
-from components.synthesis.core_operators import BY_NAME, COLS, ROWS, SEEDS, Seed, canonical
+from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical
 
 HELD_OUT_SHARE = 0.2
 """Share of operator sequences that no stage of training ever sees."""
 TRIES = 200
-"""Chains drawn for one whose eager time should be measurable; after that any will do, and the rubric has its say."""
+"""Chains drawn for one whose eager time should be measurable; after that any will do, and the task_filter has its say."""
 PROBE = (8, 256)
 STEPS = tuple[tuple[str, tuple[str, ...]], ...]
 """A chain: operator name and its constants as written, in order."""
@@ -137,7 +137,7 @@ def _rms(values: Tensor) -> float:
 
 
 @torch.no_grad()
-def matters(steps: STEPS) -> bool:
+def every_operator_matters(steps: STEPS) -> bool:
     """Whether the output varies, float32 suffices for it, and it changes by more than 1 % (RMS) when any one operator is
     left out."""
     x, y, modules = _probe(torch.float32)
@@ -163,7 +163,7 @@ def matters(steps: STEPS) -> bool:
     return True
 
 
-def _legal(seeds: Sequence[Seed]) -> bool:
+def _legal(seeds: Sequence[CoreOperator]) -> bool:
     """Rules of form: each operator with state once, one second input, two row operators, only unary elementwise ones
     after a reduction, and nothing twice in a row."""
     names = [seed.name for seed in seeds]
@@ -200,7 +200,7 @@ def eager_seconds(steps: STEPS, numel: int, device: Device) -> float:
     )
 
 
-def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
+def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
     """One composed task, of a size whose eager time should fall into data.eager_seconds. `ops` are the operators in
     order, `data_source` is torch#N, `split` says whether the sequence is reserved. UserError when data.numel holds no
     shape."""
@@ -208,7 +208,7 @@ def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTas
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
     count = rng.choices(list(mix), weights=list(mix.values()))[0]
     for draw in itertools.count():
-        seeds = [rng.choice(SEEDS) for _ in range(count)]
+        seeds = [rng.choice(CORE_OPERATORS) for _ in range(count)]
         if not _legal(seeds):
             continue
         steps = tuple((seed.name, tuple(rng.choice(palette) for palette in seed.constants)) for seed in seeds)
@@ -220,7 +220,7 @@ def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTas
         if not measurable and draw < TRIES:
             continue
         rows, cols = rng.choice(measurable or shapes)
-        if matters(steps) and fits(steps, cols):
+        if every_operator_matters(steps) and fits(steps, cols):
             break
     ops = tuple(name for name, _ in steps)
     reserved = is_held_out(ops, data.seed)
@@ -232,8 +232,8 @@ def compose(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTas
     )
 
 
-def stream(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
+def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
     """Composed tasks without end; equal arguments give equal tasks."""
     rng = random.Random(seed)
     while True:
-        yield compose(rng, data, device)
+        yield compose_task(rng, data, device)

@@ -27,7 +27,7 @@ LARGEST = 2000
 Subtrees = Counter[str]
 
 
-def subtrees(code: str, *, constants: bool = False) -> Subtrees:
+def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
     """Every subtree of the canonical `Model`, counted. With `constants` their values are kept, and `get_inputs` joins
     in, so that equal results mean the same operator graph on the same shapes."""
     tree = ast.parse(code)
@@ -44,11 +44,11 @@ def subtrees(code: str, *, constants: bool = False) -> Subtrees:
     return counts
 
 
-def graph(code: str) -> str:
+def graph_digest(code: str) -> str:
     """Digest of the operator graph: the same for sources that differ in names, prefixes and formatting only."""
     return digest_bytes(
         "\n".join(
-            f"{label} {count}" for label, count in sorted(subtrees(code, constants=True).items())
+            f"{label} {count}" for label, count in sorted(count_subtrees(code, constants=True).items())
         ).encode()
     )
 
@@ -59,19 +59,19 @@ def similarity(a: Subtrees, b: Subtrees) -> float:
     return 2 * (a & b).total() / total if total else 0.0
 
 
-class Programs:
+class EvaluationPrograms:
     """The evaluation programs to stay clear of."""
 
     def __init__(self, against: Iterable[str]):
         """`against` are folders of .py files, .py files or parquet files with a column `code`; UserError names the first
         that cannot be read."""
         self.programs = [
-            (origin, subtrees(code)) for name in against for origin, code in _sources(Path(name))
+            (origin, count_subtrees(code)) for name in against for origin, code in _sources(Path(name))
         ]
 
     def nearest(self, code: str) -> tuple[float, str]:
         """Highest similarity to any program, and that program's origin; (0, "") when there are none."""
-        own = subtrees(code)
+        own = count_subtrees(code)
         return max(((similarity(own, other), origin) for origin, other in self.programs), default=(0.0, ""))
 
 

@@ -21,7 +21,7 @@ THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
 
 
 @dataclass(frozen=True)
-class Seed:
+class CoreOperator:
     """One operator: `line` is the right-hand side of `x = …`, with `{0}`, `{1}` for its constants and `{cols}` in `init`."""
 
     name: str
@@ -35,61 +35,63 @@ class Seed:
     """Rough eager nanoseconds for one element on one CPU core: only used to choose a size (measured: torch 2.13, one EPYC core)."""
 
 
-SEEDS: tuple[Seed, ...] = (
-    Seed("relu", "elementwise", "F.relu(x)"),
-    Seed("leaky_relu", "elementwise", "F.leaky_relu(x, {0})", (SLOPES,), cost=0.15),
-    Seed("elu", "elementwise", "F.elu(x)", cost=1.4),
-    Seed("gelu", "elementwise", "F.gelu(x)", cost=0.5),
-    Seed("silu", "elementwise", "F.silu(x)", cost=0.42),
-    Seed("sigmoid", "elementwise", "torch.sigmoid(x)", cost=0.41),
-    Seed("tanh", "elementwise", "torch.tanh(x)", cost=3.4),
-    Seed("softplus", "elementwise", "F.softplus(x)", cost=2),
-    Seed("hardswish", "elementwise", "F.hardswish(x)", cost=0.17),
-    Seed("hardsigmoid", "elementwise", "F.hardsigmoid(x)", cost=0.18),
-    Seed("clamp", "elementwise", "torch.clamp(x, {0}, {1})", (LOWS, HIGHS)),
-    Seed("relu6", "elementwise", "F.relu6(x)", cost=0.13),
-    Seed("mish", "elementwise", "F.mish(x)", cost=4),
-    Seed("softsign", "elementwise", "F.softsign(x)", cost=0.45),
-    Seed("abs", "elementwise", "torch.abs(x)"),
-    Seed("square", "elementwise", "torch.square(x)"),
+CORE_OPERATORS: tuple[CoreOperator, ...] = (
+    CoreOperator("relu", "elementwise", "F.relu(x)"),
+    CoreOperator("leaky_relu", "elementwise", "F.leaky_relu(x, {0})", (SLOPES,), cost=0.15),
+    CoreOperator("elu", "elementwise", "F.elu(x)", cost=1.4),
+    CoreOperator("gelu", "elementwise", "F.gelu(x)", cost=0.5),
+    CoreOperator("silu", "elementwise", "F.silu(x)", cost=0.42),
+    CoreOperator("sigmoid", "elementwise", "torch.sigmoid(x)", cost=0.41),
+    CoreOperator("tanh", "elementwise", "torch.tanh(x)", cost=3.4),
+    CoreOperator("softplus", "elementwise", "F.softplus(x)", cost=2),
+    CoreOperator("hardswish", "elementwise", "F.hardswish(x)", cost=0.17),
+    CoreOperator("hardsigmoid", "elementwise", "F.hardsigmoid(x)", cost=0.18),
+    CoreOperator("clamp", "elementwise", "torch.clamp(x, {0}, {1})", (LOWS, HIGHS)),
+    CoreOperator("relu6", "elementwise", "F.relu6(x)", cost=0.13),
+    CoreOperator("mish", "elementwise", "F.mish(x)", cost=4),
+    CoreOperator("softsign", "elementwise", "F.softsign(x)", cost=0.45),
+    CoreOperator("abs", "elementwise", "torch.abs(x)"),
+    CoreOperator("square", "elementwise", "torch.square(x)"),
     # Not the bare root: near zero it turns a rounding error of 1e-8 into 1e-4, and right kernels were refused for it.
-    Seed("sqrt_abs", "elementwise", "torch.sqrt(torch.abs(x) + 1.0)", cost=0.7),
-    Seed("log1p_abs", "elementwise", "torch.log1p(torch.abs(x))", cost=1.1),
-    Seed("erf", "elementwise", "torch.erf(x)", cost=1.8),
-    Seed("logsigmoid", "elementwise", "F.logsigmoid(x)", cost=1.8),
-    Seed("tanhshrink", "elementwise", "F.tanhshrink(x)", cost=3.9),
-    Seed("softshrink", "elementwise", "F.softshrink(x, {0})", (THRESHOLDS,), cost=0.13),
-    Seed("mul_constant", "elementwise", "x * {0}", (PALETTE,)),
-    Seed("add_constant", "elementwise", "x + {0}", (PALETTE,)),
-    Seed("softmax", "row", "torch.softmax(x, dim=-1)", cost=0.6),
-    Seed("log_softmax", "row", "torch.log_softmax(x, dim=-1)", cost=0.75),
-    Seed("layer_norm", "row", "self.layer_norm(x)", init="self.layer_norm = nn.LayerNorm({cols})", cost=0.5),
-    Seed(
+    CoreOperator("sqrt_abs", "elementwise", "torch.sqrt(torch.abs(x) + 1.0)", cost=0.7),
+    CoreOperator("log1p_abs", "elementwise", "torch.log1p(torch.abs(x))", cost=1.1),
+    CoreOperator("erf", "elementwise", "torch.erf(x)", cost=1.8),
+    CoreOperator("logsigmoid", "elementwise", "F.logsigmoid(x)", cost=1.8),
+    CoreOperator("tanhshrink", "elementwise", "F.tanhshrink(x)", cost=3.9),
+    CoreOperator("softshrink", "elementwise", "F.softshrink(x, {0})", (THRESHOLDS,), cost=0.13),
+    CoreOperator("mul_constant", "elementwise", "x * {0}", (PALETTE,)),
+    CoreOperator("add_constant", "elementwise", "x + {0}", (PALETTE,)),
+    CoreOperator("softmax", "row", "torch.softmax(x, dim=-1)", cost=0.6),
+    CoreOperator("log_softmax", "row", "torch.log_softmax(x, dim=-1)", cost=0.75),
+    CoreOperator(
+        "layer_norm", "row", "self.layer_norm(x)", init="self.layer_norm = nn.LayerNorm({cols})", cost=0.5
+    ),
+    CoreOperator(
         "rms_norm", "row", "self.rms_norm(x)", init="self.rms_norm = nn.RMSNorm({cols}, eps=1e-5)", cost=0.5
     ),
-    Seed("normalize", "row", "F.normalize(x, dim=-1)", cost=0.3),
-    Seed("sum", "reduction", "torch.sum(x, dim=-1, keepdim=True)", cost=0.06),
-    Seed("mean", "reduction", "torch.mean(x, dim=-1, keepdim=True)", cost=0.06),
-    Seed("amax", "reduction", "torch.amax(x, dim=-1, keepdim=True)", cost=0.06),
-    Seed("logsumexp", "reduction", "torch.logsumexp(x, dim=-1, keepdim=True)", cost=1.1),
-    Seed(
+    CoreOperator("normalize", "row", "F.normalize(x, dim=-1)", cost=0.3),
+    CoreOperator("sum", "reduction", "torch.sum(x, dim=-1, keepdim=True)", cost=0.06),
+    CoreOperator("mean", "reduction", "torch.mean(x, dim=-1, keepdim=True)", cost=0.06),
+    CoreOperator("amax", "reduction", "torch.amax(x, dim=-1, keepdim=True)", cost=0.06),
+    CoreOperator("logsumexp", "reduction", "torch.logsumexp(x, dim=-1, keepdim=True)", cost=1.1),
+    CoreOperator(
         "scale",
         "parameter",
         "x * self.scale",
         init="self.scale = nn.Parameter(torch.randn({cols}))",
         cost=0.1,
     ),
-    Seed(
+    CoreOperator(
         "shift",
         "parameter",
         "x + self.shift",
         init="self.shift = nn.Parameter(torch.randn({cols}))",
         cost=0.1,
     ),
-    Seed("add_input", "second_input", "x + y", cost=0.14),
-    Seed("mul_input", "second_input", "x * y", cost=0.14),
+    CoreOperator("add_input", "second_input", "x + y", cost=0.14),
+    CoreOperator("mul_input", "second_input", "x * y", cost=0.14),
 )
-BY_NAME = {seed.name: seed for seed in SEEDS}
+BY_NAME = {seed.name: seed for seed in CORE_OPERATORS}
 
 
 def canonical(name: str) -> str:

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from components.core.config import Device
-from components.synthesis.core_operators import SEEDS, canonical
-from components.synthesis.mined_operators import Form, shape_after
+from components.synthesis.core_operators import CORE_OPERATORS, canonical
+from components.synthesis.mined_operators import OperatorTemplate, output_layout
 
 VIEWS = frozenset(
     "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias detach as_strided split unbind".split()
 )
-NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in SEEDS}
+NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in CORE_OPERATORS}
 """Eager time for an element on one CPU core, where it was measured."""
 OTHER_NANOSECONDS = 0.5
 CPU_FLOPS = 4e10
@@ -48,7 +48,7 @@ class Meter(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Metered:
+class OperatorCost:
     """A form on one input: shape and strides of its output, operations, bytes, kernel launches, and bytes of the largest tensor, parameters too."""
 
     after: tuple[tuple[int, ...], tuple[int, ...]]
@@ -59,14 +59,18 @@ class Metered:
 
 
 @functools.lru_cache(maxsize=65536)
-def metered(form: Form, shape: tuple[int, ...], stride: tuple[int, ...]) -> Metered | None:
+def operator_cost(
+    form: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> OperatorCost | None:
     """None where the form does not fit this input."""
     with Meter() as meter:
-        after = shape_after.__wrapped__(form, shape, stride)
-    return None if after is None else Metered(after, meter.flops, meter.bytes, meter.calls, meter.largest)
+        after = output_layout.__wrapped__(form, shape, stride)
+    return (
+        None if after is None else OperatorCost(after, meter.flops, meter.bytes, meter.calls, meter.largest)
+    )
 
 
-def eager_seconds(form: Form, met: Metered, device: Device) -> tuple[float, float]:
+def eager_seconds(form: OperatorTemplate, met: OperatorCost, device: Device) -> tuple[float, float]:
     """A guess of the eager time, only to choose a size, since the judge measures: what it takes at any size, and what grows with
     the size. On a GPU launches are nearly all that a small input takes."""
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Building the data set: compose candidates, hold them against the rubric, keep every rejected one with its reason.
+"""Building the data set: compose candidates, hold them against the task_filter, keep every rejected one with its reason.
 
 Candidates are taken in the order of composition, so the admitted set depends on the parameters and the verdicts alone,
 not on which judgement came back first. Admissions are journalled by the pool: a killed build that is started again
@@ -24,13 +24,13 @@ from components.core.files import atomic_folder
 from components.core.progress import Progress
 from components.core.task import KernelTask, dataset_version, write_tasks
 from components.judge.verdict import Admission
-from components.synthesis.compose import stream
-from components.synthesis.dataset_summary import Rejection, Summary, write_summary
-from components.synthesis.headroom import headroom
+from components.synthesis.compose import compose_tasks
+from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
+from components.synthesis.headroom import compute_headroom
 from components.synthesis.model_composer import ModelComposer
-from components.synthesis.operator_table import mined
-from components.synthesis.task_filter import Rubric
-from components.synthesis.torch_composer import Composer, Draft
+from components.synthesis.operator_table import load_operator_table
+from components.synthesis.task_filter import TaskFilter
+from components.synthesis.torch_composer import Draft, TorchComposer
 
 HOPELESS = 60
 """Executed candidates in a row without one admission, after which the parameters are to blame."""
@@ -109,8 +109,8 @@ class Builder:
 
     def __init__(self, params: Params, pool: Admitting, progress: Progress, wanted: Counter[Place] | None):
         self.params, self.pool, self.progress, self.wanted = params, pool, progress, wanted
-        self.composer: Composer | None = None
-        self.rubric = Rubric(params.data)
+        self.composer: TorchComposer | None = None
+        self.task_filter = TaskFilter(params.data)
         self.done: Counter[Place] = Counter()
         self.window: deque[Candidate] = deque()
         self.admitted: list[KernelTask] = []
@@ -144,7 +144,7 @@ class Builder:
         reason, detail = (
             (candidate.refused.reason, candidate.refused.detail)
             if candidate.refused
-            else self.rubric.look(task)
+            else self.task_filter.check_source(task)
         )
         self.dry = 0 if not reason and self.needs(candidate, self.room()) else self.dry + 1
         if self.dry > DRY and self.wanted is not None:
@@ -229,7 +229,7 @@ class Builder:
             raise InfrastructureError(
                 f"the judge failed by its own fault: {admission.evidence.get('detail', '')}"
             )
-        reason, detail = self.rubric.weigh(admission)
+        reason, detail = self.task_filter.check_admission(admission)
         if not reason:
             self.fruitless = 0
             self.done[self.place(task)] += 1
@@ -237,8 +237,8 @@ class Builder:
             evidence = (
                 {"device": self.params.device}
                 | admission.evidence
-                | self.rubric.nearest(task)
-                | headroom(admission.evidence, flops)
+                | self.task_filter.similarity_evidence(task)
+                | compute_headroom(admission.evidence, flops)
             )
             self.admitted.append(
                 task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)})
@@ -261,11 +261,11 @@ class Builder:
                 self.window.appendleft(self.enter(Candidate(resized.task, draft=resized, resized=True)))
                 self.feed()
 
-    def write(self, out: Path) -> Summary:
+    def write(self, out: Path) -> DatasetSummary:
         with atomic_folder(out) as folder:
             write_tasks(folder / "tasks.parquet", self.admitted)
             similarities = tuple(
-                sorted(similarity for similarity, _ in self.rubric.nearest_programs.values())
+                sorted(similarity for similarity, _ in self.task_filter.nearest_programs.values())
             )
             version = dataset_version(folder / "tasks.parquet")
             if (
@@ -276,7 +276,7 @@ class Builder:
                 raise UserError(
                     f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; give another folder, or delete it first."
                 )
-            summary = Summary(
+            summary = DatasetSummary(
                 version,
                 self.candidates,
                 self.surplus,
@@ -296,9 +296,9 @@ def check_out(out: Path) -> None:
         raise UserError(f"{out}: holds something else than a data set; give a new or empty folder.")
 
 
-def build(
+def build_dataset(
     params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None
-) -> Summary:
+) -> DatasetSummary:
     """Make a data set and write it to the folder `out` in one step: tasks.parquet, rejected.parquet, metrics.json,
     plots/*.csv and README.md. Equal parameters and verdicts give an equal data set, in whatever order verdicts come.
     `seeds` is the folder of the mined table; it is not looked at where data.operators is core; the journal of
@@ -311,21 +311,23 @@ def build(
     builder = Builder(params, pool, progress, targets(data))
     source: Iterator[Candidate]
     if data.operators == "core":
-        source = (Candidate(task) for task in stream(data.seed, data, params.device))
+        source = (Candidate(task) for task in compose_tasks(data.seed, data, params.device))
     else:
         if seeds is None:
             raise UserError(
                 f"data.operators: {data.operators} needs the folder of the mined table; give one, or set data.operators to core."
             )
-        table = mined(seeds, progress)
+        table = load_operator_table(seeds, progress)
         if data.composer:
-            asked = ModelComposer(sorted({form.name for form in table.forms}), data, seeds.parent / "answers")
+            asked = ModelComposer(
+                sorted({form.name for form in table.templates}), data, seeds.parent / "answers"
+            )
             source = (
                 Candidate(item) if isinstance(item, KernelTask) else Candidate(item.task, refused=item)
                 for item in asked
             )
         else:
-            builder.composer = Composer(table, data, params.device, modules=data.operators == "all")
+            builder.composer = TorchComposer(table, data, params.device, modules=data.operators == "all")
             source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
     threads = torch.get_num_threads()
     torch.set_num_threads(
@@ -333,17 +335,17 @@ def build(
     )  # probes are small: fifteen more threads that wait for each took two of sixteen cores from the judge
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch remarks on many a mined form; the rubric decides
+            warnings.simplefilter("ignore")  # torch remarks on many a mined form; the task_filter decides
             builder.run(source, data.tasks + data.held_out)
     finally:
         torch.set_num_threads(threads)
     return builder.write(out)
 
 
-def readmit(
+def admit_tasks(
     params: Params, tasks: Iterable[KernelTask], total: int, out: Path, pool: Admitting, progress: Progress
-) -> Summary:
-    """Hold given tasks against the rubric and the judge, every one of them, and write those that pass as `build` does.
+) -> DatasetSummary:
+    """Hold given tasks against the task_filter and the judge, every one of them, and write those that pass as `build_dataset` does.
 
     Raises UserError when none passes: an empty data set is none."""
     check_out(out)

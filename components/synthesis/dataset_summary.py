@@ -48,7 +48,7 @@ class Rejection:
 
 
 @dataclass(frozen=True)
-class Summary:
+class DatasetSummary:
     """What was made. Candidates are those decided: admitted, rejected, or surplus (their split was complete already)."""
 
     version: str
@@ -78,7 +78,7 @@ class Summary:
         ]
 
 
-def write_summary(folder: Path, params: Params, summary: Summary) -> None:
+def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None:
     """Write rejected.parquet, metrics.json, plots/*.csv and README.md beside tasks.parquet."""
     _write_rejected(folder / "rejected.parquet", summary.rejected)
     figures = metrics(summary)
@@ -116,7 +116,7 @@ def write_summary(folder: Path, params: Params, summary: Summary) -> None:
     atomic_write(folder / "README.md", card(params, summary, figures))
 
 
-def metrics(summary: Summary) -> dict[str, Any]:
+def metrics(summary: DatasetSummary) -> dict[str, Any]:
     """Figures for `dvc metrics show` and the report."""
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
@@ -153,7 +153,7 @@ def metrics(summary: Summary) -> dict[str, Any]:
     }
 
 
-def card(params: Params, summary: Summary, figures: dict[str, Any]) -> str:
+def card(params: Params, summary: DatasetSummary, figures: dict[str, Any]) -> str:
     """The data card, for whoever trains on or evaluates with this data set."""
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = (

@@ -17,7 +17,7 @@ from components.core.config import Params, resolve
 from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
 
-SENTENCE = "error: "
+ERROR_PREFIX = "error: "
 """Begins the last line of a stage that failed: what is wrong and how to mend it."""
 
 
@@ -45,20 +45,20 @@ def seeds(params: Params, out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     if params.data.operators == "core":
         return "seeds: the core table, nothing to mine"
-    from components.synthesis.operator_table import mined
+    from components.synthesis.operator_table import load_operator_table
 
-    table = mined(out, Lines())
-    return f"seeds: {len(table.operators)} operators in {len(table.forms)} forms, {len(table.modules)} modules; {len(table.left_out)} left out"
+    table = load_operator_table(out, Lines())
+    return f"seeds: {len(table.operators)} operators in {len(table.templates)} forms, {len(table.modules)} modules; {len(table.left_out)} left out"
 
 
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
-    """Compose, hold against the rubric and the judge, and write the data set."""
+    """Compose, hold against the task_filter and the judge, and write the data set."""
     from components.judge.pool import open_pool
-    from components.synthesis.dataset import build
+    from components.synthesis.dataset import build_dataset
 
     pool = open_pool(params, verdicts)
     try:
-        summary = build(params, out, pool, Lines(), seeds)
+        summary = build_dataset(params, out, pool, Lines(), seeds)
     finally:
         pool.close()
     refused = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not sentence:
             traceback.print_exc()
             sentence = f"{type(error).__name__}: {error}"
-        print(f"{SENTENCE}{' '.join(sentence.split())}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{' '.join(sentence.split())}", file=sys.stderr)
         return 3 if isinstance(error, IsolationUnavailable) else 2 if isinstance(error, UserError) else 1
     print(said, file=sys.stderr)
     return 0

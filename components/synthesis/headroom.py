@@ -19,7 +19,7 @@ LIKED = 4
 """How often the tasks with the most headroom come in one pass of training."""
 
 
-def headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
+def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
     """`headroom`, and the operations that it counts (None: unknown), from an admission's evidence; {} where the compile
     baseline was not measured."""
     if "compile_seconds" not in evidence:
@@ -29,7 +29,7 @@ def headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
     return {"headroom": round(evidence["compile_seconds"] / floor, 4), "operations": flops}
 
 
-def weighed(tasks: Iterable[KernelTask]) -> list[KernelTask]:
+def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
     """Tasks as often as they are worth in one pass of training: once where nothing is to be won or nothing is known, once
     more with every doubling of the headroom, four times at most."""
     return [

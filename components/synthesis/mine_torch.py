@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.synthesis.core_operators import canonical
-from components.synthesis.mined_operators import FAULTS, SMALL, Form, Skipped, apply, made_for, shape_after
+from components.synthesis.mined_operators import (
+    FAULTS,
+    SMALL,
+    OperatorTemplate,
+    Skipped,
+    apply,
+    make_module,
+    output_layout,
+)
 
 VARIANTS = 14
 """Forms that are tried of one operator, at most."""
@@ -214,9 +222,9 @@ class Argument:
     tensor: bool
 
 
-def mine() -> tuple[list[Form], list[Skipped]]:
+def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
     """Forms in the order of names, and every public name that none was kept of. About ten seconds of one core."""
-    forms: list[Form] = []
+    forms: list[OperatorTemplate] = []
     left_out: list[Skipped] = []
     meanings: dict[tuple[str, ...], str] = {}
     with warnings.catch_warnings(), torch.no_grad():
@@ -250,7 +258,7 @@ def _public() -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}", thing
 
 
-def _forms(name: str, thing: Any) -> tuple[list[Form], str]:
+def _forms(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
     """The forms that work, each with its ranks, or the reason why there is none."""
     short = name.rpartition(".")[2]
     for reason, pattern in NOT_MINED.items():
@@ -261,22 +269,22 @@ def _forms(name: str, thing: Any) -> tuple[list[Form], str]:
         return [], _unruled(name, thing)
     kept, reasons = [], []
     for init, plain in templates[:VARIANTS]:
-        call = plain + "[0]" if _gives_several(Form(name, plain, tuple(SMALL), init)) else plain
+        call = plain + "[0]" if _gives_several(OperatorTemplate(name, plain, tuple(SMALL), init)) else plain
         ranks = []
         for rank in SMALL:
-            reason = _why_not(Form(name, call, (rank,), init))
+            reason = _find_defect(OperatorTemplate(name, call, (rank,), init))
             if reason:
                 reasons.append(reason)
             else:
                 ranks.append(rank)
         if ranks:
-            kept.append(Form(name, call, tuple(ranks), init))
+            kept.append(OperatorTemplate(name, call, tuple(ranks), init))
     # The reason that came nearest to working says most: a misfit on a meta tensor is the least.
     told = [reason for reason in reasons if not reason.startswith("fits")] or reasons
     return kept, "" if kept else told[0]
 
 
-def _gives_several(form: Form) -> bool:
+def _gives_several(form: OperatorTemplate) -> bool:
     """Whether it returns a tuple such as (values, indices)."""
     for shape in SMALL.values():
         x = torch.empty(shape, device="meta")
@@ -393,21 +401,21 @@ def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[T
     return x, y
 
 
-def _trace(form: Form) -> str:
+def _trace(form: OperatorTemplate) -> str:
     x, y = probe(SMALL[form.ranks[0]])
     with _Watch() as watch:
         apply(form, x, y)
     return f"{watch.calls}"
 
 
-def _why_not(form: Form) -> str:
+def _find_defect(form: OperatorTemplate) -> str:
     """Why this form on tensors of its one rank makes no task; empty when nothing speaks against it."""
     shape = SMALL[form.ranks[0]]
-    if shape_after(form, shape, torch.empty(shape, device="meta").stride()) is None:
+    if output_layout(form, shape, torch.empty(shape, device="meta").stride()) is None:
         return "fits no float32 tensor of rank 2 to 5 and gives one back"
     x, y = probe(shape)
     try:
-        holder = made_for(form, x)
+        holder = make_module(form, x)
         with warnings.catch_warnings(record=True) as told, _Watch() as watch:
             warnings.simplefilter("always")
             out = apply(form, x.clone(), y.clone(), holder)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from components.synthesis.mined_operators import Module, Skipped
-from components.synthesis.source_extraction import Library, Missing
+from components.synthesis.mined_operators import Skipped, TransformersModule
+from components.synthesis.source_extraction import CannotExtract, LibraryFile
 
 FAMILIES = tuple(
     """albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2 deepseek_v2 deepseek_v3 diffllama dinov2 electra esm
@@ -110,7 +110,7 @@ def scaled(config: dict[str, Any], hidden: int) -> dict[str, Any]:
     return config | {key: FIXED[key] for key in config if key in FIXED} | grown
 
 
-def write_source(module: Module, batch: int, length: int, hidden: int) -> str:
+def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
     """The task's source for inputs of these sizes."""
     values = {
         "batch": batch,
@@ -133,16 +133,16 @@ def write_source(module: Module, batch: int, length: int, hidden: int) -> str:
     )
 
 
-def mine() -> tuple[list[Module], list[Skipped]]:
+def mine() -> tuple[list[TransformersModule], list[Skipped]]:
     """Modules in the order of families, and every class of a mined role that was left out. About a minute of one core."""
-    found: list[Module] = []
+    found: list[TransformersModule] = []
     left_out: list[Skipped] = []
     meanings: dict[str, str] = {}
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
         warnings.simplefilter("ignore")
         for family, path in _files():
-            library = Library(path)
+            library = LibraryFile(path)
             config = None if family == "activations" else _config(family)
             for name in [*library.classes(), *library.rotations()]:
                 try:
@@ -156,10 +156,10 @@ def mine() -> tuple[list[Module], list[Skipped]]:
                         + module.call
                     )
                     if meaning in meanings:
-                        raise Missing(f"the same as {meanings[meaning]}")
+                        raise CannotExtract(f"the same as {meanings[meaning]}")
                     meanings[meaning] = f"{family}.{name}"
                     found.append(module)
-                except Missing as reason:
+                except CannotExtract as reason:
                     left_out.append(Skipped(f"transformers.{family}.{name}", str(reason)))
     return found, left_out
 
@@ -190,9 +190,9 @@ def _config(family: str) -> Any:
         return None
 
 
-def _module(library: Library, family: str, name: str, config: Any) -> Module:
-    """The module, run once for each way that its inputs may be meant; Missing says why none works."""
-    code = library.cut(name)
+def _module(library: LibraryFile, family: str, name: str, config: Any) -> TransformersModule:
+    """The module, run once for each way that its inputs may be meant; CannotExtract says why none works."""
+    code = library.extract(name)
     node = library.defined[name]
     assert isinstance(node, ast.ClassDef)
     made = [_made_with(argument) for argument in _required(node, "__init__", library)]
@@ -213,28 +213,30 @@ def _module(library: Library, family: str, name: str, config: Any) -> Module:
         try:
             inputs, call = _called(given, main)
             for form in (call, f"{call}[0]", f"{call}[1]", f"{call}[2]"):
-                module = Module(name, family, code, values, init, form, tuple(inputs))
-                fault = _why_not(module)
+                module = TransformersModule(name, family, code, values, init, form, tuple(inputs))
+                fault = _find_defect(module)
                 if not fault:
                     return module
                 reason = fault if reason in ("", SEVERAL) else reason
                 if fault != SEVERAL:
                     break
-        except Missing as missing:
+        except CannotExtract as missing:
             reason = reason or str(missing)
-    raise Missing(reason)
+    raise CannotExtract(reason)
 
 
-def _rotation(library: Library, family: str, name: str) -> Module:
+def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModule:
     """A function of (q, k, cos, sin), all of one head size; its two results are joined, or one of them would not matter."""
-    code = library.cut(name)
+    code = library.extract(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
     for call in (f"torch.cat({name}(x, y, z, w), dim=-1)", f"{name}(x, y, z)"):
-        module = Module(name, family, code, {}, "None", call, inputs if "w" in call else inputs[1:])
-        reason = _why_not(module)
+        module = TransformersModule(
+            name, family, code, {}, "None", call, inputs if "w" in call else inputs[1:]
+        )
+        reason = _find_defect(module)
         if not reason:
             return module
-    raise Missing(reason)
+    raise CannotExtract(reason)
 
 
 _NOTHING = object()
@@ -248,7 +250,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _required(node: ast.ClassDef, method: str, library: Library) -> list[str]:
+def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
     """Names of the arguments without a default, and of the position embeddings, which attention cannot do without."""
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:
@@ -263,7 +265,7 @@ def _required(node: ast.ClassDef, method: str, library: Library) -> list[str]:
 
 def _made_with(argument: str) -> str:
     if argument not in MADE_WITH:
-        raise Missing(f"is made with {argument}, and no rule says what to give")
+        raise CannotExtract(f"is made with {argument}, and no rule says what to give")
     return MADE_WITH[argument]
 
 
@@ -274,7 +276,7 @@ def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
 
     def add(text: str) -> str:
         if len(inputs) == 4:
-            raise Missing("takes more than four tensors")
+            raise CannotExtract("takes more than four tensors")
         inputs.append(text)
         return ("x", "y", "z", "w")[len(inputs) - 1]
 
@@ -290,15 +292,15 @@ def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
         elif argument == "attention_mask":
             given.append("attention_mask=None")
         else:
-            raise Missing(f"is called with {argument}, and no rule says what to give")
+            raise CannotExtract(f"is called with {argument}, and no rule says what to give")
     return inputs, f"self.block({', '.join(given)})"
 
 
-def _why_not(module: Module) -> str:
+def _find_defect(module: TransformersModule) -> str:
     """Why this form of the module makes no task; empty when it runs, is deterministic and depends on its first input."""
     scope: dict[str, Any] = {"__name__": "mined"}
     try:
-        exec(compile(write_source(module, **SIZE), module.name, "exec"), scope)
+        exec(compile(write_module_source(module, **SIZE), module.name, "exec"), scope)
         torch.manual_seed(1)
         model = scope["Model"]().eval()
         inputs = scope["get_inputs"]()

@@ -38,7 +38,7 @@ SCOPE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
 @dataclass(frozen=True)
-class Form:
+class OperatorTemplate:
     """One way to write an operator."""
 
     name: str
@@ -55,7 +55,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Module:
+class TransformersModule:
     """A module of transformers, self-contained: its source with everything that it needs, and how it is made and called.
 
     `inputs` are expressions with `{batch}`, `{length}`, `{hidden}` and what follows from them for sizes."""
@@ -78,19 +78,19 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Table:
+class OperatorTable:
     """What was mined from one pair of versions."""
 
     torch: str
     transformers: str
-    forms: tuple[Form, ...]
-    modules: tuple[Module, ...]
+    templates: tuple[OperatorTemplate, ...]
+    modules: tuple[TransformersModule, ...]
     left_out: tuple[Skipped, ...]
 
     @property
     def operators(self) -> tuple[str, ...]:
         """Distinct operators: nn.LeakyReLU and F.leaky_relu are one."""
-        return tuple(sorted({canonical(form.name) for form in self.forms}))
+        return tuple(sorted({canonical(form.name) for form in self.templates}))
 
 
 def sizes(shape: Sequence[int]) -> dict[str, int]:
@@ -106,7 +106,7 @@ def sizes(shape: Sequence[int]) -> dict[str, int]:
     }
 
 
-def written(form: Form, shape: Sequence[int], place: str = "self.op") -> tuple[str, str]:
+def written(form: OperatorTemplate, shape: Sequence[int], place: str = "self.op") -> tuple[str, str]:
     """`init` and `call` for an input of this shape; `place` is the attribute that holds the module."""
     values = sizes(shape)
     return form.init.format(**values), form.call.format(x="x", y="y", self=place, **values)
@@ -125,7 +125,7 @@ def function_of(call: str) -> Any:
     return eval(f"lambda x, y, self: {call}", dict(SCOPE))
 
 
-def made_for(form: Form, x: Tensor) -> Holder:
+def make_module(form: OperatorTemplate, x: Tensor) -> Holder:
     """What the form's `init` makes for an input like `x`, on its device and in its dtype; equal parameters each time."""
     init, _ = written(form, x.shape)
     if not init:
@@ -160,14 +160,14 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
         parameter.copy_(values)
 
 
-def apply(form: Form, x: Tensor, y: Tensor | None, holder: Holder | None = None) -> Tensor:
-    """The form on real or meta tensors, with what `made_for` made."""
-    return function_of(written(form, x.shape)[1])(x, y, holder or made_for(form, x))
+def apply(form: OperatorTemplate, x: Tensor, y: Tensor | None, holder: Holder | None = None) -> Tensor:
+    """The form on real or meta tensors, with what `make_module` made."""
+    return function_of(written(form, x.shape)[1])(x, y, holder or make_module(form, x))
 
 
 @functools.lru_cache(maxsize=65536)
-def shape_after(
-    form: Form, shape: tuple[int, ...], stride: tuple[int, ...]
+def output_layout(
+    form: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Shape and strides of the output for a float32 input of this shape and layout, asked of meta tensors; None where the
     form does not fit: it raises, changes the dtype, or leaves a rank that no task has."""
@@ -192,7 +192,7 @@ def shape_after(
 # --- the table as files ------------------------------------------------------------------------------------------------
 
 
-def write_table(folder: Path, table: Table) -> None:
+def write_table(folder: Path, table: OperatorTable) -> None:
     """operators.json, and left_out.csv for people."""
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [
@@ -202,15 +202,18 @@ def write_table(folder: Path, table: Table) -> None:
     atomic_write(folder / "left_out.csv", "\n".join(rows) + "\n")
 
 
-def read_table(folder: Path) -> Table:
+def read_table(folder: Path) -> OperatorTable:
     """The table that `write_table` left in the folder; OSError when there is none."""
     values = read_json(folder / "operators.json")
-    return Table(
+    return OperatorTable(
         torch=values["torch"],
         transformers=values["transformers"],
-        forms=tuple(Form(**{**form, "ranks": tuple(form["ranks"])}) for form in values["forms"]),
+        templates=tuple(
+            OperatorTemplate(**{**form, "ranks": tuple(form["ranks"])}) for form in values["templates"]
+        ),
         modules=tuple(
-            Module(**{**module, "inputs": tuple(module["inputs"])}) for module in values["modules"]
+            TransformersModule(**{**module, "inputs": tuple(module["inputs"])})
+            for module in values["modules"]
         ),
         left_out=tuple(Skipped(**item) for item in values["left_out"]),
     )

@@ -1,4 +1,4 @@
-"""Composing by a language model: a server that speaks OpenAI's protocol is asked for tasks; the same rubric decides (DESIGN §6).
+"""Composing by a language model: a server that speaks OpenAI's protocol is asked for tasks; the same task_filter decides (DESIGN §6).
 
 Each question names operators of the mined table, as many as data.operator_mix says, and depends on the parameters and its
 number alone. An answer is journalled before anybody reads it: a build that is started again asks for none of those again

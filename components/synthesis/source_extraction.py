@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "tanh": "nn.Tanh()",
     "sigmoid": "nn.Sigmoid()",
 }
-NO_PART = re.compile(r"Model|ForC|ForM|ForQ|Flash|Sdpa|Outputs?With|Encoder$")
+EXCLUDED_CLASSES = re.compile(r"Model|ForC|ForM|ForQ|Flash|Sdpa|Outputs?With|Encoder$")
 STANDARD = {
     "torch": "import torch",
     "nn": "import torch.nn as nn",
@@ -43,11 +43,11 @@ STANDARD = {
 }
 
 
-class Missing(Exception):
+class CannotExtract(Exception):
     """A part of the library that a cut-out source would still need."""
 
 
-class Library:
+class LibraryFile:
     """One file of the library: its definitions by name, and where its other names come from."""
 
     def __init__(self, path: Path):
@@ -72,7 +72,7 @@ class Library:
         return [
             name
             for name, node in self.defined.items()
-            if isinstance(node, ast.ClassDef) and ROLE.fullmatch(name) and not NO_PART.search(name)
+            if isinstance(node, ast.ClassDef) and ROLE.fullmatch(name) and not EXCLUDED_CLASSES.search(name)
         ]
 
     def rotations(self) -> list[str]:
@@ -83,15 +83,15 @@ class Library:
             if isinstance(node, ast.FunctionDef) and re.fullmatch(r"apply_\w*rotary\w*", name)
         ]
 
-    def cut(self, name: str) -> str:
-        """Source of a class with everything that it uses, self-contained; Missing names what would still be needed."""
+    def extract(self, name: str) -> str:
+        """Source of a class with everything that it uses, self-contained; CannotExtract names what would still be needed."""
         order: list[str] = []
         outside: set[str] = set()
 
         def visit(wanted: str) -> None:
             if wanted in order:
                 return
-            node = Clean().visit(ast.parse(ast.unparse(self.defined[wanted])).body[0])
+            node = SourceCleaner().visit(ast.parse(ast.unparse(self.defined[wanted])).body[0])
             self.defined[wanted] = node
             order.append(wanted)
             for used in sorted(
@@ -102,7 +102,7 @@ class Library:
                 elif used in STANDARD and (used in self.imported or used in ("logger", "SimpleNamespace")):
                     outside.add(used)
                 elif used in self.imported:
-                    raise Missing(f"needs {used} from elsewhere in transformers")
+                    raise CannotExtract(f"needs {used} from elsewhere in transformers")
 
         visit(name)
         parts = [ast.unparse(self.defined[wanted]) for wanted in self.defined if wanted in order]
@@ -113,7 +113,7 @@ class Library:
         return "\n".join(head) + "\n\n\n" + body
 
 
-class Clean(ast.NodeTransformer):
+class SourceCleaner(ast.NodeTransformer):
     """Without annotations, docstrings and decorators that only a library needs; attention falls to the file's own eager form."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:

@@ -1,4 +1,4 @@
-"""The rubric: which composed tasks become training tasks, and the reason for every one that does not (DESIGN §6).
+"""The task_filter: which composed tasks become training tasks, and the reason for every one that does not (DESIGN §6).
 
 The first look costs nothing and runs nothing: contract, hostile source, labels, duplicates, contamination. The second is
 the judge's admission, which executes the task in the sandbox: it runs in eager mode, is deterministic, its outputs differ
@@ -16,7 +16,7 @@ from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.task import KernelTask, check_contract, normalise
 from components.judge.verdict import Admission
-from components.synthesis.contamination import Programs, graph
+from components.synthesis.contamination import EvaluationPrograms, graph_digest
 from components.synthesis.source_checks import hostile, mislabelled
 
 UNEQUAL = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")
@@ -27,18 +27,18 @@ LEAST_SPREAD = 1e-3
 of the judge tells such an answer from a constant, but little of what is computed matters to it."""
 
 
-class Rubric:
+class TaskFilter:
     """Remembers what it has seen, so candidates must be shown in the order of composition."""
 
     def __init__(self, data: Data):
         self.data = data
-        self.programs = Programs(data.against)
+        self.programs = EvaluationPrograms(data.against)
         self.seen: dict[str, str] = {}
         """Digest of a source or of an operator graph, and the task that had it first."""
         self.nearest_programs: dict[str, tuple[float, str]] = {}
         """Highest similarity to an evaluation program and that program, by task, for every candidate held against them."""
 
-    def look(self, task: KernelTask) -> tuple[str, str]:
+    def check_source(self, task: KernelTask) -> tuple[str, str]:
         """Reason and detail why the task is refused before anything runs; empty strings when nothing speaks against it."""
         try:
             check_contract(task.code, "candidate")
@@ -55,7 +55,7 @@ class Rubric:
         wrong = mislabelled(task.ops, task.data_source, task.code)
         if wrong:
             return "mislabelled", wrong
-        source, operators = digest_bytes(normalise(task.code).encode()), graph(task.code)
+        source, operators = digest_bytes(normalise(task.code).encode()), graph_digest(task.code)
         for kind, digest in (("duplicate_source", source), ("duplicate_graph", operators)):
             if digest in self.seen:
                 self.seen.setdefault(source, self.seen[digest])
@@ -67,7 +67,7 @@ class Rubric:
                 return "similar_to_evaluation", f"{found[0]:.3f} to {found[1]}"
         return "", ""
 
-    def weigh(self, admission: Admission) -> tuple[str, str]:
+    def check_admission(self, admission: Admission) -> tuple[str, str]:
         """Reason and detail why an executed task is refused; empty strings for an admitted one."""
         if not admission.admitted:
             detail = str(admission.evidence.get("detail", ""))
@@ -82,7 +82,7 @@ class Rubric:
             return "hardly_varies", f"its output's standard deviation is {spread:.1e} of its mean magnitude"
         return "", ""
 
-    def nearest(self, task: KernelTask) -> dict[str, Any]:
+    def similarity_evidence(self, task: KernelTask) -> dict[str, Any]:
         """What the evidence says of evaluation programs: nothing where there are none to stay clear of."""
         if task.task_id not in self.nearest_programs:
             return {}

@@ -15,8 +15,8 @@ from components.core.config import Data
 from components.core.errors import UserError
 from components.core.task import KernelTask
 from components.synthesis.compose import is_held_out
-from components.synthesis.contamination import similarity, subtrees
-from components.synthesis.task_filter import Rubric
+from components.synthesis.contamination import count_subtrees, similarity
+from components.synthesis.task_filter import TaskFilter
 
 PUBLIC = ("ops", "data_source", "code")
 
@@ -38,7 +38,7 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
         )
     tasks = []
     for row, values in enumerate(table.select(list(PUBLIC)).to_pylist()):
-        ops = operators(values["ops"])
+        ops = parse_operators(values["ops"])
         source = (
             values["data_source"]
             if isinstance(values["data_source"], str) and values["data_source"]
@@ -57,7 +57,7 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
     return tasks
 
 
-def operators(value: Any) -> tuple[str, ...]:
+def parse_operators(value: Any) -> tuple[str, ...]:
     """The column `ops`, which the public data set's readers meet as a list and as the text of one."""
     if isinstance(value, str):
         for read in (json.loads, ast.literal_eval):
@@ -72,7 +72,7 @@ def operators(value: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RowCheck:
     """A row and why it is refused; the reason is empty for a row that nothing speaks against."""
 
     row: int
@@ -81,24 +81,26 @@ class Finding:
     detail: str
 
 
-def examine(tasks: list[KernelTask], data: Data) -> list[Finding]:
-    """The rubric's first look at every row, in order; nothing is run. A held-out sequence that is also trained on counts
+def check_rows(tasks: list[KernelTask], data: Data) -> list[RowCheck]:
+    """The task_filter's first look at every row, in order; nothing is run. A held-out sequence that is also trained on counts
     against the held-out row."""
-    rubric = Rubric(data)
+    task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}
     findings = []
     for row, task in enumerate(tasks):
-        reason, detail = rubric.look(task.model_copy(update={"name": f"row {row}"}))
+        reason, detail = task_filter.check_source(task.model_copy(update={"name": f"row {row}"}))
         if not reason and task.split == "held_out" and task.ops in trained:
             reason, detail = "held_out_is_trained_on", " > ".join(task.ops)
-        findings.append(Finding(row, task, reason, detail))
+        findings.append(RowCheck(row, task, reason, detail))
     return findings
 
 
-def neighbours(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
+def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
     """The structurally nearest tasks, nearest first, with their similarity; the task itself is none of them."""
-    own = subtrees(task.code)
+    own = count_subtrees(task.code)
     near = [
-        (similarity(own, subtrees(other.code)), other) for other in others if other.task_id != task.task_id
+        (similarity(own, count_subtrees(other.code)), other)
+        for other in others
+        if other.task_id != task.task_id
     ]
     return sorted(near, key=lambda pair: (-pair[0], pair[1].task_id))[:count]

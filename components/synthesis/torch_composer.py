@@ -22,9 +22,17 @@ from components.core.task import KernelTask
 from components.synthesis import mine_transformers
 from components.synthesis.compose import SOURCE, is_held_out
 from components.synthesis.core_operators import canonical
-from components.synthesis.cost import Metered, eager_seconds, metered
+from components.synthesis.cost import OperatorCost, eager_seconds, operator_cost
 from components.synthesis.mine_torch import probe
-from components.synthesis.mined_operators import FAULTS, SMALL, Form, Module, Table, apply, written
+from components.synthesis.mined_operators import (
+    FAULTS,
+    SMALL,
+    OperatorTable,
+    OperatorTemplate,
+    TransformersModule,
+    apply,
+    written,
+)
 
 RANKS = {2: 0.3, 3: 0.3, 4: 0.32, 5: 0.08}
 """Shares of the ranks of a chain's input."""
@@ -48,23 +56,23 @@ class Draft:
     """A composed task, the size it was written for, and what it is made of."""
 
     task: KernelTask
-    made_of: tuple[Form, ...] | Module
+    made_of: tuple[OperatorTemplate, ...] | TransformersModule
     shape: Shape
     flops: int | None
     """Floating-point operations of products and convolutions in one call; None where nothing counts them."""
 
 
-class Composer:
+class TorchComposer:
     """Composes without end; equal arguments give equal drafts."""
 
-    def __init__(self, table: Table, data: Data, device: Device, *, modules: bool):
+    def __init__(self, table: OperatorTable, data: Data, device: Device, *, modules: bool):
         self.data, self.device = data, device
         self.modules = table.modules if modules else ()
         self.rng = random.Random(data.seed)
-        self.by_rank: dict[int, list[list[Form]]] = {}
+        self.by_rank: dict[int, list[list[OperatorTemplate]]] = {}
         for rank in SMALL:
-            groups: dict[str, list[Form]] = {}
-            for form in table.forms:
+            groups: dict[str, list[OperatorTemplate]] = {}
+            for form in table.templates:
                 if rank in form.ranks:
                     groups.setdefault(canonical(form.name), []).append(form)
             self.by_rank[rank] = [groups[name] for name in sorted(groups)]
@@ -95,13 +103,17 @@ class Composer:
         no size that differs is near."""
         low, high = self.data.eager_seconds
         factor = math.sqrt(low * high) / max(seconds, 1e-7)
-        shapes = self.block_shapes if isinstance(draft.made_of, Module) else self.shapes[len(draft.shape)]
+        shapes = (
+            self.block_shapes
+            if isinstance(draft.made_of, TransformersModule)
+            else self.shapes[len(draft.shape)]
+        )
         wanted = math.log(math.prod(draft.shape) * factor)
         near = sorted(shapes, key=lambda shape: (abs(math.log(math.prod(shape)) - wanted), shape))
         for shape in near[:SIZES_TRIED]:
             if abs(math.log(math.prod(shape)) - wanted) > math.log(2) or shape == draft.shape:
                 continue
-            if isinstance(draft.made_of, Module):
+            if isinstance(draft.made_of, TransformersModule):
                 return self._written_module(draft.made_of, shape)
             if _walk(draft.made_of, shape) is not None:
                 return self._written(draft.made_of, shape)
@@ -109,26 +121,26 @@ class Composer:
 
     def _chain(self, count: int) -> Draft | None:
         rank = self.rng.choices(list(RANKS), weights=list(RANKS.values()))[0]
-        chain: tuple[Form, ...] = ()
+        chain: tuple[OperatorTemplate, ...] = ()
         place: Place = SMALL[rank], _contiguous(SMALL[rank])
         for _ in range(count):
             form = self.rng.choice(self.rng.choice(self.by_rank[len(place[0])]))
             twice = chain and canonical(chain[-1].name) == canonical(form.name)
             if twice or (form.second and any(other.second for other in chain)):
                 return None
-            met = metered(form, *place)
+            met = operator_cost(form, *place)
             if met is None or _too_large(met.after[0], SMALL[rank]):
                 return None
             chain += (form,)
             place = met.after
-        if not matters(chain, SMALL[rank]):
+        if not every_operator_matters(chain, SMALL[rank]):
             return None
         for shape in self._likely(chain, rank):
             if self._measurable(chain, shape):
                 return self._written(chain, shape)
         return None
 
-    def _likely(self, chain: tuple[Form, ...], rank: int) -> list[Shape]:
+    def _likely(self, chain: tuple[OperatorTemplate, ...], rank: int) -> list[Shape]:
         """A few shapes, first drawn from those where the time of the small shape, grown with the elements, is measurable."""
         fixed, growing = self._guess(chain, SMALL[rank])
         each = growing / math.prod(SMALL[rank])
@@ -138,11 +150,11 @@ class Composer:
         ] or self.shapes[rank]
         return self.rng.sample(near, min(SIZES_TRIED, len(near)))
 
-    def _measurable(self, chain: tuple[Form, ...], shape: Shape) -> bool:
+    def _measurable(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> bool:
         low, high = self.data.eager_seconds
         return 1.3 * low <= sum(self._guess(chain, shape)) <= high / 1.3
 
-    def _guess(self, chain: tuple[Form, ...], shape: Shape) -> tuple[float, float]:
+    def _guess(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> tuple[float, float]:
         """Eager seconds that are fixed, and that grow; infinite where the chain does not fit."""
         walked = _walk(chain, shape)
         if walked is None:
@@ -152,10 +164,10 @@ class Composer:
         ]
         return sum(fixed for fixed, _ in guesses), sum(growing for _, growing in guesses)
 
-    def _written(self, chain: tuple[Form, ...], shape: Shape) -> Draft:
+    def _written(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> Draft:
         walked = _walk(chain, shape)
         assert walked is not None
-        code = write_source(chain, [before[0] for before, _ in walked])
+        code = write_chain_source(chain, [before[0] for before, _ in walked])
         task = KernelTask(
             code=code, ops=tuple(form.name for form in chain), data_source=f"torch#{len(chain)}"
         )
@@ -165,9 +177,9 @@ class Composer:
         module = self.rng.choice(self.modules)
         return self._written_module(module, self.rng.choice(self.block_shapes))
 
-    def _written_module(self, module: Module, shape: Shape) -> Draft:
+    def _written_module(self, module: TransformersModule, shape: Shape) -> Draft:
         task = KernelTask(
-            code=mine_transformers.write_source(module, *shape),
+            code=mine_transformers.write_module_source(module, *shape),
             ops=(f"transformers.{module.name}",),
             data_source="transformers",
         )
@@ -179,7 +191,7 @@ class Composer:
         )
 
 
-def write_source(chain: Sequence[Form], shapes: Sequence[Shape]) -> str:
+def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
     """The task's source; `shapes` are those of each operator's input."""
     init, lines, second = "", [], None
     for index, (form, shape) in enumerate(zip(chain, shapes, strict=False), 1):
@@ -200,9 +212,9 @@ def write_source(chain: Sequence[Form], shapes: Sequence[Shape]) -> str:
 
 
 @torch.no_grad()
-def matters(chain: Sequence[Form], shape: Shape) -> bool:
+def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> bool:
     """Whether the output varies, float32 suffices for it, and it changes by more than 1 % (RMS) when any one operator is
-    left out: as `compose.matters`, for mined forms."""
+    left out: as `compose.every_operator_matters`, for mined forms."""
     try:
         out = _run(chain, shape, torch.float32)
         size = _rms(out)
@@ -225,7 +237,7 @@ def matters(chain: Sequence[Form], shape: Shape) -> bool:
     return True
 
 
-def _run(chain: Sequence[Form], shape: Shape, dtype: torch.dtype) -> Tensor:
+def _run(chain: Sequence[OperatorTemplate], shape: Shape, dtype: torch.dtype) -> Tensor:
     x, _ = probe(shape, dtype)
     for form in chain:
         x = apply(form, x, probe(tuple(x.shape), dtype)[1] if form.second else None)
@@ -236,11 +248,11 @@ def _rms(values: Tensor) -> float:
     return values.double().square().mean().sqrt().item()
 
 
-def _walk(chain: Sequence[Form], shape: Shape) -> list[tuple[Place, Metered]] | None:
+def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Place, OperatorCost]] | None:
     """What is before each operator, and what the operator does there; None where one does not fit at this size."""
     place, walked = (shape, _contiguous(shape)), []
     for form in chain:
-        met = metered(form, *place)
+        met = operator_cost(form, *place)
         if met is None or _too_large(met.after[0], shape) or met.largest > LARGEST_BYTES:
             return None
         walked.append((place, met))

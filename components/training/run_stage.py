@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.bootstrap.demonstrations import demonstration
+from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import encode_messages
 from components.core.config import Params
 from components.core.errors import StageFailed
@@ -70,11 +70,11 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
 def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
     """Composed tasks without end, none of whose operator sequences is held out."""
-    from components.synthesis.compose import is_held_out, stream
+    from components.synthesis.compose import compose_tasks, is_held_out
 
     return (
         found
-        for found in stream(seed, params.data, params.device)
+        for found in compose_tasks(seed, params.data, params.device)
         if not is_held_out(found.ops, params.data.seed)
     )
 
@@ -89,7 +89,7 @@ def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] |
         # Other tasks than the cold start's own: a shifted seed, held-out sequences left out all the same.
         sources = islice(training_sources(params, params.coldstart.seed + 1), count)
         return [
-            encode_messages(tokenizer, demonstration(source, rng, params.coldstart, params.device))
+            encode_messages(tokenizer, make_demonstration(source, rng, params.coldstart, params.device))
             for source in sources
         ]
 

@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.core.config import Params
 from components.core.errors import UserError
-from components.core.files import atomic_write, read_json, write_json
+from components.core.files import MANIFEST, atomic_write, read_json, write_json
 from components.core.progress import Progress
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool import JudgePool
-from components.policy.checkpoint import MANIFEST, Manifest, save_checkpoint, verify_checkpoint
-from components.synthesis.headroom import weighed
+from components.policy.checkpoint import Manifest, save_checkpoint, verify_checkpoint
+from components.synthesis.headroom import repeat_by_headroom
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class Stage:
             raise UserError(
                 f"{self.dataset / 'tasks.parquet'}: no training task in it; build a data set with cuda-agent data build."
             )
-        return weighed(tasks) if self.params.data.weigh_by_headroom else tasks
+        return repeat_by_headroom(tasks) if self.params.data.weigh_by_headroom else tasks
 
 
 class StageResult(BaseModel):

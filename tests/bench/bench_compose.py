@@ -2,7 +2,7 @@
 
     python tests/bench/bench_compose.py [--seconds 20] [--processes 2] [--seeds FOLDER]
 
-Prints three lines: the rate of all processes together, composer and first look of the rubric; the shares of the parts in
+Prints three lines: the rate of all processes together, composer and first look of the task_filter; the shares of the parts in
 one of them; and the named alternative, asking real tensors of the task's size what meta tensors are asked here.
 """
 
@@ -23,10 +23,10 @@ import torch
 from components.core.config import Params, resolve
 from components.core.progress import Quiet
 from components.synthesis import operator_table, torch_composer
-from components.synthesis.mined_operators import Form, apply
-from components.synthesis.task_filter import Rubric
+from components.synthesis.mined_operators import OperatorTemplate, apply
+from components.synthesis.task_filter import TaskFilter
 
-PARTS = {"matters": "probe on small real tensors", "metered": "fit and cost on meta tensors"}
+PARTS = {"matters": "probe on small real tensors", "operator_cost": "fit and cost on meta tensors"}
 
 
 def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,11 +52,13 @@ def compose(
     for name in PARTS:
         setattr(torch_composer, name, timed(spent, name, getattr(torch_composer, name)))
     data = params.data.model_copy(update={"seed": seed})
-    composer, rubric = (
-        torch_composer.Composer(operator_table.mined(seeds, Quiet()), data, params.device, modules=True),
-        Rubric(data),
+    composer, task_filter = (
+        torch_composer.TorchComposer(
+            operator_table.load_operator_table(seeds, Quiet()), data, params.device, modules=True
+        ),
+        TaskFilter(data),
     )
-    look = timed(spent, "look", rubric.look)
+    look = timed(spent, "look", task_filter.look)
     composer.compose()  # torch imports much at its first use
     spent.clear()
     started, count = time.process_time(), 0
@@ -71,8 +73,8 @@ def compose(
 
 def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
     """Milliseconds of CPU for asking whether a form fits a task's size: of a meta tensor, and of a real one."""
-    composer = torch_composer.Composer(
-        operator_table.mined(seeds, Quiet()), params.data, "cpu", modules=False
+    composer = torch_composer.TorchComposer(
+        operator_table.load_operator_table(seeds, Quiet()), params.data, "cpu", modules=False
     )
     drafts = [composer.compose() for _ in range(count)]
     totals = []
@@ -80,7 +82,7 @@ def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
         before = time.process_time()
         for draft in drafts:
             form = draft.made_of[0] if isinstance(draft.made_of, tuple) else None
-            assert isinstance(form, Form)
+            assert isinstance(form, OperatorTemplate)
             x = torch.empty(draft.shape, device="meta") if device == "meta" else torch.randn(draft.shape)
             with torch.no_grad():
                 apply(form, x, x)
@@ -102,7 +104,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    operator_table.mined(options.seeds, Quiet())
+    operator_table.load_operator_table(options.seeds, Quiet())
     params = resolve("smoke", ("data.operators=all",)).params
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -117,7 +119,7 @@ def main() -> None:
     print(
         f"{sum(counts) * 60 / options.seconds:.0f} compositions a minute of CPU time on {options.processes} cores ({counts})"
     )
-    names = PARTS | {"look": "first look of the rubric", "else": "everything else"}
+    names = PARTS | {"look": "first look of the task_filter", "else": "everything else"}
     print(", ".join(f"{names[name]} {seconds / spent.total():.0%}" for name, seconds in spent.most_common()))
     meta, real = asked(params, options.seeds, 40)
     print(

@@ -25,7 +25,7 @@ from components.bootstrap.tokenizer import encode_messages, train_tokenizer
 from components.core.config import Params, resolve
 from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.transformers_sampler import TransformersSampler
-from components.synthesis.compose import stream
+from components.synthesis.compose import compose_tasks
 
 
 def with_generate(
@@ -70,7 +70,7 @@ def policy(
     tokenizer = load_tokenizer(checkpoint)
     messages = [
         [{"role": "user", "content": task.code}]
-        for task in itertools.islice(stream(1, params.data), sequences)
+        for task in itertools.islice(compose_tasks(1, params.data), sequences)
     ]
     heading = tokenizer.encode("\n<|im_start|>assistant\n", add_special_tokens=False)
     return (

@@ -21,13 +21,13 @@ from pathlib import Path
 from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
 from components.core.config import PROJECT, Params, resolve
+from components.core.files import MANIFEST
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool, open_pool
-from components.policy.checkpoint import MANIFEST
 from components.training.run_stage import run_stage, training_sources
 from components.training.stage import CHECKPOINT, Stage
 

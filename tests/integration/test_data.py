@@ -26,8 +26,8 @@ from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.judge import Judge
-from components.synthesis.dataset import build, readmit
-from components.synthesis.task_import import examine, neighbours, operators, read_public
+from components.synthesis.dataset import admit_tasks, build_dataset
+from components.synthesis.task_import import check_rows, nearest_tasks, parse_operators, read_public
 from flows import data, dataset_remote, run_context
 
 TASK = """import os_or_nothing
@@ -115,7 +115,7 @@ def test_every_plant_is_refused_for_its_own_reason(judge: Judge, planted: Path, 
     pool = Borrowed(judge, params, tmp_path / "verdicts")
     try:
         tasks = read_public(planted, params.data.seed)
-        summary = readmit(params, tasks, len(tasks), tmp_path / "out", pool, Quiet())
+        summary = admit_tasks(params, tasks, len(tasks), tmp_path / "out", pool, Quiet())
     finally:
         pool.close()
     found = {int(item.task.name.removeprefix("row ")): item.reason for item in summary.rejected}
@@ -160,13 +160,13 @@ def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Pa
 )
 def test_hostile_sources_are_named(code: str) -> None:
     rows = [KernelTask(code=task("return x") + code + "\n")]
-    assert [finding.reason for finding in examine(rows, parameters().data)] == ["hostile"]
+    assert [finding.reason for finding in check_rows(rows, parameters().data)] == ["hostile"]
 
 
 def test_labels_are_read_as_lists_and_as_texts_of_lists() -> None:
     for value in (["a", "b"], '["a", "b"]', "['a', 'b']", "a, b"):
-        assert operators(value) == ("a", "b")
-    assert operators(None) == ()
+        assert parse_operators(value) == ("a", "b")
+    assert parse_operators(None) == ()
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 def test_an_import_that_admits_nothing_writes_nothing(tmp_path: Path) -> None:
     rows = [KernelTask(code=task("return torch.tanh(x)"))]
     with pytest.raises(UserError, match="no task was admitted"):
-        readmit(parameters(), rows, 1, tmp_path / "out", InProcess(refuse="tanh"), Quiet())
+        admit_tasks(parameters(), rows, 1, tmp_path / "out", InProcess(refuse="tanh"), Quiet())
     assert not (tmp_path / "out").exists()
 
 
@@ -199,7 +199,7 @@ def test_a_build_killed_anywhere_comes_to_the_version_of_an_undisturbed_one(tmp_
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "tasks"
-    build(parameters("data.tasks=24", "data.held_out=6"), folder, InProcess(), Quiet())
+    build_dataset(parameters("data.tasks=24", "data.held_out=6"), folder, InProcess(), Quiet())
     return folder
 
 
@@ -260,7 +260,7 @@ def test_stats_and_show(built: Path) -> None:
         and shown["evidence"]["eager_seconds"] > 0
         and len(shown["neighbours"]) == 5
     )
-    near = neighbours(tasks[3], tasks, 5)
+    near = nearest_tasks(tasks[3], tasks, 5)
     assert [item["task_id"] for item in shown["neighbours"]] == [other.task_id for _, other in near] and near[
         0
     ][0] >= near[-1][0]
@@ -291,7 +291,7 @@ def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     night = run_context.open_run(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
     (workspace / "data" / "seeds").mkdir(parents=True)
-    build(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
+    build_dataset(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
     data.dvc(workspace, ["commit", "--force"], night, None)
     data.dvc(workspace, ["push"], night, None)
     kept = data.keep_version(night, workspace)
@@ -311,11 +311,11 @@ def test_what_lies_where_a_data_set_shall_be_written_stays(tmp_path: Path) -> No
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     for name in ("file", "folder"):
         with pytest.raises(UserError, match=f"{name}: holds something else than a data set"):
-            build(parameters(), tmp_path / name, InProcess(), Quiet())
-    first = build(parameters(), tmp_path / "set", InProcess(), Quiet())
-    assert build(parameters(), tmp_path / "set", InProcess(), Quiet()).version == first.version
+            build_dataset(parameters(), tmp_path / name, InProcess(), Quiet())
+    first = build_dataset(parameters(), tmp_path / "set", InProcess(), Quiet())
+    assert build_dataset(parameters(), tmp_path / "set", InProcess(), Quiet()).version == first.version
     with pytest.raises(UserError, match=f"set: holds data set {first.version[:12]}"):
-        build(parameters("data.seed=7"), tmp_path / "set", InProcess(), Quiet())
+        build_dataset(parameters("data.seed=7"), tmp_path / "set", InProcess(), Quiet())
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "notes.txt").read_text() == "mine"
 
 

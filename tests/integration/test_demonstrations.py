@@ -20,15 +20,15 @@ from components.bootstrap.demonstrations import (
     MEASURE,
     STYLES,
     SUFFIX,
-    demonstration,
+    make_demonstration,
     mutate,
     write_kernel,
 )
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
-from components.synthesis.compose import matters, stream, write_source
-from components.synthesis.core_operators import BY_NAME, SEEDS
+from components.synthesis.compose import compose_tasks, every_operator_matters, write_source
+from components.synthesis.core_operators import BY_NAME, CORE_OPERATORS
 
 PARAMS = resolve("smoke").params
 
@@ -41,14 +41,16 @@ def small(task: KernelTask) -> str:
 def chosen_tasks() -> list[str]:
     """Every operator alone, then composed chains; row operators also before and after each other."""
     rng = random.Random(5)
-    alone = [((seed.name, tuple(rng.choice(palette) for palette in seed.constants)),) for seed in SEEDS]
+    alone = [
+        ((seed.name, tuple(rng.choice(palette) for palette in seed.constants)),) for seed in CORE_OPERATORS
+    ]
     rows = [
         (("layer_norm", ()), ("softmax", ())),
         (("rms_norm", ()), ("logsumexp", ())),
         (("softmax", ()), ("layer_norm", ()), ("amax", ())),
     ]
     sources = [write_source(steps, 24, 512) for steps in [*alone, *rows]]
-    return sources + [small(task) for task in itertools.islice(stream(11, PARAMS.data), 24)]
+    return sources + [small(task) for task in itertools.islice(compose_tasks(11, PARAMS.data), 24)]
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -72,7 +74,7 @@ def test_every_style_computes_what_torch_computes(tmp_path: Path) -> None:
 
 def test_mutated_kernels_do_not_compute_it(tmp_path: Path) -> None:
     rng = random.Random(2)
-    sources = [small(task) for task in itertools.islice(stream(21, PARAMS.data), 12)]
+    sources = [small(task) for task in itertools.islice(compose_tasks(21, PARAMS.data), 12)]
     wrong = 0
     kept: list[tuple[str, str]] = []
     for code in sources:
@@ -99,7 +101,7 @@ def test_mutated_kernels_do_not_compute_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_kernels_compile(tmp_path: Path) -> None:
     text = '#include "binding_registry.h"\n#include "vec.h"\n#include <cmath>\n'
-    for index, task in enumerate(itertools.islice(stream(31, PARAMS.data), 10)):
+    for index, task in enumerate(itertools.islice(compose_tasks(31, PARAMS.data), 10)):
         for style in STYLES["cuda"]:
             kernel = write_kernel(task.code, style, "cuda")
             assert kernel is not None
@@ -115,7 +117,7 @@ def test_cuda_kernels_compile(tmp_path: Path) -> None:
 
 def test_the_writer_knows_every_operator_of_the_composer() -> None:
     assert PATTERNS.keys() == BY_NAME.keys()
-    for task in itertools.islice(stream(3, PARAMS.data), 100):
+    for task in itertools.islice(compose_tasks(3, PARAMS.data), 100):
         chain = read_chain(task.code)
         assert chain is not None
         assert tuple(step.name for step in chain.steps) == task.ops
@@ -147,13 +149,13 @@ def test_parameters_come_in_state_dict_order() -> None:
 
 def test_demonstrations_are_mixed_as_asked() -> None:
     rng = random.Random(0)
-    tasks = list(itertools.islice(stream(4, PARAMS.data), 150))
+    tasks = list(itertools.islice(compose_tasks(4, PARAMS.data), 150))
     coldstart = PARAMS.coldstart
     single: collections.Counter[str] = collections.Counter()
     multi = 0
     second: list[bool] = []
     for task in tasks * 8:
-        messages = demonstration(task, rng, coldstart, "cpu")
+        messages = make_demonstration(task, rng, coldstart, "cpu")
         several = len(messages) > 2
         assert messages[0] == {"role": "user", "content": task.code + (IN_TURNS if several else "")}
         first = messages[1]["content"]
@@ -187,8 +189,8 @@ def test_demonstrations_are_mixed_as_asked() -> None:
 def test_observations_name_the_file_and_the_milestone() -> None:
     rng = random.Random(1)
     seen = set()
-    for task in itertools.islice(stream(6, PARAMS.data), 200):
-        for message in demonstration(task, rng, PARAMS.coldstart, "cuda"):
+    for task in itertools.islice(compose_tasks(6, PARAMS.data), 200):
+        for message in make_demonstration(task, rng, PARAMS.coldstart, "cuda"):
             if message["role"] == "tool":
                 lines = message["content"].splitlines()
                 assert lines[0] == f"Written kernels/forward.{SUFFIX['cuda']}."
@@ -199,8 +201,8 @@ def test_observations_name_the_file_and_the_milestone() -> None:
 
 
 def test_chains_that_cannot_be_judged_are_not_composed() -> None:
-    assert not matters((("softmax", ()), ("sum", ())))
-    assert not matters((("square", ()), ("relu", ())))
-    assert not matters((("add_constant", ("0.5",)), ("softmax", ())))
-    assert not matters((("sum", ()), ("tanh", ()), ("tanh", ()), ("tanh", ())))
-    assert matters((("gelu", ()), ("mul_constant", ("0.5",))))
+    assert not every_operator_matters((("softmax", ()), ("sum", ())))
+    assert not every_operator_matters((("square", ()), ("relu", ())))
+    assert not every_operator_matters((("add_constant", ("0.5",)), ("softmax", ())))
+    assert not every_operator_matters((("sum", ()), ("tanh", ()), ("tanh", ()), ("tanh", ())))
+    assert every_operator_matters((("gelu", ()), ("mul_constant", ("0.5",))))

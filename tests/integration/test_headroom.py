@@ -12,7 +12,7 @@ from components.core.errors import UserError
 from components.core.task import KernelTask
 from components.judge.admission import measure_rates
 from components.judge.judge import Judge
-from components.synthesis.headroom import headroom, weighed
+from components.synthesis.headroom import compute_headroom, repeat_by_headroom
 
 RATES = {"bandwidth": 1e9, "flops": 1e10}
 CODE = """
@@ -37,10 +37,10 @@ def get_init_inputs():
 
 def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
     evidence = {"compile_seconds": 0.01, "compulsory_bytes": 4_000_000, "rates": RATES}
-    assert headroom(evidence, 0) == {"headroom": 2.5, "operations": 0}
-    assert headroom(evidence, 50_000_000) == {"headroom": 2.0, "operations": 50_000_000}
-    assert headroom(evidence, None) == {"headroom": 2.5, "operations": None}
-    assert headroom({"eager_seconds": 1.0}, 5) == {}
+    assert compute_headroom(evidence, 0) == {"headroom": 2.5, "operations": 0}
+    assert compute_headroom(evidence, 50_000_000) == {"headroom": 2.0, "operations": 50_000_000}
+    assert compute_headroom(evidence, None) == {"headroom": 2.5, "operations": None}
+    assert compute_headroom({"eager_seconds": 1.0}, 5) == {}
 
 
 def test_tasks_with_headroom_come_more_often() -> None:
@@ -48,7 +48,7 @@ def test_tasks_with_headroom_come_more_often() -> None:
         KernelTask(code=f"x = {left}", evidence={"headroom": left} if left else {})
         for left in (0, 0.7, 1.9, 2.0, 4.1, 500.0)
     ]
-    assert [weighed(tasks).count(task) for task in tasks] == [1, 1, 1, 2, 3, 4]
+    assert [repeat_by_headroom(tasks).count(task) for task in tasks] == [1, 1, 1, 2, 3, 4]
 
 
 def test_weighing_needs_the_measurement() -> None:
@@ -68,7 +68,7 @@ def test_compile_is_measured_once_and_kept(judge: Judge, tmp_path: Path) -> None
         first = pool.admit(CODE, headroom=True).result()
         assert first.admitted and first.evidence["compile_seconds"] > 0
         assert first.evidence["compulsory_bytes"] == 4 * (2 * 512 * 256 + 256 * 256 + 256)
-        assert headroom(first.evidence, 2 * 512 * 256 * 256)["headroom"] > 0
+        assert compute_headroom(first.evidence, 2 * 512 * 256 * 256)["headroom"] > 0
     finally:
         pool.close()
     again = Borrowed(judge, params, tmp_path / "verdicts")

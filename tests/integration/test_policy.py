@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.bootstrap import cold_start
-from components.bootstrap.corpus import plan
-from components.bootstrap.demonstrations import demonstration
+from components.bootstrap.corpus import plan_batches
+from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.muon import Muon
 from components.bootstrap.tokenizer import encode_messages, train_tokenizer
 from components.core.config import Params, resolve
@@ -25,7 +25,7 @@ from components.core.task import KernelTask
 from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Completion
 from components.policy.transformers_sampler import TransformersSampler, draw
-from components.synthesis.compose import stream
+from components.synthesis.compose import compose_tasks
 
 TINY = (
     "coldstart.steps=8",
@@ -45,14 +45,16 @@ def params() -> Params:
 
 @pytest.fixture(scope="module")
 def tasks(params: Params) -> list[KernelTask]:
-    return list(itertools.islice((task for task in stream(3, params.data) if task.split == "train"), 60))
+    return list(
+        itertools.islice((task for task in compose_tasks(3, params.data) if task.split == "train"), 60)
+    )
 
 
 @pytest.fixture(scope="module")
 def conversations(params: Params, tasks: list[KernelTask]) -> list[list[dict[str, str]]]:
     rng = random.Random(0)
     return [
-        demonstration(task, rng, params.coldstart.model_copy(update={"multi_turn_share": 0.5}), "cpu")
+        make_demonstration(task, rng, params.coldstart.model_copy(update={"multi_turn_share": 0.5}), "cpu")
         for task in tasks
         for _ in range(3)
     ]
@@ -395,8 +397,8 @@ def test_held_out_tasks_are_never_demonstrated(
 def test_the_plan_uses_every_conversation_once_an_epoch_and_fills_its_micro_batches() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(20, 200) for _ in range(1000)]
-    batches = plan(lengths, steps=1000, tokens_per_step=4000, microbatches=4, seed=1)
-    assert batches == plan(lengths, steps=1000, tokens_per_step=4000, microbatches=4, seed=1)
+    batches = plan_batches(lengths, steps=1000, tokens_per_step=4000, microbatches=4, seed=1)
+    assert batches == plan_batches(lengths, steps=1000, tokens_per_step=4000, microbatches=4, seed=1)
     flat = [batch for step in batches for batch in step]
     assert all(len(batch) * max(lengths[i] for i in batch) <= 1000 for batch in flat)
     seen = [index for batch in flat for index in batch]

@@ -24,9 +24,16 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.core.task import check_contract, dataset_version, read_tasks
 from components.judge.verdict import Admission
-from components.synthesis.compose import compose, fits, is_held_out, matters, stream, write_source
-from components.synthesis.contamination import Programs, graph, similarity, subtrees
-from components.synthesis.dataset import build
+from components.synthesis.compose import (
+    compose_task,
+    compose_tasks,
+    every_operator_matters,
+    fits,
+    is_held_out,
+    write_source,
+)
+from components.synthesis.contamination import EvaluationPrograms, count_subtrees, graph_digest, similarity
+from components.synthesis.dataset import build_dataset
 from components.synthesis.dvc_stages import main
 
 
@@ -34,14 +41,15 @@ from components.synthesis.dvc_stages import main
 def test_equal_seeds_compose_equal_tasks(device: str) -> None:
     data = parameters().data
     one, two, other = (
-        [task.task_id for task in itertools.islice(stream(seed, data, device), 20)] for seed in (7, 7, 8)
+        [task.task_id for task in itertools.islice(compose_tasks(seed, data, device), 20)]
+        for seed in (7, 7, 8)
     )
     assert one == two != other
 
 
 def test_composed_tasks_keep_the_contract_and_run() -> None:
     data = parameters().data
-    for task in itertools.islice(stream(1, data), 60):
+    for task in itertools.islice(compose_tasks(1, data), 60):
         check_contract(task.code, "composed")
         namespace: dict = {}
         exec(task.code, namespace)
@@ -55,7 +63,7 @@ def test_composed_tasks_keep_the_contract_and_run() -> None:
 
 def test_operator_counts_follow_the_mix() -> None:
     data = parameters("data.operator_mix={1: 0.1, 2: 0.5, 3: 0.4}").data
-    counts = [len(task.ops) for task in itertools.islice(stream(2, data), 400)]
+    counts = [len(task.ops) for task in itertools.islice(compose_tasks(2, data), 400)]
     assert (
         abs(counts.count(1) / 400 - 0.1) < 0.06
         and abs(counts.count(2) / 400 - 0.5) < 0.09
@@ -65,15 +73,15 @@ def test_operator_counts_follow_the_mix() -> None:
 
 def test_a_window_without_shapes_is_refused() -> None:
     with pytest.raises(UserError, match="numel"):
-        compose(random.Random(0), parameters("data.numel=[10, 20]").data)
+        compose_task(random.Random(0), parameters("data.numel=[10, 20]").data)
 
 
 def test_held_out_sequences_depend_on_the_seed_and_are_about_a_fifth() -> None:
     data = parameters().data
-    sequences = {task.ops for task in itertools.islice(stream(3, data), 600)}
+    sequences = {task.ops for task in itertools.islice(compose_tasks(3, data), 600)}
     assert 0.1 < sum(is_held_out(ops, 0) for ops in sequences) / len(sequences) < 0.3
     assert {is_held_out(ops, 0) for ops in sequences if is_held_out(ops, 1)} == {True, False}
-    for task in itertools.islice(stream(4, data), 100):
+    for task in itertools.islice(compose_tasks(4, data), 100):
         assert (task.split == "held_out") == is_held_out(task.ops, data.seed)
 
 
@@ -83,11 +91,13 @@ def test_chains_whose_shapes_do_not_fit_are_found_on_meta_tensors() -> None:
 
 
 def test_every_operator_of_a_composed_chain_matters() -> None:
-    assert not matters((("softmax", ()), ("sum", ()))), "always one"
-    assert not matters((("square", ()), ("relu", ()))), "relu has nothing to do"
-    assert not matters((("add_constant", ("0.5",)), ("softmax", ()))), "softmax does not see a shift"
-    assert not matters((("sum", ()), ("tanh", ()), ("tanh", ()), ("tanh", ()))), "saturated"
-    assert matters((("gelu", ()), ("mul_constant", ("0.5",))))
+    assert not every_operator_matters((("softmax", ()), ("sum", ()))), "always one"
+    assert not every_operator_matters((("square", ()), ("relu", ()))), "relu has nothing to do"
+    assert not every_operator_matters((("add_constant", ("0.5",)), ("softmax", ()))), (
+        "softmax does not see a shift"
+    )
+    assert not every_operator_matters((("sum", ()), ("tanh", ()), ("tanh", ()), ("tanh", ()))), "saturated"
+    assert every_operator_matters((("gelu", ()), ("mul_constant", ("0.5",))))
 
 
 # --- contamination -----------------------------------------------------------------------------------------------------
@@ -115,35 +125,36 @@ def get_init_inputs():
 
 def test_the_same_program_in_other_words_is_similar() -> None:
     ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
-    assert similarity(subtrees(ours), subtrees(EVALUATION_PROGRAM)) == 1.0
+    assert similarity(count_subtrees(ours), count_subtrees(EVALUATION_PROGRAM)) == 1.0
 
 
 def test_other_operators_or_orders_are_not_similar() -> None:
-    program = subtrees(EVALUATION_PROGRAM)
+    program = count_subtrees(EVALUATION_PROGRAM)
     for steps in (
         (("softmax", ()), ("gelu", ())),
         (("silu", ()), ("softmax", ())),
         (("gelu", ()),),
         (("gelu", ()), ("softmax", ()), ("tanh", ())),
     ):
-        assert 0 < similarity(program, subtrees(write_source(steps, 64, 256))) <= 0.9
+        assert 0 < similarity(program, count_subtrees(write_source(steps, 64, 256))) <= 0.9
 
 
 def test_graphs_differ_in_constants_and_shapes_only_when_they_do() -> None:
     code = write_source((("leaky_relu", ("0.1",)),), 64, 256)
-    assert graph(code) == graph(
+    assert graph_digest(code) == graph_digest(
         code.replace(
             "x = F.leaky_relu(x, 0.1)\n        return x", "return torch.nn.functional.leaky_relu(x, 0.1)"
         )
     )
-    assert graph(code) != graph(code.replace("0.1", "0.2"))
-    assert graph(code) != graph(code.replace("64", "128"))
+    assert graph_digest(code) != graph_digest(code.replace("0.1", "0.2"))
+    assert graph_digest(code) != graph_digest(code.replace("64", "128"))
 
 
 def test_self_substitution_stays_small() -> None:
     lines = "\n".join("        x = x * x" for _ in range(40))
     assert (
-        subtrees(f"class Model:\n    def forward(self, x):\n{lines}\n        return x\n").total() < 1_000_000
+        count_subtrees(f"class Model:\n    def forward(self, x):\n{lines}\n        return x\n").total()
+        < 1_000_000
     )
 
 
@@ -154,10 +165,10 @@ def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> No
     pyarrow.parquet.write_table(pyarrow.table({"code": [EVALUATION_PROGRAM]}), tmp_path / "suite.parquet")
     ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
     for against in (tmp_path / "level1", tmp_path / "suite.parquet"):
-        value, origin = Programs([str(against)]).nearest(ours)
+        value, origin = EvaluationPrograms([str(against)]).nearest(ours)
         assert value == 1.0 and origin in ("level1/88_Gelu_Softmax.py", "suite.parquet:0")
     with pytest.raises(UserError, match=r"data\.against"):
-        Programs([str(tmp_path / "nowhere")])
+        EvaluationPrograms([str(tmp_path / "nowhere")])
 
 
 # --- the build ---------------------------------------------------------------------------------------------------------
@@ -165,7 +176,7 @@ def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> No
 
 def test_the_funnel_adds_up_and_every_rejection_is_kept(tmp_path: Path) -> None:
     params = parameters()
-    summary = build(params, tmp_path / "tasks", InProcess(refuse="tanh"), Quiet())
+    summary = build_dataset(params, tmp_path / "tasks", InProcess(refuse="tanh"), Quiet())
     tasks = read_tasks(tmp_path / "tasks" / "tasks.parquet")
     assert [task.split for task in tasks].count("train") == 12 and len(tasks) == 16
     assert len({task.task_id for task in tasks}) == 16
@@ -185,7 +196,7 @@ def test_the_funnel_adds_up_and_every_rejection_is_kept(tmp_path: Path) -> None:
 
 
 def test_no_held_out_sequence_is_trained_on(tmp_path: Path) -> None:
-    build(parameters(), tmp_path / "tasks", InProcess(), Quiet())
+    build_dataset(parameters(), tmp_path / "tasks", InProcess(), Quiet())
     tasks = read_tasks(tmp_path / "tasks" / "tasks.parquet")
     trained = {task.ops for task in tasks if task.split == "train"}
     assert not trained & {task.ops for task in tasks if task.split == "held_out"}
@@ -194,12 +205,12 @@ def test_no_held_out_sequence_is_trained_on(tmp_path: Path) -> None:
 def test_the_data_set_does_not_depend_on_the_order_of_verdicts(tmp_path: Path) -> None:
     params = parameters("sandbox.build_workers=6")
     versions = {
-        build(params, tmp_path / str(i), InProcess(shuffled=True, refuse="gelu"), Quiet()).version
+        build_dataset(params, tmp_path / str(i), InProcess(shuffled=True, refuse="gelu"), Quiet()).version
         for i in range(3)
     }
     assert len(versions) == 1
     assert (
-        build(
+        build_dataset(
             parameters("sandbox.build_workers=1"), tmp_path / "narrow", InProcess(refuse="gelu"), Quiet()
         ).version
         in versions
@@ -208,7 +219,7 @@ def test_the_data_set_does_not_depend_on_the_order_of_verdicts(tmp_path: Path) -
 
 def test_nothing_is_judged_that_is_not_needed(tmp_path: Path) -> None:
     pool = InProcess()
-    summary = build(parameters(), tmp_path / "tasks", pool, Quiet())
+    summary = build_dataset(parameters(), tmp_path / "tasks", pool, Quiet())
     assert len(pool.asked) == len(summary.admitted) and len(set(pool.asked)) == len(pool.asked)
 
 
@@ -234,7 +245,7 @@ def test_the_pool_is_kept_busy_behind_a_slow_head_and_never_flooded(tmp_path: Pa
 
     asked: list[Future[Admission]] = []
     pool = Slow()
-    build(params, tmp_path / "tasks", pool, Quiet())
+    build_dataset(params, tmp_path / "tasks", pool, Quiet())
     assert pool.behind == 16, "all that are needed, beside the head"
     assert pool.most <= 2 * 2 + 1, "two for each that is judged at once, besides the head"
 
@@ -255,16 +266,16 @@ def test_those_that_replace_refused_ones_are_judged_side_by_side(tmp_path: Path)
             return super().admission(code)
 
     pool = Half()
-    build(parameters("sandbox.build_workers=8"), tmp_path / "tasks", pool, Quiet())
+    build_dataset(parameters("sandbox.build_workers=8"), tmp_path / "tasks", pool, Quiet())
     assert pool.beside == 8, "as many as were refused"
 
 
 def test_tasks_near_an_evaluation_program_are_refused(tmp_path: Path) -> None:
     params = parameters()
-    first = next(task for task in stream(params.data.seed, params.data) if task.split == "train")
+    first = next(task for task in compose_tasks(params.data.seed, params.data) if task.split == "train")
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite" / "1.py").write_text(first.code.replace("x = x", "x  =  x  # noted"))
-    summary = build(
+    summary = build_dataset(
         parameters(f"data.against=[{tmp_path / 'suite'}]"), tmp_path / "tasks", InProcess(), Quiet()
     )
     assert first.task_id not in {task.task_id for task in summary.admitted}
@@ -281,13 +292,13 @@ def test_a_set_does_not_depend_on_what_failed_beside_it(tmp_path: Path) -> None:
             )
 
     with pytest.raises(InfrastructureError, match="zygote"):
-        build(parameters(), tmp_path / "tasks", Failing(), Quiet())
+        build_dataset(parameters(), tmp_path / "tasks", Failing(), Quiet())
     assert not (tmp_path / "tasks").exists()
 
 
 def test_a_hopeless_window_ends_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"half_precision_passes.*data\.eager_seconds"):
-        build(parameters(), tmp_path / "tasks", InProcess(refuse="class Model"), Quiet())
+        build_dataset(parameters(), tmp_path / "tasks", InProcess(refuse="class Model"), Quiet())
     assert not (tmp_path / "tasks").exists()
 
 
@@ -326,7 +337,7 @@ def test_dvc_accepts_the_stages(tmp_path: Path) -> None:
         main(["seeds", "--params", str(tmp_path / "params.yaml"), "--out", str(tmp_path / "data" / "seeds")])
         == 0
     )
-    build(parameters(), tmp_path / "data" / "tasks", InProcess(), Quiet())
+    build_dataset(parameters(), tmp_path / "data" / "tasks", InProcess(), Quiet())
     dvc("commit", "--force", "--quiet", "seeds", "tasks")
     assert "up to date" in dvc("status")
     assert (

@@ -10,11 +10,11 @@ import torch
 from agent_fixtures import params
 
 from components.bootstrap.canonicalize import canonicalize
-from components.synthesis.compose import stream
+from components.synthesis.compose import compose_tasks
 
 
 def test_a_composed_task_comes_back_as_it_is() -> None:
-    for task in itertools.islice(stream(5, params().data), 40):
+    for task in itertools.islice(compose_tasks(5, params().data), 40):
         assert canonicalize(task.code) == task.code
 
 

@@ -16,24 +16,24 @@ from components.core.progress import Quiet
 from components.core.task import check_contract
 from components.synthesis import mine_torch, mine_transformers
 from components.synthesis.compose import is_held_out
-from components.synthesis.dataset import build, targets
-from components.synthesis.mined_operators import SMALL, Form, Table, shape_after
-from components.synthesis.operator_table import mined
-from components.synthesis.task_filter import Rubric
-from components.synthesis.torch_composer import Composer, matters
+from components.synthesis.dataset import build_dataset, targets
+from components.synthesis.mined_operators import SMALL, OperatorTable, OperatorTemplate, output_layout
+from components.synthesis.operator_table import load_operator_table
+from components.synthesis.task_filter import TaskFilter
+from components.synthesis.torch_composer import TorchComposer, every_operator_matters
 
 
 @pytest.fixture(scope="session")
 def seeds(pytestconfig: pytest.Config) -> Path:
     """Kept between runs: mining takes most of a minute, and the folder knows its versions."""
     folder = pytestconfig.cache.mkdir("seeds")
-    mined(folder, Quiet())
+    load_operator_table(folder, Quiet())
     return folder
 
 
 @pytest.fixture(scope="session")
-def table(seeds: Path) -> Table:
-    return mined(seeds, Quiet())
+def table(seeds: Path) -> OperatorTable:
+    return load_operator_table(seeds, Quiet())
 
 
 def mined_parameters(*sets: str) -> Params:
@@ -46,19 +46,19 @@ def mined_parameters(*sets: str) -> Params:
     )
 
 
-def test_the_table_is_as_large_as_it_says(table: Table) -> None:
+def test_the_table_is_as_large_as_it_says(table: OperatorTable) -> None:
     assert len(table.operators) >= 150 and len(table.modules) >= 60
     several = {
-        name: sum(len(form.ranks) for form in table.forms if form.name == name)
-        for name in {form.name for form in table.forms}
+        name: sum(len(form.ranks) for form in table.templates if form.name == name)
+        for name in {form.name for form in table.templates}
     }
     assert sum(count >= 2 for count in several.values()) >= 150, "several argument and shape variants"
     for role in ("Norm", "MLP", "Attention", "Router", "rotary", "Activation"):
         assert any(role in module.name for module in table.modules), role
 
 
-def test_every_public_name_is_mined_or_left_out_with_a_reason(table: Table) -> None:
-    mined_names = {form.name for form in table.forms}
+def test_every_public_name_is_mined_or_left_out_with_a_reason(table: OperatorTable) -> None:
+    mined_names = {form.name for form in table.templates}
     left_out = {item.name: item.reason for item in table.left_out}
     assert not mined_names & set(left_out) and all(left_out.values())
     assert {name for name, _ in mine_torch._public()} == mined_names | {
@@ -70,17 +70,17 @@ def test_every_public_name_is_mined_or_left_out_with_a_reason(table: Table) -> N
     )
 
 
-def test_forms_fit_on_meta_tensors(table: Table) -> None:
-    for form in table.forms[::10]:
+def test_forms_fit_on_meta_tensors(table: OperatorTable) -> None:
+    for form in table.templates[::10]:
         for rank in form.ranks:
             assert (
-                shape_after(form, SMALL[rank], torch.empty(SMALL[rank], device="meta").stride()) is not None
+                output_layout(form, SMALL[rank], torch.empty(SMALL[rank], device="meta").stride()) is not None
             ), form
 
 
-def test_modules_are_self_contained(table: Table) -> None:
+def test_modules_are_self_contained(table: OperatorTable) -> None:
     for module in table.modules[::7]:
-        code = mine_transformers.write_source(module, batch=2, length=8, hidden=256)
+        code = mine_transformers.write_module_source(module, batch=2, length=8, hidden=256)
         roots = {
             alias.name
             for node in ast.walk(ast.parse(code))
@@ -91,12 +91,12 @@ def test_modules_are_self_contained(table: Table) -> None:
         assert not any(root.startswith("transformers") for root in roots), module.name
 
 
-def test_equal_seeds_compose_equal_chains(table: Table) -> None:
+def test_equal_seeds_compose_equal_chains(table: OperatorTable) -> None:
     one, two, other = (
         [
             draft.task.task_id
             for draft in itertools.islice(
-                Composer(table, mined_parameters(f"data.seed={seed}").data, "cpu", modules=True), 8
+                TorchComposer(table, mined_parameters(f"data.seed={seed}").data, "cpu", modules=True), 8
             )
         ]
         for seed in (7, 7, 8)
@@ -104,12 +104,12 @@ def test_equal_seeds_compose_equal_chains(table: Table) -> None:
     assert one == two != other
 
 
-def test_composed_chains_keep_the_contract_the_rubric_and_run(table: Table) -> None:
+def test_composed_chains_keep_the_contract_the_rubric_and_run(table: OperatorTable) -> None:
     data = mined_parameters().data
-    rubric = Rubric(data)
-    for draft in itertools.islice(Composer(table, data, "cpu", modules=True), 30):
+    task_filter = TaskFilter(data)
+    for draft in itertools.islice(TorchComposer(table, data, "cpu", modules=True), 30):
         check_contract(draft.task.code, "composed")
-        assert rubric.look(draft.task) == ("", ""), draft.task.code
+        assert task_filter.check_source(draft.task) == ("", ""), draft.task.code
         namespace: dict = {"__name__": "task"}
         exec(draft.task.code, namespace)
         with torch.no_grad():
@@ -121,14 +121,17 @@ def test_composed_chains_keep_the_contract_the_rubric_and_run(table: Table) -> N
 
 
 def test_a_layout_that_does_not_fit_is_found_on_meta_tensors() -> None:
-    flat = Form("torch.Tensor.view", "{x}.view(-1, {last})", (3,))
-    assert shape_after(flat, (2, 16, 64), (1024, 64, 1)) is not None
-    assert shape_after(flat, (2, 16, 64), (1024, 1, 16)) is None
+    flat = OperatorTemplate("torch.Tensor.view", "{x}.view(-1, {last})", (3,))
+    assert output_layout(flat, (2, 16, 64), (1024, 64, 1)) is not None
+    assert output_layout(flat, (2, 16, 64), (1024, 1, 16)) is None
 
 
 def test_an_operator_without_effect_is_not_composed() -> None:
-    square, relu = Form("torch.square", "torch.square({x})", (2,)), Form("F.relu", "F.relu({x})", (2,))
-    assert matters((relu,), (8, 64)) and not matters((square, relu), (8, 64))
+    square, relu = (
+        OperatorTemplate("torch.square", "torch.square({x})", (2,)),
+        OperatorTemplate("F.relu", "F.relu({x})", (2,)),
+    )
+    assert every_operator_matters((relu,), (8, 64)) and not every_operator_matters((square, relu), (8, 64))
 
 
 def test_however_it_is_written_a_sequence_is_held_out_or_not() -> None:
@@ -138,19 +141,19 @@ def test_however_it_is_written_a_sequence_is_held_out_or_not() -> None:
         )
 
 
-def test_the_size_is_searched_by_what_was_measured(table: Table) -> None:
+def test_the_size_is_searched_by_what_was_measured(table: OperatorTable) -> None:
     data = mined_parameters("data.eager_seconds=[0.0001, 0.001]", "data.numel=[16384, 4194304]").data
-    composer = Composer(table, data, "cpu", modules=False)
+    composer = TorchComposer(table, data, "cpu", modules=False)
     draft = next(iter(composer))
     larger = composer.resized(draft, 2e-5)
     assert larger is None or torch.Size(larger.shape).numel() > torch.Size(draft.shape).numel()
     assert any(composer.resized(other, 2e-5) is not None for other in itertools.islice(composer, 5))
 
 
-def test_most_chains_find_their_size_on_a_gpu(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_chains_find_their_size_on_a_gpu(table: OperatorTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """What launches take does not grow with the size: a guess that let it grow found a size for one chain in six."""
     data = mined_parameters("data.eager_seconds=[0.0001, 0.05]", "data.numel=[1048576, 67108864]").data
-    composer, sized = Composer(table, data, "cuda", modules=False), []
+    composer, sized = TorchComposer(table, data, "cuda", modules=False), []
     likely = composer._likely
     monkeypatch.setattr(composer, "_likely", lambda chain, rank: sized.append(chain) or likely(chain, rank))
     drafts = [composer.compose() for _ in range(40)]
@@ -169,14 +172,16 @@ def test_targets_follow_the_mix() -> None:
     )
 
 
-def test_a_data_set_of_mined_operators_has_exactly_the_mix(table: Table, seeds: Path, tmp_path: Path) -> None:
+def test_a_data_set_of_mined_operators_has_exactly_the_mix(
+    table: OperatorTable, seeds: Path, tmp_path: Path
+) -> None:
     params = mined_parameters(
         "data.tasks=20",
         "data.held_out=5",
         "data.operator_mix={1: 0.2, 2: 0.6, 3: 0.2}",
         "data.transformers_share=0.2",
     )
-    summary = build(params, tmp_path / "tasks", InProcess(), Quiet(), seeds)
+    summary = build_dataset(params, tmp_path / "tasks", InProcess(), Quiet(), seeds)
     kinds = [task.data_source for task in summary.admitted if task.split == "train"]
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
         "torch#1": 3,
@@ -185,10 +190,11 @@ def test_a_data_set_of_mined_operators_has_exactly_the_mix(table: Table, seeds: 
         "transformers": 4,
     }
     assert (
-        summary.version == build(params, tmp_path / "again", InProcess(shuffled=True), Quiet(), seeds).version
+        summary.version
+        == build_dataset(params, tmp_path / "again", InProcess(shuffled=True), Quiet(), seeds).version
     )
 
 
 def test_the_mined_table_must_be_given(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.operators"):
-        build(mined_parameters(), tmp_path / "tasks", InProcess(), Quiet())
+        build_dataset(mined_parameters(), tmp_path / "tasks", InProcess(), Quiet())

@@ -1,4 +1,4 @@
-"""Tasks that a language model composed: the same rubric, bad answers counted by reason, and a journal that makes a rerun equal."""
+"""Tasks that a language model composed: the same task_filter, bad answers counted by reason, and a journal that makes a rerun equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.synthesis import dataset
 from components.synthesis.compose import SOURCE
-from components.synthesis.mined_operators import Form, Table
+from components.synthesis.mined_operators import OperatorTable, OperatorTemplate
 from components.synthesis.model_composer import AHEAD
 
 NAMES = "torch.sigmoid torch.tanh torch.erf torch.atan F.gelu F.silu F.mish F.softsign".split()
-FORMS = Table("", "", tuple(Form(name, f"{name}({{x}})", (2,)) for name in NAMES), (), ())
+FORMS = OperatorTable("", "", tuple(OperatorTemplate(name, f"{name}({{x}})", (2,)) for name in NAMES), (), ())
 
 
 def composed(address: str, *sets: str) -> Params:
@@ -79,11 +79,11 @@ class Model:
 def test_a_model_composes_and_a_rerun_needs_no_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset, "mined", lambda *_: FORMS)
+    monkeypatch.setattr(dataset, "load_operator_table", lambda *_: FORMS)
 
-    def build(model: Model, out: str, home: str = "home") -> dataset.Summary:
+    def build(model: Model, out: str, home: str = "home") -> dataset.DatasetSummary:
         with server(model) as address:
-            return dataset.build(
+            return dataset.build_dataset(
                 composed(address),
                 tmp_path / out,
                 InProcess(shuffled=True),
@@ -107,12 +107,12 @@ def test_a_model_composes_and_a_rerun_needs_no_server(
 
 
 def test_a_model_that_writes_no_code_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "mined", lambda *_: FORMS)
+    monkeypatch.setattr(dataset, "load_operator_table", lambda *_: FORMS)
     with (
         server(lambda number, body: (200, completion("No."), {})) as address,
         pytest.raises(UserError, match=r"data\.composer.*no_code"),
     ):
-        dataset.build(composed(address), tmp_path / "out", InProcess(), Quiet(), tmp_path / "seeds")
+        dataset.build_dataset(composed(address), tmp_path / "out", InProcess(), Quiet(), tmp_path / "seeds")
     assert not (tmp_path / "out").exists()
 
 
