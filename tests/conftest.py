@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
+import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from night import survivor as survivor
 
 from components.core.config import Params, resolve
+from components.core.files import remove_tree, user_cache
+from components.judge import judge as judge_module
 from components.judge.judge import Judge
 
 
@@ -16,6 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: one that starts last keeps one process busy while the others have nothing left."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture
+def outside_tmp() -> Iterator[Path]:
+    """Make a folder that is not below /tmp, whose mount a test may change."""
+    folder = Path(tempfile.mkdtemp(dir=user_cache("tmp")))
+    yield folder
+    remove_tree(folder)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +42,22 @@ def judge(ci_params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     judge = Judge(ci_params, tmp_path_factory.mktemp("judge"))
     yield judge
     judge.close()
+
+
+@pytest.fixture
+def no_compile_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no candidate be fast enough to be compared with torch.compile, whose start takes seconds for each task."""
+    monkeypatch.setattr(judge_module, "MARGIN", math.inf)
+
+
+@pytest.fixture
+def cold_judge(judge: Judge) -> Iterator[Judge]:
+    """The session's judge with benches of its own, so that no other test meets what a patch left in them."""
+    other = copy.copy(judge)
+    other.benches, other.bench_locks = OrderedDict(), {}
+    yield other
+    for bench in other.benches.values():
+        bench.close()
 
 
 @pytest.fixture(scope="session")

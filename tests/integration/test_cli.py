@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from components.core.config import resolve
@@ -115,35 +113,6 @@ def test_a_night_whose_server_ended_says_so_in_one_sentence(
 
     with pytest.raises(UserError, match=r"server\.log: Prefect's server ended under the run"):
         night()
-
-
-def test_sigterm_to_all_of_a_night_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
-    """As a service manager ends it: Prefect's server and DVC are not told first, or the night would ask a dead server for a minute."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))
-    }
-    errors = tmp_path / "errors"
-    with errors.open("wb") as file:
-        words = [*CLI, "run", "--profile", "ci", "--home", str(tmp_path / "home")]
-        night = subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=file, env=environment, start_new_session=True
-        )
-    deadline = time.monotonic() + 300
-    while "dataset" not in errors.read_text():
-        assert night.poll() is None and time.monotonic() < deadline, errors.read_text()
-        time.sleep(0.1)
-    os.killpg(night.pid, signal.SIGTERM)
-    assert night.wait(30) == 143, errors.read_text()
-    assert (
-        errors.read_text().splitlines()[-1]
-        == "cuda-agent: ended by SIGTERM; the same command continues where it stopped."
-    )
-    named = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
-    ]
-    assert not psutil.wait_procs(named, timeout=20)[1]
 
 
 def test_an_unknown_stage_lists_the_stages(tmp_path: Path) -> None:
@@ -320,7 +289,7 @@ def test_durations_read_like_a_clock() -> None:
 RUN = """
 import subprocess, sys, time
 from flows import process_reaper
-leash.put_on()
+process_reaper.start_reaper()
 child = "import subprocess, time; print(subprocess.Popen(['sleep', '300']).pid, flush=True); time.sleep(300)"
 print(subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)
 time.sleep(300)
@@ -335,7 +304,7 @@ def alive(process: int) -> bool:
 
 
 def test_everything_dies_with_the_run() -> None:
-    """A killed run cannot clean up: the leash kills its children and theirs."""
+    """A killed run cannot clean up: the reaper kills its children and theirs."""
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         started = [int(process.stdout.readline()) for _ in range(2)]

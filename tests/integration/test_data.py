@@ -328,8 +328,8 @@ from components.synthesis import dvc_stages
 def tasks(*given):
     raise {error}
 
-stages.tasks = tasks
-sys.exit(stages.main(["tasks", "--params", "params.yaml", "--out", "data/tasks"]))
+dvc_stages.tasks = tasks
+sys.exit(dvc_stages.main(["tasks", "--params", "params.yaml", "--out", "data/tasks"]))
 """
 
 

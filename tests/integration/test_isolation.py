@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import subprocess
 import sys
@@ -279,9 +278,7 @@ def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:
     assert ask(judge, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
 
 
-def test_sentinel_is_correct_after_all_this(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(
-        judge_module, "MARGIN", math.inf
-    )  # its speed is not asked for, nor the compile baseline
+def test_sentinel_is_correct_after_all_this(judge: Judge, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("monkeypatch").undo()
+    request.getfixturevalue("no_compile_baseline")
     assert judge.verdict(world.TASK, world.files("honest", "simd")).status == "correct"

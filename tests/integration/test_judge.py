@@ -40,13 +40,14 @@ SIMD = world.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
 
 
+@pytest.mark.usefixtures("no_compile_baseline")
 @pytest.mark.parametrize("name", world.names("honest"))
 def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
-    verdict = judge.verdict(world.task("honest", name), world.files("honest", name), compare_compile=True)
+    """tests/nightly/test_honest_candidates.py compares each of them with torch.compile too."""
+    verdict = judge.verdict(world.task("honest", name), world.files("honest", name))
     assert verdict.status == "correct", (verdict.reason, verdict.log)
-    assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
-    faster = (verdict.speedup.eager.estimate > MARGIN, verdict.speedup.compile.estimate > MARGIN)
-    assert verdict.milestone == (3 if all(faster) else 2 if faster[0] else 1)
+    assert verdict.speedup.eager is not None
+    assert verdict.milestone == (2 if verdict.speedup.eager.estimate > MARGIN else 1)
 
 
 def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -> None:
@@ -428,22 +429,16 @@ def test_a_judge_may_hold_as_many_descriptors_as_the_system_allows(ci_params: Pa
 
 
 def test_a_large_task_has_fewer_families_and_is_judged(
-    ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_bench, "FAMILY_BYTES", 1)
     monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", 1)
-    judge = Judge(ci_params, tmp_path)
-    try:
-        assert judge.verdict(world.task("honest", "simd"), world.files("honest", "simd")).status == "correct"
-        assert (
-            judge.verdict(
-                world.task("exploits", "pointer_cache"), world.files("exploits", "pointer_cache")
-            ).status
-            == "wrong_output"
-        )
-        assert {tuple(bench.families) for bench in judge.benches.values()} == {("given",)}
-    finally:
-        judge.close()
+    answers = {
+        name: cold_judge.verdict(world.task(group, name), world.files(group, name)).status
+        for group, name in (("honest", "simd"), ("exploits", "pointer_cache"))
+    }
+    assert answers == {"simd": "correct", "pointer_cache": "wrong_output"}
+    assert {tuple(bench.families) for bench in cold_judge.benches.values()} == {("given",)}
 
 
 def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Params) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import shutil
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner
 
+pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 SANDBOX = Path(runner_factory.__file__).parent
 INSIDE = (
     "zygote.py",
@@ -39,30 +37,17 @@ INSIDE = (
 )
 
 
-@pytest.fixture
-def own(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """The session's judge with benches of its own, so that no other test meets what a mutation left in them."""
-    other = copy.copy(judge)
-    other.benches, other.bench_locks = OrderedDict(), {}
-    monkeypatch.setattr(
-        judge_module, "MARGIN", math.inf
-    )  # nothing here asks for the compile baseline, which takes seconds
-    yield other
-    for bench in other.benches.values():
-        bench.close()
-
-
 def verdict(judge: Judge, name: str) -> Verdict:
     return judge.verdict(world.task("exploits", name), world.files("exploits", name))
 
 
-def test_same_inputs_in_every_round(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_inputs_in_every_round(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's inputs were never seen before."""
     monkeypatch.setattr(Sets, "fresh", lambda self, count, number: self.verified()[:count])
-    assert verdict(own, "pointer_cache").status == "correct"
+    assert verdict(cold_judge, "pointer_cache").status == "correct"
 
 
-def test_timed_outputs_unchecked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very outputs that were timed are checked, and once more after them."""
     verify, looks = Bench.verify, iter([True])
 
@@ -74,77 +59,77 @@ def test_timed_outputs_unchecked(own: Judge, monkeypatch: pytest.MonkeyPatch) ->
         )
 
     monkeypatch.setattr(Bench, "differs", lambda self, taken, reference, sets: None)
-    assert verdict(own, "stale_after_calls").status == "wrong_output"
+    assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
     monkeypatch.setattr(Bench, "verify", first_only)
-    assert verdict(own, "stale_after_calls").status == "correct"
+    assert verdict(cold_judge, "stale_after_calls").status == "correct"
 
 
-def test_inputs_not_compared(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_not_compared(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TimedRunner, "_inputs_differ", lambda self, held, given: False)
-    assert verdict(own, "changed_input").status == "correct"
+    assert verdict(cold_judge, "changed_input").status == "correct"
 
 
-def test_inputs_not_marked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result is memory of its own: no input's, and no page of it twice."""
     monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
-    assert verdict(own, "mapped_twice").status == "correct"
-    assert verdict(own, "mapped_input").status == "wrong_output"
+    assert verdict(cold_judge, "mapped_twice").status == "correct"
+    assert verdict(cold_judge, "mapped_input").status == "wrong_output"
     monkeypatch.setattr(shared_memory, "corrupted_pages", lambda memory: contextlib.nullcontext())
-    assert verdict(own, "mapped_input").status == "correct"
+    assert verdict(cold_judge, "mapped_input").status == "correct"
 
 
-def test_one_family_of_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_family_of_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_bench, "INPUT_DISTRIBUTIONS", ("given",))
-    assert verdict(own, "given_family_only").status == "correct"
+    assert verdict(cold_judge, "given_family_only").status == "correct"
 
 
-def test_no_inputs_of_wide_range(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_inputs_of_wide_range(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         task_bench, "INPUT_DISTRIBUTIONS", [name for name in task_bench.INPUT_DISTRIBUTIONS if name != "wide"]
     )
-    assert verdict(own, "narrow_range").status == "correct"
+    assert verdict(cold_judge, "narrow_range").status == "correct"
 
 
-def test_one_family_of_timed_inputs(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_family_of_timed_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Sets.fresh
     monkeypatch.setattr(Sets, "fresh", lambda self, count, number: fresh(self, count))
-    assert verdict(own, "unsafe_when_timed").status == "correct"
+    assert verdict(cold_judge, "unsafe_when_timed").status == "correct"
 
 
-def test_tolerance_of_the_public_harnesses(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tolerance_of_the_public_harnesses(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "FLOAT32_FLOOR", 1e-2)
-    sandbox = own.params.sandbox.model_copy(update={"absolute_tolerance": 1e-2})
-    own.params = own.params.model_copy(update={"sandbox": sandbox})
-    assert verdict(own, "half_precision").status == "correct"
+    sandbox = cold_judge.params.sandbox.model_copy(update={"absolute_tolerance": 1e-2})
+    cold_judge.params = cold_judge.params.model_copy(update={"sandbox": sandbox})
+    assert verdict(cold_judge, "half_precision").status == "correct"
 
 
-def test_comparison_that_nan_passes(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_that_nan_passes(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = correctness._magnitudes
     monkeypatch.setattr(correctness, "_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
-    assert verdict(own, "nan_answer").status == "correct"
+    assert verdict(cold_judge, "nan_answer").status == "correct"
 
 
-def test_clock_of_one_thread(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_of_one_thread(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock counts every thread of the runner."""
 
     def main_thread(self: Runner) -> float:
         return 1e-9 * int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0])
 
     monkeypatch.setattr(Runner, "cpu_seconds", main_thread)
-    said = verdict(own, "thread_does_it")
+    said = verdict(cold_judge, "thread_does_it")
     assert said.status == "correct" and said.speedup.eager is not None, said
     assert said.speedup.eager.estimate > 1  # with the whole clock about 0.1
 
 
-def test_no_system_call_filter(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict(own, "common_lock").status == "correct"  # it answers only if it gets no lock
+def test_no_system_call_filter(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(cold_judge, "common_lock").status == "correct"  # it answers only if it gets no lock
     program = isolation.seccomp_program
     monkeypatch.setattr(
         isolation,
         "seccomp_program",
         lambda role, device="cpu": b"" if role == "candidate" else program(role, device),
     )
-    assert verdict(own, "common_lock").status == "wrong_output"
+    assert verdict(cold_judge, "common_lock").status == "wrong_output"
 
 
 def seconds_between_rounds(judge: Judge) -> float:
@@ -174,37 +159,37 @@ def seconds_between_rounds(judge: Judge) -> float:
             arm.close()
 
 
-def test_no_stop_between_rounds(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stop_between_rounds(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its rounds a candidate stands still, whatever its threads would do to the baselines."""
-    assert seconds_between_rounds(own) < 0.002
+    assert seconds_between_rounds(cold_judge) < 0.002
     monkeypatch.setattr(TimedRunner, "_freeze", lambda self: None)
-    assert seconds_between_rounds(own) > 0.01
+    assert seconds_between_rounds(cold_judge) > 0.01
 
 
-def test_no_screen_of_symbols(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict(own, "fork_symbol").status == "forbidden"
+def test_no_screen_of_symbols(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(cold_judge, "fork_symbol").status == "forbidden"
     monkeypatch.setattr(judge_module, "screen_symbols", lambda symbols, binding: None)
-    assert verdict(own, "fork_symbol").status == "correct"
+    assert verdict(cold_judge, "fork_symbol").status == "correct"
 
 
-def test_no_screen_of_the_syntax_tree(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict(own, "patched_time").status == "forbidden"
+def test_no_screen_of_the_syntax_tree(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(cold_judge, "patched_time").status == "forbidden"
     monkeypatch.setattr(judge_module, "screen_python", lambda code: None)
-    assert verdict(own, "patched_time").status == "correct"
+    assert verdict(cold_judge, "patched_time").status == "correct"
 
 
-def test_runner_that_speaks_before_it_is_asked(own: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_that_speaks_before_it_is_asked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner waits for the judge's word after every result. Who says all at once is ended; were it not, it would have answered for
     inputs that were not there yet."""
     # Where it is held up between two messages its first answer is found to be wrong before the second is there.
-    assert any(verdict(own, "native_ahead").reason == "protocol" for _ in range(3))
+    assert any(verdict(cold_judge, "native_ahead").reason == "protocol" for _ in range(3))
     monkeypatch.setattr(Runner, "is_waiting", lambda self: True)
-    assert verdict(own, "native_ahead").status == "wrong_output"
+    assert verdict(cold_judge, "native_ahead").status == "wrong_output"
 
 
 @pytest.fixture
 def mutated(
-    own: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cold_judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str, str], Judge]]:
     """A judge whose runners have `old` replaced by `new` in one file that runs inside the sandbox."""
     nurseries: list[RunnerFactory] = []
@@ -217,15 +202,20 @@ def mutated(
         (tmp_path / file).write_text(text.replace(old, new))
         monkeypatch.setattr(runner_factory, "SANDBOX_FOLDER", tmp_path)
         nurseries.append(
-            RunnerFactory(own.params.sandbox, own.params.device, tmp_path / "home", own.runner_factory.native)
+            RunnerFactory(
+                cold_judge.params.sandbox,
+                cold_judge.params.device,
+                tmp_path / "home",
+                cold_judge.runner_factory.native,
+            )
         )
-        own.runner_factory = nurseries[-1]
-        return own
+        cold_judge.runner_factory = nurseries[-1]
+        return cold_judge
 
     yield make
-    for bench in own.benches.values():
+    for bench in cold_judge.benches.values():
         bench.close()
-    own.benches.clear()
+    cold_judge.benches.clear()
     for each in nurseries:
         each.close()
 

@@ -14,7 +14,6 @@ import typer
 
 from components.cli.main import app
 from components.core.config import KNOWN, PROJECT, resolve
-from components.judge.candidate_folder import judge_workdir
 
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 IDS = [page.relative_to(PROJECT).as_posix() for page in PAGES]
@@ -131,17 +130,3 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
 def test_pictures_are_sound_and_need_nothing_else(page: Path) -> None:
     assert ElementTree.parse(page).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     assert "href" not in page.read_text()
-
-
-def test_following_the_kernel_page_gives_a_correct_verdict(tmp_path: Path) -> None:
-    text = (PROJECT / "docs" / "kernel-user.md").read_text()
-    (tmp_path / "kernels").mkdir()
-    for name, source in zip(
-        ("model.py", "model_new.py", "kernels/forward.cpp"),
-        re.findall(r"```(?:python|cpp)\n(.*?)```", text, re.DOTALL),
-        strict=True,
-    ):
-        (tmp_path / name).write_text(source)
-    verdict = judge_workdir(resolve("ci").params, tmp_path, None, tmp_path / "judge")
-    assert (verdict.status, verdict.reason) == ("correct", "")
-    assert verdict.speedup.eager is not None and verdict.speedup.compile is not None

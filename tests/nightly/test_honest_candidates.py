@@ -1,0 +1,18 @@
+"""Every honest candidate of tests/honest is correct, and compared with eager and with torch.compile."""
+
+from __future__ import annotations
+
+import judge_fixtures as world
+import pytest
+
+from components.agent.reward import MARGIN
+from components.judge.judge import Judge
+
+
+@pytest.mark.parametrize("name", world.names("honest"))
+def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
+    verdict = judge.verdict(world.task("honest", name), world.files("honest", name), compare_compile=True)
+    assert verdict.status == "correct", (verdict.reason, verdict.log)
+    assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
+    faster = (verdict.speedup.eager.estimate > MARGIN, verdict.speedup.compile.estimate > MARGIN)
+    assert verdict.milestone == (3 if all(faster) else 2 if faster[0] else 1)
