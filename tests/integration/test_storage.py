@@ -77,7 +77,7 @@ class Swift:
             self.folder.parent / "swift.log"
         ).read_text()[-2000:]
 
-    def end(self, how: signal.EventProgress) -> None:
+    def end(self, how: signal.Signals) -> None:
         os.killpg(self.process.pid, how)
         self.process.wait()
 
