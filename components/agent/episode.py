@@ -1,4 +1,4 @@
-"""One trajectory in the making, apart from how its policy is asked: workspace, tools, turns, limits and the end."""
+"""The environment of one trajectory: its workspace, tools, turns and final verdict, without the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORTENED = "[an older observation, shortened]"
 
 
 class Episode:
-    """The workspace's side of one trajectory. `epoch` names the policy update to the judge."""
+    """One trajectory in the making; `epoch` names the policy update to the judge."""
 
     def __init__(self, task: KernelTask, params: Params, pool: JudgePool, epoch: str, *, in_turns: bool):
         self.task = task
@@ -29,8 +29,8 @@ class Episode:
         self.pool = pool
         self.epoch = epoch
         self.in_turns = in_turns
-        self.workspace = Workspace(task, params.device)
-        self.start = self.workspace.candidate()
+        self.workspace = Workspace(task)
+        self.start = dict(self.workspace.files)
         self.tools = Tools(
             self.workspace, params.sandbox, self.judge, context=params.policy.context, read_first=in_turns
         )
@@ -42,8 +42,8 @@ class Episode:
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.
 
-        For the compact prompt a source that computes the same as a composed task is written as that task would be,
-        since a policy made from scratch has seen no other layout.
+        For the compact prompt, a source that is equivalent to a composed task is written as that task would be, since
+        a policy trained from scratch has seen no other layout.
         """
         policy, code = self.params.policy, self.task.code
         if policy.prompt == "compact":
@@ -52,16 +52,23 @@ class Episode:
         return {"role": "user", "content": content}
 
     def judge(self) -> Verdict:
-        """The verdict on the files as they are; equal files in one epoch are measured once. CancelledError when it is abandoned."""
-        asked = self.pool.submit(Job(self.task, Candidate.of(self.workspace.candidate()), self.epoch))
-        if self.abandoned:  # after the pool dropped what it had
-            asked.cancel()
-        return asked.result()
+        """Return the verdict on the present files; equal files in one epoch share one measurement.
+
+        Raises CancelledError when the episode is abandoned.
+        """
+        future = self.pool.submit(Job(self.task, Candidate.of(self.workspace.files), self.epoch))
+        if self.abandoned:  # submitted after `abandon` had cancelled the waiting jobs
+            future.cancel()
+        return future.result()
 
     def perform(
         self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0
     ) -> tuple[ToolCall, ...]:
-        """Run the calls of a sampled turn and say whether it ends the trajectory. `cut`: the turn met its token limit."""
+        """Run the calls of a sampled turn and set `finish_reason` if the turn ends the trajectory.
+
+        `cut`: the turn reached its token limit. `last`: it is the last turn allowed. `shortened`: the number of
+        observations that were shortened in the history it was sampled from.
+        """
         calls = tuple(self.tools.run(request) for request in requests)
         self.turns.append(Turn(text, calls, shortened))
         if cut:
@@ -75,7 +82,7 @@ class Episode:
     def finish(
         self, version: str, ids: Sequence[int] = (), mask: Sequence[int] = (), logprobs: Sequence[float] = ()
     ) -> Trajectory:
-        """The trajectory with the verdict on the files as the episode leaves them."""
+        """Judge the files as the episode leaves them and return the trajectory."""
         self.tools.close()
         final = self.judge()
         return Trajectory(
@@ -88,7 +95,7 @@ class Episode:
             reward=float(milestone(final)),
             finish_reason=self.finish_reason,
             policy_version=version,
-            files=self.workspace.candidate(),
+            files=dict(self.workspace.files),
             error=self.error,
             task=self.task.code,
             start=self.start,
@@ -101,7 +108,7 @@ class Episode:
 
 
 def abandon(episodes: Sequence[Episode], threads: ThreadPoolExecutor, pool: JudgePool) -> None:
-    """For a loop that is left by an exception: its threads wait for what is being judged, and for nothing else that was asked."""
+    """Cancel the episodes' waiting jobs after an exception, so that their threads wait only for running ones."""
     threads.shutdown(wait=False, cancel_futures=True)
     for episode in episodes:
         episode.abandoned = True

@@ -1,7 +1,7 @@
-"""The socket through which a sandboxed shell reaches the judge: it can ask for a measurement, never make one.
+"""Unix socket through which a sandboxed shell asks the judge for a measurement.
 
-A request is one word (compile, verification, profiling) and a newline; the answer is an exit code, a newline and
-text. The files that are judged are those that lie in the workspace at that moment, read by this side.
+A request is one word (compile, verification, profiling) and a newline; the reply is an exit code, a newline and text.
+The judge takes the candidate's files from the workspace at that moment, so the shell cannot supply a result.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-QUESTIONS = ("compile", "verification", "profiling")
-MAX_QUESTIONS = 500
-"""Of one trajectory; the judge is everybody's."""
+from components.agent import untrusted_folder
+from components.agent.utility_output import COMMANDS, Utility
+
+MAX_REQUESTS = 500
+"""Requests of one trajectory, since all trajectories share the judge."""
 
 
-class Asking:
-    """Answers until it is closed, one question at a time. `answer` gives text and exit code."""
+class JudgeSocket:
+    """Serves one request at a time until it is closed; `handle` returns a utility's text and exit code."""
 
-    def __init__(self, path: Path, answer: Callable[[str], tuple[str, int]]):
-        self.answer = answer
-        self.total = 0.0
-        self.since: float | None = None
-        self.asked = 0
+    def __init__(self, path: Path, handle: Callable[[Utility], tuple[str, int]]):
+        self.handle = handle
+        self.requests = 0
         self.failure: Exception | None = None
-        """What went wrong while a question was answered; whoever runs the shell raises it."""
+        """Exception of `handle`; the thread that runs the shell command raises it."""
+        self._busy_seconds = 0.0
+        self._busy_since: float | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.closing(_Folder(path.parent)) as above:  # a socket's path may have 107 bytes only
-            self.socket.bind(f"/proc/self/fd/{above.descriptor}/{path.name}")
+        # A socket's path is limited to 107 bytes, so it is bound relative to its folder.
+        with untrusted_folder.opened(path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
+            self.socket.bind(f"/proc/self/fd/{folder}/{path.name}")
         os.chmod(path, 0o666)
         self.socket.listen(8)
-        threading.Thread(target=self._serve, name="asking", daemon=True).start()
+        threading.Thread(target=self._serve, name="judge-socket", daemon=True).start()
 
-    def waited(self) -> float:
-        """Seconds that answers have taken so far."""
-        since = self.since
-        return self.total + (time.monotonic() - since if since is not None else 0.0)
+    def busy_seconds(self) -> float:
+        """Return the seconds spent in `handle` so far, a running request included."""
+        since = self._busy_since
+        return self._busy_seconds + (time.monotonic() - since if since is not None else 0.0)
 
     def _serve(self) -> None:
         while True:
@@ -49,34 +52,27 @@ class Asking:
                 return
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(5)
-                question = connection.recv(64).decode(errors="replace").strip()
-                self.asked += 1
-                if question not in QUESTIONS:
-                    connection.sendall(b"2\nask for compile, verification or profiling\n")
-                elif self.asked > MAX_QUESTIONS:
-                    connection.sendall(
-                        f"2\nno more than {MAX_QUESTIONS} questions in one trajectory\n".encode()
-                    )
-                else:
-                    self.since = time.monotonic()
-                    try:
-                        text, code = self.answer(question)
-                    except Exception as error:
-                        self.failure = error
-                        text, code = "the judge could not answer", 2
-                    finally:
-                        self.total, self.since = self.waited(), None
-                    connection.sendall(f"{code}\n{text}\n".encode(errors="replace"))
+                command = connection.recv(64).decode(errors="replace").strip()
+                self.requests += 1
+                text, code = self._reply(command)
+                connection.sendall(f"{code}\n{text}\n".encode(errors="replace"))
+
+    def _reply(self, command: str) -> tuple[str, int]:
+        utility = next((utility for utility in COMMANDS.values() if utility == command), None)
+        if utility is None:
+            return "ask for compile, verification or profiling", 2
+        if self.requests > MAX_REQUESTS:
+            return f"no more than {MAX_REQUESTS} questions in one trajectory", 2
+        self._busy_since = time.monotonic()
+        try:
+            return self.handle(utility)
+        except Exception as error:
+            self.failure = error
+            return "the judge could not answer", 2
+        finally:
+            self._busy_seconds, self._busy_since = self.busy_seconds(), None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self.socket.close()
-
-
-class _Folder:
-    def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-    def close(self) -> None:
-        os.close(self.descriptor)

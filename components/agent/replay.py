@@ -1,7 +1,7 @@
-"""Doing a recorded trajectory again: the same calls on the same start, and what the tools say differently.
+"""Replay of a recorded trajectory: the same calls from the same files, and which observations differ.
 
-Measured times are noise and are left out of the comparison; a milestone follows from them. Whatever else differs is
-reported, also what a command prints that is never the same, such as a date.
+Measured times are left out of the comparison, since they vary. Everything else that differs is reported, also output that
+is never the same, such as a date.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from components.core.task import KernelTask
 from components.judge.pool import JudgePool
 
 MEASURED = re.compile(r"^(?:Torch Baseline: .*|Speed-up: .*)$", re.MULTILINE)
+"""Lines of an observation that hold measured times."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`call` counts from 1 in its turn; turn 0 stands for the trajectory's end."""
+    """One difference between record and replay.
+
+    `call` counts from 1 in its turn. Turn 0 is the end of the trajectory: call 1 its verdict, call 2 its files.
+    """
 
     turn: int
     call: int
@@ -33,10 +37,11 @@ class Difference:
 
 
 def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: str) -> list[Difference]:
-    """Execute every recorded call again and compare. `params.device` must be that of the record."""
+    """Run every recorded call again and return what differs; `params.device` must be that of the record."""
     if not trajectory.task:
         raise UserError(
-            "trajectory: the record holds no task source, it was written by an older version; it cannot be replayed."
+            "trajectory: the record holds no task source, it was written by an older version; "
+            "it cannot be replayed."
         )
     params = params.model_copy(
         update={"policy": params.policy.model_copy(update={"context": trajectory.settings["context"]})}
@@ -45,42 +50,30 @@ def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: st
         KernelTask(code=trajectory.task), params, pool, epoch, in_turns=trajectory.settings["in_turns"]
     )
     episode.workspace.files = dict(trajectory.start)
-    found = []
+    differences = []
     try:
         for turn, recorded in enumerate(trajectory.turns, 1):
             for number, call in enumerate(recorded.calls, 1):
-                # Of a call that could not be read, the record holds what was said about it and nothing to execute.
-                unread = not call.valid and not call.arguments
-                error = call.observation.removeprefix(f"{FAILURE}: ").removesuffix(".") if unread else ""
+                # The record of a call that could not be parsed holds only the error.
+                unparsed = not call.valid and not call.arguments
+                error = call.observation.removeprefix(f"{FAILURE}: ").removesuffix(".") if unparsed else ""
                 again = episode.tools.run(Request(call.name, call.arguments, error))
-                if comparable(again.observation) != comparable(call.observation):
-                    found.append(Difference(turn, number, call.name, call.observation, again.observation))
+                if _without_times(again.observation) != _without_times(call.observation):
+                    differences.append(
+                        Difference(turn, number, call.name, call.observation, again.observation)
+                    )
         end = episode.finish(trajectory.policy_version)
     finally:
         episode.tools.close()
-    if end.final.status != trajectory.final.status or end.final.reason != trajectory.final.reason:
-        found.append(
-            Difference(
-                0,
-                1,
-                "verdict",
-                f"{trajectory.final.status} {trajectory.final.reason}",
-                f"{end.final.status} {end.final.reason}",
-            )
-        )
+    before, after = (f"{one.final.status} {one.final.reason}" for one in (trajectory, end))
+    if before != after:
+        differences.append(Difference(0, 1, "verdict", before, after))
     for path in sorted(end.files.keys() | trajectory.files.keys()):
-        if end.files.get(path) != trajectory.files.get(path):
-            found.append(
-                Difference(
-                    0,
-                    2,
-                    path,
-                    trajectory.files.get(path, "[no such file]"),
-                    end.files.get(path, "[no such file]"),
-                )
-            )
-    return found
+        before, after = (one.files.get(path, "[no such file]") for one in (trajectory, end))
+        if before != after:
+            differences.append(Difference(0, 2, path, before, after))
+    return differences
 
 
-def comparable(observation: str) -> str:
+def _without_times(observation: str) -> str:
     return MEASURED.sub("[measured]", observation)

@@ -1,8 +1,8 @@
-"""The agent's shell: one bash inside the walls that lives from its first command to the end of the trajectory.
+"""The agent's shell: one sandboxed bash from the first command to the end of the trajectory.
 
-Commands run in that very bash, so directory, variables and functions persist. Each command's output goes to a file,
-so nothing that it leaves behind can block its end. What the shell may write is /workspace, /output and /tmp; the
-judge is reached through the socket in /control, which only asks (components/agent/judge_socket.py).
+Commands run in the same bash, so directory, variables and functions persist. Each command's output goes to a file, so
+that a background process which keeps its standard output open cannot block the end of the command. The shell may write
+/workspace, /output and /tmp, and reaches the judge through a socket in /control (components/agent/judge_socket.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ from components.sandbox import clock, isolation
 TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
 MEMORY_BYTES = 4 << 30
+"""Limit of the shell's memory."""
 MAX_FILE_BYTES = 64 << 20
+"""Limit of one file that the shell writes."""
 MAX_DISK_BYTES = 256 << 20
+"""Limit of all files that the shell writes."""
 MAX_ENTRIES = 10_000
+"""Limit of the number of files and folders that the shell writes."""
 KEPT_BYTES = 1 << 16
-"""Of a command's output, this much of its head and of its tail is read."""
+"""Bytes that are read of a command's output, at its head and at its tail."""
 CPU_SECONDS = 3600
+"""Limit of CPU time of one process."""
 POLL_SECONDS = 0.25
+CONTROL_SECONDS = 5.0
+"""Limit of starting or ending a background command."""
 DRIVER = r"""
 trap '' XFSZ
 declare -A __job
@@ -54,20 +61,27 @@ done
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command ended: its exit code, or why it has none."""
+    """Output of a command and its exit code."""
 
     output: str
     code: int | None
     note: str = ""
+    """Why there is no exit code."""
 
 
 class Shell:
-    """Start it when it is first needed; a shell that died or was killed starts anew with the next command."""
+    """A sandboxed bash that starts with the first command, and again with the next one after it has ended."""
 
-    def __init__(self, sandbox: Sandbox, task_source: str, *, waited: Callable[[], float] = lambda: 0.0):
-        """`waited` tells how many seconds the judge has kept this shell waiting so far; a command's limit grows by them."""
+    def __init__(
+        self, sandbox: Sandbox, task_source: str, *, judge_seconds: Callable[[], float] = lambda: 0.0
+    ):
+        """Create the shell's folders.
+
+        `judge_seconds` returns the seconds for which the judge has kept this shell waiting so far; they do not count
+        against a command's time limit.
+        """
         self.sandbox = sandbox
-        self.waited = waited
+        self.judge_seconds = judge_seconds
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
         self.workspace, self.control, self.output = (
             self.base / name for name in ("workspace", "control", "output")
@@ -82,19 +96,20 @@ class Shell:
             path.chmod(mode)
         (self.base / "model.py").write_text(task_source)
         (self.base / "model.py").chmod(0o644)
-        if sandbox.isolation == "none":  # nothing can be mounted, so the files themselves are there
+        if sandbox.isolation == "none":  # nothing can be mounted, so the files are copied
             shutil.copytree(TEMPLATE / "utils", self.workspace / "utils")
             for path in (self.base / "model.py", *(TEMPLATE / name for name in TEMPLATE_FILES)):
                 shutil.copy(path, self.workspace)
         self.process: subprocess.Popen[bytes] | None = None
-        self.next = 0
+        self.commands = 0
         self.read_until: dict[str, int] = {}
-        self.busy = threading.Lock()
+        """Bytes of output that were returned already, by the number of a background command."""
+        self.lock = threading.Lock()
 
-    # --- files ---------------------------------------------------------------------------------------------------------
+    # --- files ---
 
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
-        """Bring the folder from `before`, what it held when it was last read, to `files`."""
+        """Write to the folder what differs between `files` and `before`, its contents when it was last read."""
         untrusted_folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
             untrusted_folder.remove(self.workspace, path)
@@ -103,36 +118,36 @@ class Shell:
                 untrusted_folder.write_text(self.workspace, path, text)
 
     def pull(self) -> dict[str, str]:
-        """The candidate's files as they lie in the folder."""
+        """Return the candidate's files in the folder."""
         untrusted_folder.open_up(self.workspace, "kernels")
-        found = {
+        files = {
             f"kernels/{name}": data
             for name, data in untrusted_folder.contents(self.workspace, "kernels").items()
         }
         model = untrusted_folder.read_bytes(self.workspace, "model_new.py")
         if model is not None:
-            found["model_new.py"] = model
-        return {path: data.decode(errors="replace") for path, data in found.items()}
+            files["model_new.py"] = model
+        return {path: data.decode(errors="replace") for path, data in files.items()}
 
-    # --- commands ------------------------------------------------------------------------------------------------------
+    # --- commands ---
 
     def run(self, command: str, seconds: float) -> CommandResult:
-        """Run `command` to its end, at most `seconds` long."""
-        number = self._command(command)
-        line = self._order(f"run {number}", number, seconds)
+        """Run `command` to its end, for at most `seconds`."""
+        number = self._save(command)
+        line = self._send(f"run {number}", seconds)
         code = int(line) if line.lstrip("-").isdigit() else None
         note = "" if code is not None else line
         return CommandResult(self._read(number)[0], code, note)
 
     def start(self, command: str) -> str:
-        """Start `command` in the background; the name by which its output is read."""
-        number = self._command(command)
-        self._order(f"start {number}", number, 5.0)
+        """Start `command` in the background and return the name by which its output is read."""
+        number = self._save(command)
+        self._send(f"start {number}", CONTROL_SECONDS)
         self.read_until[number] = 0
         return f"bash_{number}"
 
     def new_output(self, name: str) -> tuple[str, str] | None:
-        """What a background command has said since the last call, and its state; None when there is no such command."""
+        """Return a background command's output since the last call, and its state; None for an unknown name."""
         number = name.removeprefix("bash_")
         if number not in self.read_until:
             return None
@@ -148,11 +163,11 @@ class Shell:
         )
 
     def kill(self, name: str) -> bool:
-        """End a background command and its children; False when there is none of that name."""
+        """Kill a background command and its children; return False for an unknown name."""
         number = name.removeprefix("bash_")
         if number not in self.read_until:
             return False
-        self._order(f"kill {number}", number, 5.0)
+        self._send(f"kill {number}", CONTROL_SECONDS)
         return True
 
     def close(self) -> None:
@@ -160,55 +175,60 @@ class Shell:
         self._end()
         remove_tree(self.base)
 
-    # --- the process ---------------------------------------------------------------------------------------------------
+    # --- the process ---
 
-    def _command(self, command: str) -> str:
-        self.next += 1
-        path = self.control / f"{self.next}.sh"
+    def _save(self, command: str) -> str:
+        """Write a command to its file and return its number."""
+        self.commands += 1
+        path = self.control / f"{self.commands}.sh"
         path.write_text(command.replace("\0", "") + "\n", errors="replace")
         path.chmod(0o644)
-        return str(self.next)
+        return str(self.commands)
 
-    def _order(self, order: str, number: str, seconds: float) -> str:
-        """What the driver answers to `order`: an exit code, or the reason why there is none."""
-        with self.busy:
+    def _send(self, order: str, seconds: float) -> str:
+        """Send an order to the driver and return its reply: an exit code, or a sentence why there is none."""
+        with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self._end()
                 self.process = self._start()
             process = self.process
-            assert process.stdin is not None and process.stdout is not None
-            spent, waited = 0.0, self.waited()
+            assert process.stdin is not None
             try:
                 process.stdin.write(f"{order}\n".encode())
                 process.stdin.flush()
             except BrokenPipeError:
                 return self._died(process)
-            said = b""
-            output = (
-                select.poll()
-            )  # select() itself refuses descriptors above 1023, and a judge with many warm tasks holds more
-            output.register(process.stdout, select.POLLIN)
-            while not said.endswith(b"\n"):
-                began = time.monotonic()
-                ready = output.poll(POLL_SECONDS * 1000)
-                spent += clock.charged_seconds(time.monotonic() - began, POLL_SECONDS)
-                if ready:
-                    part = os.read(process.stdout.fileno(), 4096)
-                    if not part:
-                        return self._died(process)
-                    said = (said + part)[-256:]
-                elif (
-                    untrusted_folder.used_bytes(self.base, limit=MAX_DISK_BYTES, entries=MAX_ENTRIES)
-                    > MAX_DISK_BYTES
-                ):
-                    self._end()
-                    most = f"more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder that is closed to its owner"
-                    return f"ended: {most}; remove some in the next command, which starts a new shell"
-                elif spent - (self.waited() - waited) > seconds:
-                    self._end()
-                    return f"took longer than {seconds:g} s and was ended, with everything it had started; a new shell starts with the next command"
-            answer = said.decode(errors="replace").split("\n")[-2].split()
-            return answer[1] if len(answer) == 2 and answer[0] == number else "0"
+            return self._reply(process, order.split()[1], seconds)
+
+    def _reply(self, process: subprocess.Popen[bytes], number: str, seconds: float) -> str:
+        """Wait for the driver's reply to a command while its time and disk space last."""
+        assert process.stdout is not None
+        spent, judge_seconds, reply = 0.0, self.judge_seconds(), b""
+        output = select.poll()  # select() refuses descriptors above 1023
+        output.register(process.stdout, select.POLLIN)
+        while not reply.endswith(b"\n"):
+            began = time.monotonic()
+            ready = output.poll(POLL_SECONDS * 1000)
+            spent += clock.charged_seconds(time.monotonic() - began, POLL_SECONDS)
+            if ready:
+                part = os.read(process.stdout.fileno(), 4096)
+                if not part:
+                    return self._died(process)
+                reply = (reply + part)[-256:]
+            elif untrusted_folder.used_bytes(self.base, MAX_DISK_BYTES, MAX_ENTRIES) > MAX_DISK_BYTES:
+                self._end()
+                return (
+                    f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder that is closed "
+                    "to its owner; remove some in the next command, which starts a new shell"
+                )
+            elif spent - (self.judge_seconds() - judge_seconds) > seconds:
+                self._end()
+                return (
+                    f"took longer than {seconds:g} s and was ended, with everything it had started; "
+                    "a new shell starts with the next command"
+                )
+        words = reply.decode(errors="replace").split("\n")[-2].split()
+        return words[1] if len(words) == 2 and words[0] == number else "0"
 
     def _died(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -217,46 +237,41 @@ class Shell:
         return f"the shell ended with exit code {process.returncode}; a new one starts with the next command"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        inside = {"CONTROL": "/control", "OUTPUT": "/output", "JUDGE_SOCKET": "/control/judge.sock"}
         command = ["bash", "--noprofile", "--norc", "-c", DRIVER]
         if self.sandbox.isolation == "none":
-            places = {
-                "CONTROL": str(self.control),
-                "OUTPUT": str(self.output),
-                "JUDGE_SOCKET": str(self.control / "judge.sock"),
-            }
             command[-1] = DRIVER.replace("/workspace", str(self.workspace))
-            return self._popen(command, (), os.environ | places | {"HOME": str(self.workspace)})
-        seen = {
-            self.control: "/control",
-            self.base / "model.py": "/workspace/model.py",
-            TEMPLATE / "utils": "/workspace/utils",
-        }
+            environment = _environment(str(self.control), str(self.output))
+            return self._popen(command, (), os.environ | environment | {"HOME": str(self.workspace)})
         isolated = isolation.bubblewrap(
             device="cpu",
             paths=isolation.interpreter_paths()
-            | seen
+            | {
+                self.control: "/control",
+                self.base / "model.py": "/workspace/model.py",
+                TEMPLATE / "utils": "/workspace/utils",
+            }
             | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
             writable={"/workspace": self.workspace, "/output": self.output},
             temporary_bytes=1 << 28,
             keep_capabilities=False,
         )
-        binds = []
-        path = os.pathsep.join(
-            ["/usr/local/bin", "/usr/bin", "/bin", str(Path(sys.base_prefix).resolve() / "bin")]
-        )
-        for key, value in (inside | {"PATH": path, "TMPDIR": "/tmp"}).items():
-            binds += ["--setenv", key, value]
-        limits = isolation.with_limits(
+        interpreter = Path(sys.base_prefix).resolve() / "bin"
+        environment = _environment("/control", "/output") | {
+            "PATH": f"/usr/local/bin:/usr/bin:/bin:{interpreter}",
+            "TMPDIR": "/tmp",
+        }
+        options = [word for key, value in environment.items() for word in ("--setenv", key, value)]
+        limited = isolation.with_limits(
             command, memory_bytes=MEMORY_BYTES, file_bytes=MAX_FILE_BYTES, seconds=CPU_SECONDS
         )
         filter_fd = os.memfd_create("seccomp")
         try:
             os.write(filter_fd, isolation.seccomp_program("baseline"))
             os.lseek(filter_fd, 0, os.SEEK_SET)
-            place = isolated.index("--chdir")
+            options += ["--seccomp", str(filter_fd)]
+            index = isolated.index("--chdir")
             return self._popen(
-                [*isolated[:place], *binds, "--seccomp", str(filter_fd), *isolated[place:], *limits],
+                [*isolated[:index], *options, *isolated[index:], *limited],
                 (filter_fd,),
                 isolation.BUBBLEWRAP_ENVIRONMENT,
             )
@@ -279,7 +294,7 @@ class Shell:
         )
 
     def _end(self) -> None:
-        """Killing bubblewrap ends its process namespace, and with it everything that a command has left behind."""
+        """Kill the shell; the end of bubblewrap's process namespace kills everything that a command has started."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -291,7 +306,7 @@ class Shell:
                 pipe.close()
 
     def _read(self, number: str, start: int = 0) -> tuple[str, int]:
-        """Output from byte `start` on, its head and tail when it is long, and the byte up to which it was read."""
+        """Return a command's output from byte `start` on, shortened in the middle, and its size in bytes."""
         try:
             with untrusted_folder.opened(
                 self.output / number, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -310,3 +325,8 @@ class Shell:
                 )
         except OSError:
             return "", start
+
+
+def _environment(control: str, output: str) -> dict[str, str]:
+    """Return the variables by which the driver and the utilities find their folders and the judge's socket."""
+    return {"CONTROL": control, "OUTPUT": output, "JUDGE_SOCKET": f"{control}/judge.sock"}

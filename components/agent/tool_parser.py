@@ -1,7 +1,6 @@
-"""Reading tool calls out of an assistant's turn: native ones, Qwen and Hermes tags, fenced JSON.
+"""Parser of the tool calls in an assistant's turn: native calls, Qwen and Hermes tags, fenced JSON.
 
-Whatever was meant as a call and cannot be read becomes a request with an `error`, so that the policy is told; text that
-was not meant as a call is none.
+Text that looks like a call and cannot be parsed becomes a request with an `error`, which the policy gets to see.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ FENCE = re.compile(
 )
 LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|parameters)"\s*:', re.DOTALL)
 MAX_CALLS = 16
+"""Calls of one turn that are run; the rest is ignored."""
 MAX_ARGUMENT_CHARACTERS = 1 << 20
+"""Characters of all arguments of one call."""
 FORM = (
     "a call is <function=NAME>, its <parameter=…> and </function>, or one JSON object with name and arguments"
 )
@@ -30,7 +31,7 @@ FORM = (
 
 @dataclass(frozen=True)
 class Request:
-    """A tool call as the policy asked for it; `error` when it could not be read. `call_id` is a native call's name."""
+    """A tool call of the policy; `error` says why it could not be parsed, `call_id` is the id of a native call."""
 
     name: str
     arguments: dict[str, Any]
@@ -39,19 +40,19 @@ class Request:
 
 
 def parse_calls(text: str) -> list[Request]:
-    """Every tool call of an assistant message, in order; at most 16. Fences and bare JSON count only where no tag stands."""
+    """Return the first `MAX_CALLS` tool calls of a message; fences and bare JSON count only where there is no tag."""
     text = THOUGHT.sub("", text)
     blocks = BLOCK.findall(text)
     if blocks:
-        return [_checked(_tagged(block)) for block in blocks[:MAX_CALLS]]
+        return [_limited(_tagged(block)) for block in blocks[:MAX_CALLS]]
     fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
     if not fenced and LOOKS_LIKE_A_CALL.match(text):
         fenced = [text]
-    return [_checked(request) for block in fenced for request in _json_calls(block)][:MAX_CALLS]
+    return [_limited(request) for block in fenced for request in _json_calls(block)][:MAX_CALLS]
 
 
 def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
-    """The calls that a server has parsed itself; at most 16."""
+    """Return the first `MAX_CALLS` of the calls that a server has parsed."""
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
         call_id = call.id or f"call_{index}"
@@ -60,14 +61,13 @@ def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError) as error:
-                requests.append(
-                    Request(call.function.name, {}, f"its arguments are no JSON ({error})", call_id)
-                )
+                problem = f"its arguments are no JSON ({error})"
+                requests.append(Request(call.function.name, {}, problem, call_id))
                 continue
-        if not isinstance(arguments, dict):
-            requests.append(Request(call.function.name, {}, "its arguments must be one JSON object", call_id))
+        if isinstance(arguments, dict):
+            requests.append(_limited(Request(call.function.name, arguments, "", call_id)))
         else:
-            requests.append(_checked(Request(call.function.name, arguments, "", call_id)))
+            requests.append(Request(call.function.name, {}, "its arguments must be one JSON object", call_id))
     return requests
 
 
@@ -82,7 +82,7 @@ def _tagged(block: str) -> Request:
 
 
 def _json_calls(block: str) -> list[Request]:
-    """A call, or a list of calls."""
+    """Parse one call or a list of calls."""
     try:
         value = json.loads(block)
         return [_call(item) for item in (value if isinstance(value, list) else [value])]
@@ -97,15 +97,12 @@ def _call(value: Any) -> Request:
     return Request(str(value["name"]), dict(arguments or {}))
 
 
-def _checked(request: Request) -> Request:
+def _limited(request: Request) -> Request:
+    """Return the request, or one with an error when its arguments are too long."""
     size = sum(
         len(value) if isinstance(value, str) else len(repr(value)) for value in request.arguments.values()
     )
-    if size > MAX_ARGUMENT_CHARACTERS:
-        return Request(
-            request.name,
-            {},
-            f"its arguments are {size} characters long, more than {MAX_ARGUMENT_CHARACTERS}",
-            request.call_id,
-        )
-    return request
+    if size <= MAX_ARGUMENT_CHARACTERS:
+        return request
+    problem = f"its arguments are {size} characters long, more than {MAX_ARGUMENT_CHARACTERS}"
+    return Request(request.name, {}, problem, request.call_id)

@@ -1,4 +1,7 @@
-"""The tools' names and arguments, as the field knows them: validated here, and described to the policy as JSON schemas."""
+"""Names and arguments of the tools, validated here and described to the policy as JSON schemas.
+
+The docstring of each class is the description that the policy reads.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 
 def _decoded(value: Any) -> Any:
-    """Tags carry text only, so lists arrive as JSON text."""
+    """Parse JSON text: a call in tags carries its lists as text."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -19,6 +22,8 @@ def _decoded(value: Any) -> Any:
 
 
 class Arguments(BaseModel):
+    """Base of all arguments; unknown ones are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
 
@@ -43,6 +48,7 @@ class Edit(Arguments):
     replace_all: bool = False
 
 
+# A docstring of OneEdit or Todo would become part of the schema of their tool, which trained policies know.
 class OneEdit(Arguments):
     old_string: str
     new_string: str
@@ -130,7 +136,7 @@ TOOLS: dict[str, type[Arguments]] = {
 
 
 def validated(name: str, values: dict[str, Any]) -> Arguments | str:
-    """The arguments of a call, or what is wrong with them."""
+    """Return the arguments of a call, or a clause that says what is wrong with them."""
     kind = TOOLS.get(name)
     if kind is None:
         return f"no tool is called {name[:40]}; there are {', '.join(TOOLS)}"
@@ -139,9 +145,7 @@ def validated(name: str, values: dict[str, Any]) -> Arguments | str:
     except ValidationError as error:
         mistakes = error.errors(include_url=False, include_input=False)
         missing = [
-            str(mistake["loc"][0])
-            for mistake in mistakes
-            if mistake["type"] == "missing" and len(mistake["loc"]) == 1
+            str(one["loc"][0]) for one in mistakes if one["type"] == "missing" and len(one["loc"]) == 1
         ]
         if missing:
             return f"{name} needs {', '.join(missing)}"
@@ -149,7 +153,7 @@ def validated(name: str, values: dict[str, Any]) -> Arguments | str:
 
 
 def descriptions() -> list[Any]:
-    """The tools in the form that chat templates and OpenAI-compatible servers take."""
+    """Return the tools in the form that chat templates and OpenAI-compatible servers take."""
     return [
         {
             "type": "function",

@@ -1,7 +1,7 @@
-"""The tools of the agent, by the names and with the argument names that the field uses.
+"""The agent's tools, by the names and with the argument names that policies know from other agents.
 
-Files live in memory. A shell starts with the first command that needs one, gets the files as they are, and after
-that whatever it changes in model_new.py and kernels/ comes back. The measured utilities alone need no shell.
+Files live in memory. A shell starts with the first command that needs one and gets a copy of the files; after each
+command, its changes in model_new.py and kernels/ are taken over. The measuring commands alone need no shell.
 """
 
 from __future__ import annotations
@@ -10,39 +10,49 @@ import fnmatch
 import re
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from components.agent import tool_schemas, untrusted_folder
-from components.agent.judge_socket import Asking
+from components.agent.judge_socket import JudgeSocket
 from components.agent.shell import CommandResult, Shell
 from components.agent.tool_parser import Request
 from components.agent.tool_schemas import Arguments, validated
 from components.agent.trajectory import ToolCall
-from components.agent.workspace import (
-    Workspace,
-    observe_build,
-    observe_profiling,
-    observe_verification,
-    plain_path,
-)
+from components.agent.utility_output import BUILD_SUCCEEDED, COMMANDS, Utility, utility_output
+from components.agent.workspace import Workspace, plain_path
 from components.core.config import Sandbox
 from components.core.text import readable
 from components.judge.verdict import Verdict
 
-UTILITIES = ("bash utils/compile.sh", "python3 -m utils.verification", "python3 -m utils.profiling")
 SHELL_SECONDS = 120.0
+"""Default limit of a shell command."""
 MAX_SHELL_SECONDS = 600.0
 SEARCH_SECONDS = 20.0
-FEWEST_CHARACTERS, MOST_CHARACTERS = 2000, 30_000
-LINES, LINE_CHARACTERS = 2000, 2000
+"""Limit of a Grep call."""
+MIN_OBSERVATION, MAX_OBSERVATION = 2000, 30_000
+"""Bounds of the characters that an observation may have; between them it depends on the context window."""
+MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
+"""Limits of what one Read call shows."""
 FAILURE = "invalid tool call"
+SEARCHED = (
+    "SKILL.md",
+    "model.py",
+    "model_new.py",
+    "binding.cpp",
+    "binding_registry.h",
+    "vec.h",
+    "kernels",
+    "utils",
+)
+"""What a Grep call without a path searches."""
 
 
 class Tools:
-    """Runs the calls of one trajectory on its workspace. `judge` gives the verdict on the files as they are.
+    """Runs the tool calls of one trajectory on its workspace.
 
-    `context` is the policy's window in tokens: an observation takes about a sixteenth of it at most. With `read_first`
-    a file that the policy has neither read nor written cannot be overwritten.
+    `judge` returns the verdict on the files as they are. `context` is the policy's window in tokens: an observation
+    takes about a sixteenth of it at most. With `read_first`, a file that the policy has not seen in its present state
+    cannot be overwritten.
     """
 
     def __init__(
@@ -57,111 +67,108 @@ class Tools:
         self.workspace = workspace
         self.sandbox = sandbox
         self.judge = judge
-        self.limit = max(FEWEST_CHARACTERS, min(MOST_CHARACTERS, context // 4))
+        self.limit = max(MIN_OBSERVATION, min(MAX_OBSERVATION, context // 4))
         self.read_first = read_first
         self.verdicts: list[Verdict] = []
-        self.known: dict[str, str] = {}
+        self.last_seen: dict[str, str] = {}
+        """Text of each file when the policy last read or wrote it."""
         self.lock = threading.RLock()
         self._shell: Shell | None = None
-        self._asking: Asking | None = None
-        self._in_folder: dict[str, str] = {}
+        self._socket: JudgeSocket | None = None
+        self._pushed: dict[str, str] = {}
+        """The candidate's files as they were last written to, or read from, the shell's folder."""
 
     def run(self, request: Request) -> ToolCall:
-        """Execute one call; whatever is wrong with it is told to the policy."""
-        given = request.error or validated(request.name, request.arguments)
-        if isinstance(given, str):
-            return ToolCall(request.name, request.arguments, f"{FAILURE}: {given}.", valid=False)
+        """Execute one call; a mistake in it becomes the observation."""
+        arguments = request.error or validated(request.name, request.arguments)
+        if isinstance(arguments, str):
+            return ToolCall(request.name, request.arguments, f"{FAILURE}: {arguments}.", valid=False)
         before = len(self.verdicts)
         self._pull()
-        observation = readable(self._dispatch(given), self.limit)
+        observation = readable(self._dispatch(arguments), self.limit)
         return ToolCall(request.name, request.arguments, observation, verdicts=len(self.verdicts) - before)
 
-    def _dispatch(self, given: Arguments) -> str:
-        match given:
+    def _dispatch(self, arguments: Arguments) -> str:
+        match arguments:
             case tool_schemas.Write():
-                return self.write(given.file_path, given.content)
+                return self.write(arguments.file_path, arguments.content)
             case tool_schemas.Edit():
-                return self.edit(given.file_path, [tool_schemas.OneEdit.model_construct(**dict(given))])
+                return self.edit(arguments.file_path, [arguments])
             case tool_schemas.MultiEdit():
-                return self.edit(given.file_path, given.edits)
+                return self.edit(arguments.file_path, arguments.edits)
             case tool_schemas.Read():
-                return self.read(given.file_path, given.offset or 1, given.limit or LINES)
+                return self.read(arguments.file_path, arguments.offset or 1, arguments.limit or MAX_LINES)
             case tool_schemas.Bash():
-                return self.bash(given)
-            case tool_schemas.BashOutput():
-                found = self._shell.new_output(given.bash_id) if self._shell is not None else None
-                return (
-                    self._no_job(given.bash_id) if found is None else f"{found[0]}\n[{found[1]}]".lstrip("\n")
-                )
-            case tool_schemas.KillBash():
-                killed = self._shell is not None and self._shell.kill(given.shell_id)
-                return f"Killed {given.shell_id[:40]}." if killed else self._no_job(given.shell_id)
+                return self.bash(arguments)
+            case tool_schemas.BashOutput(bash_id=name):
+                output = self._shell.new_output(name) if self._shell is not None else None
+                return _no_job(name) if output is None else f"{output[0]}\n[{output[1]}]".lstrip("\n")
+            case tool_schemas.KillBash(shell_id=name):
+                killed = self._shell is not None and self._shell.kill(name)
+                return f"Killed {name[:40]}." if killed else _no_job(name)
             case tool_schemas.Glob():
-                return self.glob(given.pattern, given.path)
+                return self.glob(arguments.pattern, arguments.path)
             case tool_schemas.Grep():
-                return self.grep(given)
-            case tool_schemas.TodoWrite():
+                return self.grep(arguments)
+            case tool_schemas.TodoWrite(todos=todos):
                 counts = [
-                    f"{sum(todo.status == status for todo in given.todos)} {status}"
+                    f"{sum(todo.status == status for todo in todos)} {status}"
                     for status in ("completed", "in_progress", "pending")
                 ]
                 return f"Todos: {', '.join(counts)}."
-        raise AssertionError(f"no tool for {type(given).__name__}")
+        raise AssertionError(f"no tool for {type(arguments).__name__}")
 
-    def _no_job(self, name: str) -> str:
-        return f"{name[:40]}: no background command of this name."
-
-    # --- files ---------------------------------------------------------------------------------------------------------
+    # --- files ---
 
     def write(self, path: str, content: str) -> str:
         plain = self.workspace.writable(path)
         if plain is None:
             return f"{path[:80]}: not writable; write model_new.py or kernels/NAME."
-        there = self.workspace.files.get(plain)
-        if self.read_first and there is not None and self.known.get(plain) != there:
-            return self._unread(plain)
-        if len(content) > untrusted_folder.MAX_FILE_BYTES:
-            return f"{plain}: {len(content)} characters are more than the {untrusted_folder.MAX_FILE_BYTES} that a source file may have."
+        if plain in self.workspace.files and (problem := self._unread(plain)):
+            return problem
+        limit = untrusted_folder.MAX_FILE_BYTES
+        if len(content) > limit:
+            return (
+                f"{plain}: {len(content)} characters are more than the {limit} that a source file may have."
+            )
         self._keep(plain, content if content.endswith("\n") else content + "\n")
         return f"Written {plain}."
 
-    def edit(self, path: str, edits: list[tool_schemas.OneEdit]) -> str:
-        """All edits in order, or none."""
+    def edit(self, path: str, edits: Sequence[tool_schemas.OneEdit | tool_schemas.Edit]) -> str:
+        """Make all edits in order, or none."""
         plain = self.workspace.writable(path)
         text = self.workspace.files.get(plain) if plain is not None else None
         if plain is None or text is None:
             return f"{path[:80]}: no such file to edit; Write it first."
-        if self.read_first and self.known.get(plain) != text:
-            return self._unread(plain)
+        if problem := self._unread(plain):
+            return problem
         for number, edit in enumerate(edits, 1):
-            which = f"edit {number} of {len(edits)}: " if len(edits) > 1 else ""
-            none = " No edit was made." if len(edits) > 1 else ""
-            found = text.count(edit.old_string) if edit.old_string else 0
-            if found == 0 or (found > 1 and not edit.replace_all):
-                ask = "at least once" if edit.replace_all else "exactly once"
-                return f"{plain}: {which}old_string occurs {found} times; it must occur {ask}.{none}"
-            if edit.old_string == edit.new_string:
-                return f"{plain}: {which}old_string and new_string are the same.{none}"
-            text = text.replace(edit.old_string, edit.new_string)
-            if len(text) > untrusted_folder.MAX_FILE_BYTES:
-                return f"{plain}: {which}the file would have more than {untrusted_folder.MAX_FILE_BYTES} characters.{none}"
+            text, problem = _edited(text, edit)
+            if problem and len(edits) > 1:
+                return f"{plain}: edit {number} of {len(edits)}: {problem} No edit was made."
+            if problem:
+                return f"{plain}: {problem}"
         self._keep(plain, text)
         return f"Edited {plain}."
 
     def _keep(self, path: str, text: str) -> None:
         with self.lock:
-            self.workspace.files[path] = self.known[path] = text
+            self.workspace.files[path] = self.last_seen[path] = text
 
     def _unread(self, path: str) -> str:
-        return f"{path}: {'it has changed since you read it' if path in self.known else 'you have not read it'}; Read it first."
+        """Return why the policy may not overwrite an existing file, or an empty string."""
+        if not self.read_first or self.last_seen.get(path) == self.workspace.files[path]:
+            return ""
+        reason = "it has changed since you read it" if path in self.last_seen else "you have not read it"
+        return f"{path}: {reason}; Read it first."
 
     def _text(self, path: str) -> str | None:
-        """A file's text; what a shell made beside the candidate's files lies in its folder only."""
-        found = self.workspace.read(path)
-        if found is None and self._shell is not None and path.count("/") <= 1:
+        """Return a file's text; what a shell wrote beside the candidate's files is in its folder only."""
+        text = self.workspace.read(path)
+        if text is None and self._shell is not None and path.count("/") <= 1:
             data = untrusted_folder.read_bytes(self._shell.workspace, path)
-            found = None if data is None else data.decode(errors="replace")
-        return found
+            text = None if data is None else data.decode(errors="replace")
+        return text
 
     def read(self, path: str, first: int, count: int) -> str:
         plain = plain_path(path)
@@ -171,188 +178,173 @@ class Tools:
         if "\0" in text or text.count("\ufffd") > max(3, len(text) // 10):
             return f"{plain}: a binary file; only text is read."
         if plain in self.workspace.files:
-            self.known[plain] = text
+            self.last_seen[plain] = text
         lines = text.splitlines()
         shown = lines[first - 1 : first - 1 + count]
         if not shown:
             return f"{plain}: it has {len(lines)} lines."
-        said = [f"{number:>5}\t{line[:LINE_CHARACTERS]}" for number, line in enumerate(shown, first)]
-        left = len(lines) - (first - 1 + len(shown))
-        return "\n".join(
-            [*said, *([f"[{left} more lines; read on with offset {first + len(shown)}]"] if left else [])]
-        )
+        output = [f"{number:>5}\t{line[:MAX_LINE_CHARACTERS]}" for number, line in enumerate(shown, first)]
+        next_line = first + len(shown)
+        if next_line <= len(lines):
+            output.append(f"[{len(lines) - next_line + 1} more lines; read on with offset {next_line}]")
+        return "\n".join(output)
 
     def glob(self, pattern: str, path: str | None) -> str:
         start = plain_path(path or ".")
         if start is None:
             return f"{(path or '')[:80]}: outside the workspace."
-        wanted = pattern.removeprefix("/workspace/").removeprefix("./")
-        prefix = f"{start}/" if start else ""
-        names = [name.removeprefix(prefix) for name in self._paths() if name.startswith(prefix)]
-        found = [name for name in names if _matches(name, wanted)]
-        return "\n".join(prefix + name for name in found) or f"No file matches {pattern[:80]}."
-
-    def _paths(self) -> list[str]:
-        found = set(self.workspace.paths())
+        paths = set(self.workspace.paths())
         if self._shell is not None:
-            found |= untrusted_folder.contents(self._shell.workspace).keys()
-        return sorted(found)
+            paths |= untrusted_folder.contents(self._shell.workspace).keys()
+        prefix = f"{start}/" if start else ""
+        expression = _glob_expression(pattern.removeprefix("/workspace/").removeprefix("./"))
+        matching = [
+            name
+            for name in sorted(paths)
+            if name.startswith(prefix) and re.fullmatch(expression, name.removeprefix(prefix))
+        ]
+        return "\n".join(matching) or f"No file matches {pattern[:80]}."
 
-    def grep(self, given: tool_schemas.Grep) -> str:
-        """GNU grep inside the walls, where an expression that never ends is ended."""
-        start = plain_path(given.path or ".")
+    def grep(self, arguments: tool_schemas.Grep) -> str:
+        """Run GNU grep in the shell, whose time limit ends an expression that backtracks without end."""
+        start = plain_path(arguments.path or ".")
         if start is None:
-            return f"{(given.path or '')[:80]}: outside the workspace."
-        words = [
-            "grep",
-            "-rIP",
-            "--binary-files=without-match",
-            f"--include={given.glob}" if given.glob else "",
-            "-i" if given.ignore_case else "",
-        ]
-        if given.output_mode == "content":
-            words += ["-n" if given.line_numbers else ""]
-            words += [
-                f"-{option}{value}"
-                for option, value in (("A", given.after), ("B", given.before), ("C", given.context))
-                if value is not None
-            ]
-        else:
-            words += ["-l" if given.output_mode == "files_with_matches" else "-c"]
-        places = (
-            [start]
-            if start
-            else [
-                "SKILL.md",
-                "model.py",
-                "model_new.py",
-                "binding.cpp",
-                "binding_registry.h",
-                "vec.h",
-                "kernels",
-                "utils",
-            ]
+            return f"{(arguments.path or '')[:80]}: outside the workspace."
+        command = shlex.join(
+            ["grep", *_grep_options(arguments), "-s", "-e", arguments.pattern, "--"]
+            + ([start] if start else list(SEARCHED))
         )
-        command = shlex.join([*(word for word in words if word), "-s", "-e", given.pattern, "--", *places])
-        ended = self._in_shell(f"(cd /workspace && {command})", SEARCH_SECONDS)
-        if ended.code is None or ended.code > 1 or (ended.code == 1 and not ended.output):
-            trouble = ended.note or (ended.output.strip() if ended.code != 1 else "")
-            return f"Nothing found. {trouble}".strip()
-        lines = [
-            line
-            for line in ended.output.splitlines()
-            if given.output_mode != "count" or not line.endswith(":0")
-        ]
-        left = len(lines) - (given.head_limit or len(lines))
-        return "\n".join([*lines[: given.head_limit], *([f"[{left} more lines]"] if left > 0 else [])])
+        result = self._in_shell(f"(cd /workspace && {command})", SEARCH_SECONDS)
+        if result.code is None or result.code > 1 or (result.code == 1 and not result.output):
+            problem = result.note or (result.output.strip() if result.code != 1 else "")
+            return f"Nothing found. {problem}".strip()
+        lines = result.output.splitlines()
+        if arguments.output_mode == "count":
+            lines = [line for line in lines if not line.endswith(":0")]
+        left = len(lines) - (arguments.head_limit or len(lines))
+        return "\n".join(lines[: arguments.head_limit] + ([f"[{left} more lines]"] if left > 0 else []))
 
-    # --- shell ---------------------------------------------------------------------------------------------------------
+    # --- commands ---
 
-    def bash(self, given: tool_schemas.Bash) -> str:
-        """The three measured utilities alone go to the judge at once; anything else runs in the shell."""
-        parts = [part.strip() for part in given.command.strip().split("&&")]
-        if not given.run_in_background and all(part in UTILITIES for part in parts):
-            return self.utilities(parts)
-        if given.run_in_background:
-            shell = self._started()
-            return f"Started {shell.start(given.command)} in the background."
-        seconds = min(MAX_SHELL_SECONDS, given.timeout / 1000) if given.timeout else SHELL_SECONDS
-        ended = self._in_shell(given.command, seconds)
-        note = f"[{ended.note}]" if ended.note else f"[exit {ended.code}]" if ended.code else ""
-        said = (
-            f"{ended.output}\n{note}"
-            if ended.output and note and not ended.output.endswith("\n")
-            else ended.output + note
-        )
-        return said or "[no output]"
+    def bash(self, arguments: tool_schemas.Bash) -> str:
+        """Send measuring commands that stand alone straight to the judge; run anything else in the shell."""
+        if arguments.run_in_background:
+            return f"Started {self._started().start(arguments.command)} in the background."
+        parts = [part.strip() for part in arguments.command.strip().split("&&")]
+        if all(part in COMMANDS for part in parts):
+            return self._run_utilities([COMMANDS[part] for part in parts])
+        seconds = min(MAX_SHELL_SECONDS, arguments.timeout / 1000) if arguments.timeout else SHELL_SECONDS
+        result = self._in_shell(arguments.command, seconds)
+        note = f"[{result.note}]" if result.note else f"[exit {result.code}]" if result.code else ""
+        separator = "\n" if result.output and note and not result.output.endswith("\n") else ""
+        return f"{result.output}{separator}{note}" or "[no output]"
 
-    def utilities(self, parts: list[str]) -> str:
+    def _run_utilities(self, utilities: list[Utility]) -> str:
+        """Return what the utilities print for one verdict, up to the first that fails."""
         verdict = self._verdict()
-        said: list[str] = []
-        for part in parts:
-            failed = observe_build(verdict)
-            if failed is not None:
-                return "\n".join([*said, failed])
-            if part == UTILITIES[0]:
-                continue
-            if part == UTILITIES[1] or verdict.status != "correct":
-                said.append(observe_verification(verdict))
-                if verdict.status != "correct":
-                    break
-            else:
-                said.append(observe_profiling(verdict))
-        return "\n".join(said) or "Build succeeded."
+        outputs = []
+        for utility in utilities:
+            text, code = utility_output(utility, verdict)
+            if text != BUILD_SUCCEEDED:
+                outputs.append(text)
+            if code:
+                break
+        return "\n".join(outputs) or BUILD_SUCCEEDED
 
     def _verdict(self) -> Verdict:
         verdict = self.judge()
         self.verdicts.append(verdict)
         return verdict
 
-    def _answer(self, question: str) -> tuple[str, int]:
-        """What a utility says inside the shell, and its exit code."""
+    def _serve_utility(self, utility: Utility) -> tuple[str, int]:
+        """Answer a utility that runs inside the shell: its text and exit code."""
         self._pull()
-        verdict = self._verdict()
-        failed = observe_build(verdict)
-        if failed is not None:
-            return failed, 1
-        if question == "compile":
-            return "Build succeeded.", 0
-        if question == "profiling" and verdict.status == "correct":
-            return observe_profiling(verdict), 0
-        return observe_verification(verdict), int(verdict.status != "correct")
+        return utility_output(utility, self._verdict())
 
     def _started(self) -> Shell:
         if self._shell is None:
             self._shell = Shell(
                 self.sandbox,
                 self.workspace.task.code,
-                waited=lambda: self._asking.waited() if self._asking else 0.0,
+                judge_seconds=lambda: self._socket.busy_seconds() if self._socket else 0.0,
             )
-            self._asking = Asking(self._shell.control / "judge.sock", self._answer)
+            self._socket = JudgeSocket(self._shell.control / "judge.sock", self._serve_utility)
         with self.lock:
-            self._shell.push(self.workspace.files, self._in_folder)
-            self._in_folder = dict(self.workspace.files)
+            self._shell.push(self.workspace.files, self._pushed)
+            self._pushed = dict(self.workspace.files)
         return self._shell
 
     def _in_shell(self, command: str, seconds: float) -> CommandResult:
-        ended = self._started().run(command, seconds)
+        result = self._started().run(command, seconds)
         self._pull()
-        if self._asking is not None and self._asking.failure is not None:
-            raise self._asking.failure  # the judge cannot work here: not the policy's affair
-        return ended
+        if self._socket is not None and self._socket.failure is not None:
+            raise self._socket.failure  # the judge is broken, which the policy cannot mend
+        return result
 
     def _pull(self) -> None:
-        """Take over what the shell has changed; what is in memory and not yet in its folder stays."""
+        """Take over the shell's changes; edits in memory that were not pushed yet stay."""
         if self._shell is None:
             return
         with self.lock:
-            found = self._shell.pull()
-            for path in self._in_folder.keys() | found.keys():
-                if found.get(path) == self._in_folder.get(path) or self.workspace.writable(path) is None:
+            pulled = self._shell.pull()
+            for path in self._pushed.keys() | pulled.keys():
+                if pulled.get(path) == self._pushed.get(path) or self.workspace.writable(path) is None:
                     continue
-                if path in found:
-                    self.workspace.files[path] = self._in_folder[path] = found[path]
+                if path in pulled:
+                    self.workspace.files[path] = self._pushed[path] = pulled[path]
                 else:
                     self.workspace.files.pop(path, None)
-                    self._in_folder.pop(path, None)
+                    self._pushed.pop(path, None)
 
     def close(self) -> None:
-        """Take the last changes over, and end the shell with everything that runs in it."""
+        """Take over the last changes, and end the shell with all its processes."""
         if self._shell is not None:
             self._pull()
             self._shell.close()
             self._shell = None
-        if self._asking is not None:
-            self._asking.close()
-            self._asking = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Shell patterns in which `*` stays inside a folder and `**/` is any folders or none."""
+def _no_job(name: str) -> str:
+    return f"{name[:40]}: no background command of this name."
+
+
+def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[str, str]:
+    """Return the text after one edit, and what is wrong with the edit (empty when nothing is)."""
+    count = text.count(edit.old_string) if edit.old_string else 0
+    if count == 0 or (count > 1 and not edit.replace_all):
+        needed = "at least once" if edit.replace_all else "exactly once"
+        return text, f"old_string occurs {count} times; it must occur {needed}."
+    if edit.old_string == edit.new_string:
+        return text, "old_string and new_string are the same."
+    text = text.replace(edit.old_string, edit.new_string)
+    limit = untrusted_folder.MAX_FILE_BYTES
+    return text, f"the file would have more than {limit} characters." if len(text) > limit else ""
+
+
+def _glob_expression(pattern: str) -> str:
+    """Translate a glob pattern; `*` does not cross a slash, `**/` is any number of folders."""
     expression = "/".join(
         "(?:.*/)?"
         if part == "**"
         else fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*")
         for part in pattern.split("/")
     )
-    return re.fullmatch(expression.replace("(?:.*/)?/", "(?:.*/)?"), name) is not None
+    return expression.replace("(?:.*/)?/", "(?:.*/)?")
+
+
+def _grep_options(arguments: tool_schemas.Grep) -> list[str]:
+    content = arguments.output_mode == "content"
+    options = {
+        f"--include={arguments.glob}": arguments.glob,
+        "-i": arguments.ignore_case,
+        "-l": arguments.output_mode == "files_with_matches",
+        "-c": arguments.output_mode == "count",
+        "-n": content and arguments.line_numbers,
+        f"-A{arguments.after}": content and arguments.after is not None,
+        f"-B{arguments.before}": content and arguments.before is not None,
+        f"-C{arguments.context}": content and arguments.context is not None,
+    }
+    return ["-rIP", "--binary-files=without-match", *(key for key, chosen in options.items() if chosen)]

@@ -34,8 +34,8 @@ Use = Callable[..., str]
 
 @pytest.fixture
 def tools() -> Iterator[Tools]:
-    workspace = Workspace(TASK, "cpu")
-    made = Tools(workspace, params().sandbox, lambda: verdict_of(workspace.candidate()))
+    workspace = Workspace(TASK)
+    made = Tools(workspace, params().sandbox, lambda: verdict_of(workspace.files))
     yield made
     made.close()
 
@@ -385,11 +385,11 @@ def test_a_full_disk_ends_the_command_not_the_machine(use: Use) -> None:
 def test_links_and_pipes_are_not_followed(use: Use, tools: Tools) -> None:
     secret = "/etc/hostname"
     use("Bash", command=f"rm -r kernels model_new.py; ln -s /etc kernels; ln -s {secret} model_new.py")
-    assert tools.workspace.candidate() == {}
+    assert tools.workspace.files == {}
     assert "no such file" in use("Read", file_path="kernels/hostname")
     assert use("Write", file_path="kernels/forward.cpp", content="int a;\n") == "Written kernels/forward.cpp."
     assert use("Bash", command="ls -A kernels; mkfifo kernels/pipe") == "forward.cpp\n"
-    assert set(tools.workspace.candidate()) == {"kernels/forward.cpp"}
+    assert set(tools.workspace.files) == {"kernels/forward.cpp"}
 
 
 def test_the_shell_sees_no_network_and_nothing_of_the_machine(use: Use) -> None:

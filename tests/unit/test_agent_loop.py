@@ -32,6 +32,7 @@ from components.agent.episode import SHORTENED
 from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes, suffix_ids
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.bootstrap.canonicalize import canonicalize
 from components.core.config import Params
 from components.core.errors import UserError
 from components.core.task import KernelTask
@@ -145,7 +146,9 @@ def test_a_trajectory_is_every_token_that_was_seen_and_said() -> None:
 def test_the_prompt_and_what_follows_a_turn_are_those_that_trained_policies_know() -> None:
     (trajectory,) = run(lambda i, t: "Done.")
     prompt = [i for i, m in zip(trajectory.ids, trajectory.action_mask, strict=True) if not m]
-    asked = user_message(params().policy, CODE, in_turns=True, device="cpu")
+    code = canonicalize(CODE)
+    assert code is not None
+    asked = user_message(params().policy, code, in_turns=True, device="cpu")
     assert TOKENIZER.decode(prompt) == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
     assert (
         TOKENIZER.decode(suffix_ids(TOKENIZER, ["a\nb"]))
