@@ -1,4 +1,5 @@
-"""The command `cuda-agent`: parses options and prints results.
+"""The command `cuda-agent`: one file per command parses options and prints results, and decides nothing.
 
-Imports every other package, and heavy libraries only inside the commands that need them. Start with `main.py`.
+Imports every other package, and heavy libraries only inside the commands that need them. Start with `main.py`
+and `common.py`.
 """

@@ -1,4 +1,4 @@
-"""What every command shares: its options, where its answer goes, and the sentence for a fault of the machine."""
+"""What every command shares: its options, its JSON output on standard output, and text on standard error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,11 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-    from components.core.config import Resolved
+    from components.core.config import Params, Resolved
+    from components.core.progress_view import ProgressView
+    from components.judge.pool import LocalPool
 
 Profile = Annotated[
     str, typer.Option("--profile", help="overlay of params.yaml, for instance smoke or h20-pool")
@@ -26,16 +30,44 @@ Profile = Annotated[
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one parameter; may be repeated")
 ]
-Home = Annotated[str, typer.Option("--home", help="folder that holds everything a run leaves behind")]
+Home = Annotated[str, typer.Option("--home", help="folder for everything that a run writes")]
 ParamsFile = Annotated[
-    Path | None, typer.Option("--params", help="another parameter file than the project's params.yaml")
+    Path | None, typer.Option("--params", help="parameter file to read instead of the project's params.yaml")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is a GPU")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy", help="champion, a version, a folder, or the address of an OpenAI-compatible server"
+    ),
+]
+ServerModel = Annotated[
+    str, typer.Option("--model", help="name of one of the server's models; by default the first")
+]
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command; 130 and 143 follow from SIGINT and SIGTERM."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    NO_ISOLATION = 3
+    REFUSED = 4
+
+
+@dataclass(frozen=True)
+class Output:
+    """Result of a command: the object that `--json` prints, and the exit code."""
+
+    record: Mapping[str, Any]
+    exit_code: int = ExitCode.DONE
 
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """The options of every command that reads parameters, as a person gave them."""
+    """Options of every command that reads parameters."""
 
     profile: Profile = "smoke"
     sets: Sets = None
@@ -43,18 +75,21 @@ class CommonOptions:
     params_file: ParamsFile = None
     as_json: Json = False
 
-    def resolved(self, *more: str) -> Resolved:
-        """The parameters; `more` are changes that a command's other options stand for. UserError names what is wrong."""
+    def resolve(self, *overrides: str) -> Resolved:
+        """Return the parameters; `overrides` are KEY=VALUE pairs from other options. Raises UserError."""
         from components.core.config import PROJECT, resolve
 
         home = (f"home={json.dumps(self.home)}",) if self.home else ()
-        return resolve(
-            self.profile, (*(self.sets or ()), *more, *home), self.params_file or PROJECT / "params.yaml"
-        )
+        file = self.params_file or PROJECT / "params.yaml"
+        return resolve(self.profile, (*(self.sets or ()), *overrides, *home), file)
 
-    def for_judging(self, *more: str) -> Resolved:
-        """The parameters of a command that judges on this machine; raises IsolationUnavailable before torch or a policy is loaded."""
-        resolved = self.resolved(*more)
+    def resolve_for_judging(self, *overrides: str) -> Resolved:
+        """Return the parameters after a check that this machine can isolate a candidate.
+
+        Raises IsolationUnavailable before torch or a policy is loaded. Judges on a Ray cluster check it
+        themselves.
+        """
+        resolved = self.resolve(*overrides)
         if resolved.params.sandbox.pool != "ray":
             from components.sandbox.preflight import check_isolation
 
@@ -62,51 +97,83 @@ class CommonOptions:
         return resolved
 
 
-def with_common_options(profile: str = "smoke") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, whose first parameter is `given: Given`, those options after its own; `profile` is the default of the first."""
+def with_common_options(
+    profile: str = "smoke", *, prints_output: bool = True
+) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
+    """Append the options of CommonOptions to a command whose first parameter is `options: CommonOptions`.
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = [
+    `profile` is the default of `--profile`. Without `prints_output` the command prints its own output.
+    """
+
+    def decorate(command: Callable[..., Output | None]) -> Callable[..., None]:
+        common = [
             parameter.replace(default=profile if name == "profile" else parameter.default)
             for name, parameter in inspect.signature(CommonOptions, eval_str=True).parameters.items()
         ]
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
-        @functools.wraps(command)
         def call(**values: Any) -> None:
-            given = CommonOptions(
-                **{parameter.name: values.pop(parameter.name, parameter.default) for parameter in shared}
+            options = CommonOptions(
+                **{option.name: values.pop(option.name, option.default) for option in common}
             )
-            command(given, **values)
+            bound = functools.partial(command, options, **values)
+            if prints_output:
+                _print_output(bound, options.as_json)
+            else:
+                bound()
 
-        # What typer reads: the names with their defaults from the one, the options from the other.
-        call.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
-        return call
+        return _with_options(call, command, list(_parameters(command))[1:], common)
 
     return decorate
 
 
-def home_of(resolved: Resolved) -> Path:
-    return Path(resolved.params.home).expanduser().resolve()
+def with_json_option(command: Callable[..., Output]) -> Callable[..., None]:
+    """Append `--json` to a command that reads no parameters."""
+    as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+
+    def call(*, as_json: bool = False, **values: Any) -> None:
+        _print_output(functools.partial(command, **values), as_json)
+
+    return _with_options(call, command, list(_parameters(command)), [as_json])
 
 
-def stderr_console() -> Console:
-    from rich.console import Console
+def _parameters(command: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    return iter(inspect.signature(command, eval_str=True).parameters.values())
 
-    # Where no terminal tells its width, tables are not folded into columns of ten characters.
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 200)
+
+def _with_options(
+    call: Callable[..., None],
+    command: Callable[..., Any],
+    own: list[inspect.Parameter],
+    added: list[inspect.Parameter],
+) -> Callable[..., None]:
+    """Return `call` with the name and docstring of `command` and the signature that typer reads."""
+    functools.update_wrapper(call, command)
+    call.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+    return call
+
+
+def _print_output(command: Callable[[], Output | None], as_json: bool) -> None:
+    """Run a command, print its record if `as_json`, and exit with its exit code."""
+    with json_stdout(as_json) as print_json:
+        output = command() or Output({})
+        print_json(output.record)
+    if output.exit_code:
+        raise typer.Exit(output.exit_code)
 
 
 @contextlib.contextmanager
-def answer(as_json: bool) -> Iterator[Any]:
-    """Keep standard output for the one answer: whatever else writes to it, libraries and children too, goes to stderr."""
+def json_stdout(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Reserve standard output for one JSON object; libraries and child processes write to standard error.
+
+    The object that the yielded function receives is printed at the end if `as_json`.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    given: list[Any] = []
+    records: list[Mapping[str, Any]] = []
     try:
-        yield given.append
+        yield records.append
     except KeyboardInterrupt:
         print("cuda-agent: interrupted; the same command continues where it stopped.", file=sys.stderr)
         raise
@@ -115,4 +182,49 @@ def answer(as_json: bool) -> Iterator[Any]:
         os.dup2(kept, 1)
         os.close(kept)
     if as_json:
-        print(json.dumps(given[-1], ensure_ascii=False))
+        print(json.dumps(records[-1], ensure_ascii=False))
+
+
+def home_of(resolved: Resolved) -> Path:
+    return Path(resolved.params.home).expanduser().resolve()
+
+
+def default_device() -> str:
+    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def newest_dataset(home: Path) -> Path:
+    """Return the most recent data set of the home, or its (empty or missing) folder of data sets."""
+    versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
+    return versions[-1] if versions else home / "datasets"
+
+
+@contextlib.contextmanager
+def judge_session(params: Params, home: Path) -> Iterator[tuple[LocalPool, ProgressView]]:
+    """Open the judge pool of the home and a progress view on standard error, and close both at the end."""
+    from components.core.progress_view import ProgressView
+    from components.judge.pool import open_pool
+
+    with (
+        contextlib.closing(open_pool(params, home / "verdicts")) as pool,
+        ProgressView(stderr_console()) as view,
+    ):
+        yield pool, view
+
+
+def stderr_console() -> Console:
+    from rich.console import Console
+
+    # Without a terminal rich assumes 80 columns, which folds the columns of wide tables.
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 200)
+
+
+def print_line(text: object, style: str = "") -> None:
+    """Print one line on standard error, unwrapped and without interpretation of markup."""
+    stderr_console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def plain_table(*columns: str, show_header: bool = True) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), show_header=show_header)

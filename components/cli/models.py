@@ -1,13 +1,23 @@
-"""The commands `cuda-agent models …`: what was promoted, on which evidence, and a release manager's own acts."""
+"""The commands `cuda-agent models …`: model versions, their gates, and the decisions of a release manager."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from components.cli.common import CommonOptions, answer, home_of, stderr_console, with_common_options
+from components.cli.common import (
+    CommonOptions,
+    ExitCode,
+    Output,
+    home_of,
+    judge_session,
+    plain_table,
+    print_line,
+    stderr_console,
+    with_common_options,
+)
+from components.core.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,296 +26,238 @@ if TYPE_CHECKING:
     from components.registry.audit import AuditEntry
     from components.registry.promotion import Promotion
 
-FAILED, REFUSED = 1, 4
-
 models_app = typer.Typer(
-    help="Model versions: what was promoted, by whom, on which evidence.",
+    help="Model versions: their gates, and who promoted what on which evidence.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Version = Annotated[str, typer.Argument(help="number or alias: candidate, champion, previous")]
-Reason = Annotated[str, typer.Option("--reason", help="why; it stands in the audit chain")]
+Reason = Annotated[str, typer.Option("--reason", help="reason to record in the audit chain")]
 
 
 @models_app.command("list")
 @with_common_options()
-def models_list(given: CommonOptions) -> None:
-    """Every version, newest first."""
-    from rich.table import Table
+def models_list(options: CommonOptions) -> Output:
+    """List every version, newest first."""
+    from components.registry import models
 
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        from components.registry import models
-
-        name = resolved.params.registry.model
-        found = models.versions(client, name)
-        table = Table(
-            "version",
-            "aliases",
-            "decision",
-            "pass rate",
-            "faster than compile",
-            "data set",
-            box=None,
-            padding=(0, 2, 0, 0),
+    promotion, _ = open_promotion(options)
+    versions = models.versions(promotion.client, promotion.model)
+    table = plain_table("version", "aliases", "decision", "pass rate", "faster than compile", "data set")
+    for version in versions:
+        tags = version["tags"]
+        table.add_row(
+            version["version"],
+            ", ".join(version["aliases"]),
+            version["decision"],
+            tags.get("figure.pass_rate", ""),
+            tags.get("figure.faster_rate.compile", ""),
+            tags.get("dataset.version", "")[:12],
         )
-        for version in found:
-            tags = version["tags"]
-            figures = [
-                tags.get("figure.pass_rate", ""),
-                tags.get("figure.faster_rate.compile", ""),
-                tags.get("dataset.version", "")[:12],
-            ]
-            table.add_row(version["version"], ", ".join(version["aliases"]), version["decision"], *figures)
-        stderr_console().print(table if found else f"{name} has no version yet.")
-        out({"name": name, "aliases": models.aliases(client, name), "versions": found})
+    stderr_console().print(table if versions else f"{promotion.model} has no version yet.")
+    aliases = models.aliases(promotion.client, promotion.model)
+    return Output({"name": promotion.model, "aliases": aliases, "versions": versions})
 
 
 @models_app.command("show")
 @with_common_options()
-def models_show(given: CommonOptions, version: Version) -> None:
-    """One version: its gates, its decision, its evidence and where the report is."""
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        from components.registry import models
+def models_show(options: CommonOptions, version: Version) -> Output:
+    """Show the gates, the decision, the evidence and the report of one version."""
+    from components.registry import models
 
-        name = resolved.params.registry.model
-        found = models.describe(client, name, version)
-        found |= {"checkpoint": models.location(client, name, found["version"])}
-        console = stderr_console()
-        console.print(
-            f"{found['name']} version {found['version']} ({', '.join(found['aliases']) or 'no alias'}): {found['decision']}",
-            highlight=False,
-        )
-        console.print(_gates(found["gates"]))
-        console.print(f"  checkpoint  {found['checkpoint']}", highlight=False, markup=False, soft_wrap=True)
-        for key, value in sorted(found["tags"].items()):
-            console.print(f"  {key}  {value}", highlight=False, markup=False, soft_wrap=True)
-        out(found)
+    promotion, _ = open_promotion(options)
+    record = models.describe(promotion.client, promotion.model, version)
+    record |= {"checkpoint": models.location(promotion.client, promotion.model, record["version"])}
+    aliases = ", ".join(record["aliases"]) or "no alias"
+    print_line(f"{record['name']} version {record['version']} ({aliases}): {record['decision']}")
+    stderr_console().print(_gates_table(record["gates"]))
+    print_line(f"  checkpoint  {record['checkpoint']}")
+    for key, value in sorted(record["tags"].items()):
+        print_line(f"  {key}  {value}")
+    return Output(record)
 
 
 @models_app.command("gate")
 @with_common_options()
-def models_gate(given: CommonOptions, version: Version) -> None:
-    """Hold a version against today's thresholds, today's champion and the exploits; one that passes waits for approval."""
-    from components.core.progress_view import ProgressView
+def models_gate(options: CommonOptions, version: Version) -> Output:
+    """Apply the current gates to a version again; one that passes waits for approval.
 
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        from components.core.errors import UserError
-        from components.judge.pool import open_pool
-        from components.registry import models
-        from components.registry.gate_runner import gate_again
+    The gates compare with the current thresholds and champion, and the judge tries the exploits again.
+    """
+    from components.registry import models
+    from components.registry.gate_runner import gate_again
 
-        night = models.find(client, resolved.params.registry.model, version).tags.get(
-            "profile", resolved.profile
+    promotion, resolved = open_promotion(options)
+    tags = models.find(promotion.client, promotion.model, version).tags
+    profile = tags.get("profile", resolved.profile)
+    if profile != resolved.profile:
+        name = profile or "''"
+        raise UserError(
+            f"--profile {resolved.profile}: version {version} comes from a run of profile {name}, whose "
+            f"thresholds apply; give --profile {name}."
         )
-        if night != resolved.profile:
-            named = night or "''"
-            raise UserError(
-                f"--profile {resolved.profile}: version {version} comes of a night of {named}, whose thresholds count; give --profile {named}."
-            )
-        place, console = home_of(resolved), stderr_console()
-        pool = open_pool(resolved.params, place / "verdicts")
-        try:
-            with ProgressView(console) as view:
-                number, decision, champion = gate_again(resolved.params, client, place, version, pool, view)
-        finally:
-            pool.close()
-        promotion = _promotion(resolved, client)
-        if models.aliases(client, promotion.model).get(models.CHAMPION) == number:
-            entry = promotion.note(number, decision)
-        else:
-            entry = promotion.apply_decision(
-                number, decision, champion=champion, approval_seconds=resolved.params.gate.approval_seconds
-            )
-        console.print(_gates([gate.model_dump() for gate in decision.gates]))
-        for reason in decision.reasons:
-            console.print(f"  {reason}", highlight=False, soft_wrap=True)
-        _report(resolved, client, entry, out)
-    if decision.verdict == "refused":
-        raise typer.Exit(REFUSED)
+    with judge_session(resolved.params, promotion.home) as (pool, view):
+        number, decision, champion = gate_again(
+            resolved.params, promotion.client, promotion.home, version, pool, view
+        )
+    if models.aliases(promotion.client, promotion.model).get(models.CHAMPION) == number:
+        entry = promotion.note(number, decision)
+    else:
+        seconds = resolved.params.gate.approval_seconds
+        entry = promotion.apply_decision(number, decision, champion=champion, approval_seconds=seconds)
+    stderr_console().print(_gates_table([gate.model_dump() for gate in decision.gates]))
+    for reason in decision.reasons:
+        print_line(f"  {reason}")
+    return _entry_output(promotion, entry, refused=decision.verdict == "refused")
 
 
 @models_app.command("promote")
 @with_common_options()
 def models_promote(
-    given: CommonOptions,
+    options: CommonOptions,
     version: Version,
     reason: Reason = "",
     override: Annotated[
-        bool, typer.Option("--override", help="although its gates did not pass; needs a reason")
+        bool, typer.Option("--override", help="promote although its gates did not pass; needs a reason")
     ] = False,
-) -> None:
-    """Make a version whose gates passed the champion; exit code 4 when they did not."""
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        from components.registry.promotion import NotPassed
+) -> Output:
+    """Make a version whose gates passed the champion; exit code 4 if they did not."""
+    from components.registry.promotion import NotPassed
 
-        try:
-            entry = _promotion(resolved, client).promote(version, reason=reason, override=override)
-        except NotPassed as error:
-            stderr_console().print(f"cuda-agent: {error}", highlight=False, soft_wrap=True, markup=False)
-            raise typer.Exit(REFUSED) from error
-        _report(resolved, client, entry, out)
+    promotion, _ = open_promotion(options)
+    try:
+        entry = promotion.promote(version, reason=reason, override=override)
+    except NotPassed as error:
+        print_line(f"cuda-agent: {error}")
+        raise typer.Exit(ExitCode.REFUSED) from error
+    return _entry_output(promotion, entry)
 
 
 @models_app.command("approve")
 @with_common_options()
-def models_approve(given: CommonOptions, version: Version, reason: Reason = "") -> None:
-    """Approve a version that waits: it becomes the champion. Past its deadline it expires (exit code 4)."""
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        entry = _promotion(resolved, client).approve(version, reason=reason)
-        _report(resolved, client, entry, out)
-    if entry.action == "expired":
-        raise typer.Exit(REFUSED)
+def models_approve(options: CommonOptions, version: Version, reason: Reason = "") -> Output:
+    """Approve a waiting version: it becomes the champion. After its deadline it expires (exit code 4)."""
+    promotion, _ = open_promotion(options)
+    entry = promotion.approve(version, reason=reason)
+    return _entry_output(promotion, entry, refused=entry.action == "expired")
 
 
 @models_app.command("refuse")
 @with_common_options()
-def models_refuse(given: CommonOptions, version: Version, reason: Reason = "") -> None:
-    """Refuse a version that waits: the champion stays."""
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        _report(resolved, client, _promotion(resolved, client).decline(version, reason=reason), out)
+def models_refuse(options: CommonOptions, version: Version, reason: Reason = "") -> Output:
+    """Refuse a waiting version: the champion stays."""
+    promotion, _ = open_promotion(options)
+    return _entry_output(promotion, promotion.decline(version, reason=reason))
 
 
 @models_app.command("rollback")
 @with_common_options()
-def models_rollback(given: CommonOptions, reason: Reason = "") -> None:
-    """The previous champion returns; the two change places."""
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        _report(resolved, client, _promotion(resolved, client).rollback(reason=reason), out)
+def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
+    """Make the previous champion the champion again; the current one becomes the previous."""
+    promotion, _ = open_promotion(options)
+    return _entry_output(promotion, promotion.rollback(reason=reason))
 
 
 @models_app.command("audit")
 @with_common_options()
-def models_audit(given: CommonOptions) -> None:
-    """Every act in order: who, when, what, and on which evidence."""
-    from rich.table import Table
-
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        promotion = _promotion(resolved, registry_client(resolved))
-        entries = promotion.chain.entries()
-        table = Table(
-            "", "when", "who", "act", "version", "champion", "reason", "entry", box=None, padding=(0, 2, 0, 0)
+def models_audit(options: CommonOptions) -> Output:
+    """List every decision in order: who decided what, when, and on which evidence."""
+    promotion, _ = open_promotion(options)
+    entries = promotion.chain.entries()
+    table = plain_table("", "when", "who", "act", "version", "champion", "reason", "entry")
+    for entry in entries:
+        table.add_row(
+            str(entry.number),
+            entry.when,
+            entry.who,
+            entry.action,
+            entry.version,
+            entry.aliases.get("champion", "–"),
+            entry.reason,
+            entry.digest[:12],
         )
-        for entry in entries:
-            champion = entry.aliases.get("champion", "–")
-            table.add_row(
-                str(entry.number),
-                entry.when,
-                entry.who,
-                entry.action,
-                entry.version,
-                champion,
-                entry.reason,
-                entry.digest[:12],
-            )
-        stderr_console().print(table if entries else "nobody has decided anything yet.")
-        out(
-            {
-                "name": promotion.model,
-                "folder": str(promotion.chain.folder),
-                "entries": [entry.model_dump(mode="json") for entry in entries],
-            }
-        )
+    stderr_console().print(table if entries else "The audit chain has no entry yet.")
+    records = [entry.model_dump(mode="json") for entry in entries]
+    return Output({"name": promotion.model, "folder": str(promotion.chain.folder), "entries": records})
 
 
 @models_app.command("verify")
 @with_common_options()
-def models_verify(given: CommonOptions) -> None:
-    """See that audit chain, registry, checkpoints and evidence agree; exit code 1 when they do not."""
-    with answer(given.as_json) as out:
-        resolved = given.resolved()
-        client = registry_client(resolved)
-        promotion = _promotion(resolved, client)
-        from components.registry import models
+def models_verify(options: CommonOptions) -> Output:
+    """Check that audit chain, registry, checkpoints and evidence agree; exit code 1 if they do not."""
+    from components.registry import models
 
-        problems = promotion.verify()
-        for problem in problems:
-            stderr_console().print(problem, highlight=False, soft_wrap=True, markup=False)
-        if not problems:
-            stderr_console().print(
-                f"{promotion.model}: the audit chain is whole, and registry, checkpoints and evidence agree with it.",
-                highlight=False,
-            )
-        out(
-            {
-                "name": promotion.model,
-                "aliases": models.aliases(client, promotion.model),
-                "intact": not problems,
-                "problems": problems,
-            }
-        )
-    if problems:
-        raise typer.Exit(FAILED)
+    promotion, _ = open_promotion(options)
+    problems = promotion.verify()
+    agreement = (
+        f"{promotion.model}: the audit chain is whole; registry, checkpoints and evidence agree with it."
+    )
+    for line in problems or [agreement]:
+        print_line(line)
+    return Output(
+        {
+            "name": promotion.model,
+            "aliases": models.aliases(promotion.client, promotion.model),
+            "intact": not problems,
+            "problems": problems,
+        },
+        ExitCode.FAILED if problems else ExitCode.DONE,
+    )
 
 
 def registry_client(resolved: Resolved) -> Any:
-    from components.core.errors import UserError
+    """Return the MLflow client of the registry. Raises UserError where no run has registered anything."""
     from components.registry.tracking import connect
 
     home = home_of(resolved)
     if not resolved.params.registry.tracking_uri and not (home / "mlflow" / "mlflow.db").is_file():
         raise UserError(
-            f"{home}: no run was registered here yet; run cuda-agent run first, or give its folder with --home."
+            f"{home}: no run was registered here yet; run cuda-agent run first, or give its folder with "
+            "--home."
         )
     return connect(resolved.params.registry, home)
 
 
-def _promotion(resolved: Resolved, client: Any) -> Promotion:
+def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
+    """Return the promotion of the registered model that the parameters name, and the parameters."""
+    resolved = options.resolve()
+    client = registry_client(resolved)
     from components.registry.promotion import Promotion
 
-    return Promotion(client, resolved.params.registry, home_of(resolved))
+    return Promotion(client, resolved.params.registry, home_of(resolved)), resolved
 
 
-def _report(resolved: Resolved, client: Any, entry: AuditEntry, out: Any) -> None:
-    """What an act did, for people and as the one JSON object."""
+def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = False) -> Output:
+    """Print what an audit entry changed, and return the version's record with the entry."""
     from components.registry import models
 
-    found = models.describe(client, resolved.params.registry.model, entry.version)
-    aliases: Mapping[str, str] = models.aliases(client, resolved.params.registry.model)
-    reigning = aliases.get(models.CHAMPION)
-    champion = f"version {reigning} is champion" if reigning else "there is no champion"
-    console = stderr_console()
-    console.print(
-        f"{found['name']} version {entry.version}: {entry.action.replace('_', ' ')}; {champion}.",
-        highlight=False,
-    )
+    record = models.describe(promotion.client, promotion.model, entry.version)
+    aliases = models.aliases(promotion.client, promotion.model)
+    champion = aliases.get(models.CHAMPION)
+    state = f"version {champion} is champion" if champion else "there is no champion"
+    print_line(f"{record['name']} version {entry.version}: {entry.action.replace('_', ' ')}; {state}.")
     if entry.action == "waiting":
-        deadline = f"until {entry.evidence['deadline']}"
-        console.print(
-            f"  waits {deadline}: cuda-agent models approve {entry.version}, or refuse; report {found['tags'].get('report', '–')}",
-            soft_wrap=True,
+        print_line(
+            f"  waits until {entry.evidence['deadline']}: cuda-agent models approve {entry.version}, or "
+            f"refuse; report {record['tags'].get('report', '–')}"
         )
-    out(found | {"aliases": dict(aliases), "entry": entry.model_dump(mode="json")})
+    return Output(
+        record | {"aliases": dict(aliases), "entry": entry.model_dump(mode="json")},
+        ExitCode.REFUSED if refused else ExitCode.DONE,
+    )
 
 
-def _gates(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
+def _gates_table(gates: list[dict[str, Any]]) -> Table:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.3g}"
 
-    table = Table("gate", "value", "95 % interval", "at least", "passed", box=None, padding=(0, 2, 0, 0))
-    for gate in rows:
-        interval = f"{number(gate['low'])} to {number(gate['high'])}" if gate["low"] is not None else ""
+    table = plain_table("gate", "value", "95 % interval", "at least", "passed")
+    for gate in gates:
         table.add_row(
             gate["name"],
             number(gate["value"]),
-            interval,
+            f"{number(gate['low'])} to {number(gate['high'])}" if gate["low"] is not None else "",
             number(gate["threshold"]),
             "yes" if gate["passed"] else "no",
         )

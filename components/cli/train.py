@@ -1,6 +1,6 @@
 """The command `cuda-agent train`: one stage on this machine, or one rank of it.
 
-It needs no orchestrator. Launchers that set RANK and WORLD_SIZE run it as it is:
+It needs no orchestrator. Launchers that set RANK and WORLD_SIZE start it directly:
 
     torchrun --nproc-per-node 4 -m components.cli train agentic …
     deepspeed --no_local_rank --num_gpus 4 --module components.cli train agentic …
@@ -11,31 +11,37 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from components.cli.common import CommonOptions, answer, home_of, stderr_console, with_common_options
+from components.cli.common import (
+    CommonOptions,
+    ExitCode,
+    home_of,
+    json_stdout,
+    print_line,
+    stderr_console,
+    with_common_options,
+)
+from components.core.errors import StageFailed
 
-FAILED = 1
 
-
-@with_common_options()
+@with_common_options(prints_output=False)
 def train(
-    given: CommonOptions,
+    options: CommonOptions,
     stage: Annotated[
         Literal["warmup", "rejection", "critic", "agentic"],
         typer.Argument(metavar="STAGE", help="warmup, rejection, critic or agentic"),
     ],
     start: Annotated[
         Path,
-        typer.Option(
-            "--input", help="checkpoint that the stage starts from, or the folder of the stage that wrote it"
-        ),
+        typer.Option("--input", help="initial checkpoint, or the folder of the stage that wrote it"),
     ],
     output: Annotated[
-        Path, typer.Option("--output", help="folder of the stage; one that was interrupted is continued")
+        Path, typer.Option("--output", help="folder of the stage; an interrupted stage continues there")
     ],
     dataset: Annotated[Path, typer.Option("--dataset", help="folder with tasks.parquet")],
     values: Annotated[
@@ -49,15 +55,14 @@ def train(
         int, typer.Option("--ranks", min=1, help="processes on this host, one for each GPU")
     ] = 1,
 ) -> None:
-    """Run one training stage: from a checkpoint to a checkpoint, as often as it takes."""
-    resolved = given.resolved()
+    """Run one training stage, from a checkpoint to a checkpoint. The same command continues it."""
+    resolved = options.resolve()
     if ranks > 1:
         _launch(ranks, output)
         return
     distributed, rank = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", "0"))
 
     from components.core.config import PROJECT
-    from components.core.errors import StageFailed
     from components.core.files import MANIFEST, digest_json, digest_tree
     from components.core.progress import Quiet
     from components.core.progress_view import ProgressView
@@ -70,18 +75,15 @@ def train(
     def checkpoint(folder: Path) -> Path:
         return folder if (folder / MANIFEST).is_file() else folder / CHECKPOINT
 
-    code = digest_json(
-        {
-            name: digest
-            for name, digest in digest_tree(PROJECT / "components").items()
-            if "__pycache__" not in name
-        }
-    )
-    place, console = home_of(resolved), stderr_console()
-    with answer(given.as_json and rank == 0) as out:
-        pool = open_pool(resolved.params, place / "verdicts")
+    sources = digest_tree(PROJECT / "components").items()
+    code = digest_json({name: digest for name, digest in sources if "__pycache__" not in name})
+    progress_view = ProgressView(stderr_console()) if rank == 0 else contextlib.nullcontext(Quiet())
+    with json_stdout(options.as_json and rank == 0) as print_json:
         try:
-            with ProgressView(console) if rank == 0 else contextlib.nullcontext(Quiet()) as progress:
+            with (
+                closing(open_pool(resolved.params, home_of(resolved) / "verdicts")) as pool,
+                progress_view as progress,
+            ):
                 result = run_stage(
                     Stage(
                         name=stage,
@@ -97,42 +99,31 @@ def train(
                     )
                 )
         except StageFailed as error:
+            # The launcher reports the rank that failed first; a rank that only lost it adds nothing.
             if not (isinstance(error, RankLost) and LAUNCHED in os.environ):
                 print(f"cuda-agent: {error}", file=sys.stderr)
-            raise typer.Exit(TERMINATED if isinstance(error, Terminated) else FAILED) from error
-        finally:
-            pool.close()
+            raise typer.Exit(TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED) from error
         if rank == 0:
-            console.print(
-                f"{output / result.checkpoint}: {result.stopped or 'done'}",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
-        out(result.model_dump(mode="json"))
+            print_line(f"{output / result.checkpoint}: {result.stopped or 'done'}")
+        print_json(result.model_dump(mode="json"))
     if distributed:
-        # ZeRO 3 sometimes aborts when the interpreter ends, after everything is written.
+        # The interpreter's shutdown sometimes aborts after ZeRO 3; everything is written by now.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 def _launch(ranks: int, output: Path) -> None:
-    """This very command once for each rank."""
-    from components.core.errors import StageFailed
+    """Start this command once for each rank, without its `--ranks` option."""
     from components.training.launcher import launch
 
-    arguments = sys.argv[1:]
-    place = arguments.index("--ranks") if "--ranks" in arguments else -1
-    own = (
-        arguments[:place] + arguments[place + 2 :]
-        if place >= 0
-        else [word for word in arguments if not word.startswith("--ranks=")]
-    )
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
+    if "--ranks" in arguments:
+        index = arguments.index("--ranks")
+        del arguments[index : index + 2]
     try:
-        code = launch([sys.executable, "-m", "components.cli", *own], ranks, output / "logs")
+        code = launch([sys.executable, "-m", "components.cli", *arguments], ranks, output / "logs")
     except StageFailed as error:
         print(f"cuda-agent: train: {error}", file=sys.stderr)
-        raise typer.Exit(FAILED) from error
-    if code:
-        raise typer.Exit(code)
+        raise typer.Exit(ExitCode.FAILED) from error
+    raise typer.Exit(code)

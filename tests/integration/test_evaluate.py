@@ -22,8 +22,8 @@ from components.agent.policies import Policy, checkpoint_policy
 from components.agent.reward import milestone
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, Turn
-from components.cli.agent import policy_of
 from components.cli.main import app
+from components.cli.policies import find_policy
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import digest_tree
@@ -327,7 +327,7 @@ def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
 def said(url: str, **sets: Any) -> Policy:
     """The policy that `--policy URL` names."""
     resolved = resolve("ci", tuple(f"{key}={value}" for key, value in sets.items()))
-    return policy_of(url, "", resolved)
+    return find_policy(url, "", resolved)
 
 
 def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(

@@ -1,0 +1,50 @@
+"""The command `cuda-agent judge`: the verdict on one workspace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from components.cli.common import (
+    CommonOptions,
+    Device,
+    ExitCode,
+    Output,
+    default_device,
+    home_of,
+    print_line,
+    with_common_options,
+)
+
+
+@with_common_options("")
+def judge(
+    options: CommonOptions,
+    workdir: Annotated[Path, typer.Argument(help="workspace with model_new.py and kernels/")],
+    task: Annotated[
+        Path | None, typer.Option("--task", help="task file; by default model.py of the workspace")
+    ] = None,
+    device: Device = "",
+    precision: Annotated[str, typer.Option("--precision", help="strict-fp32 or tf32")] = "",
+) -> Output:
+    """Build one candidate, check it and measure it against eager and torch.compile.
+
+    Exit code 0 for every verdict on the candidate.
+    """
+    overrides = [f"precision={precision}"] if precision else []
+    resolved = options.resolve_for_judging(f"device={device or default_device()}", *overrides)
+    from components.judge.candidate_folder import judge_workdir
+
+    verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")
+    reason = f" ({verdict.reason})" if verdict.reason else ""
+    print_line(f"{verdict.status}{reason}, milestone {verdict.milestone}")
+    for baseline, ratio in (("eager", verdict.speedup.eager), ("torch.compile", verdict.speedup.compile)):
+        if ratio is not None:
+            interval = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
+            print_line(f"  {ratio.estimate:.3f}x {baseline} {interval}")
+    if verdict.log:
+        print_line(verdict.log)
+    failed = verdict.status == "infrastructure"
+    return Output(verdict.model_dump(mode="json"), ExitCode.FAILED if failed else ExitCode.DONE)

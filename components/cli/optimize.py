@@ -1,0 +1,85 @@
+"""The command `cuda-agent optimize`: search a faster kernel for one PyTorch module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from components.cli.common import (
+    CommonOptions,
+    Device,
+    Output,
+    Policy,
+    ServerModel,
+    default_device,
+    home_of,
+    judge_session,
+    print_line,
+    with_common_options,
+)
+
+
+@with_common_options()
+def optimize(
+    options: CommonOptions,
+    module: Annotated[
+        Path,
+        typer.Argument(
+            help="file with Model, get_inputs and get_init_inputs, or with the class that --class names"
+        ),
+    ],
+    policy: Policy = "champion",
+    model: ServerModel = "",
+    device: Device = "",
+    attempts: Annotated[
+        int, typer.Option("--attempts", min=0, help="trajectories; 0 is the policy's default")
+    ] = 0,
+    turns: Annotated[
+        int, typer.Option("--turns", min=0, help="turns of one trajectory; 0 is the policy's default")
+    ] = 0,
+    budget: Annotated[
+        float, typer.Option("--budget", min=0, help="seconds after which no turn begins; 0 is no limit")
+    ] = 0,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="folder to write; by default optimized-NAME in the current folder"),
+    ] = None,
+    class_name: Annotated[str, typer.Option("--class", help="class of the file to make faster")] = "",
+    inputs: Annotated[
+        str,
+        typer.Option(
+            "--inputs",
+            metavar="EXPR",
+            help="inputs of --class: a tensor or a list, such as torch.randn(8, 64)",
+        ),
+    ] = "",
+    init: Annotated[
+        str, typer.Option("--init", metavar="EXPR", help="list of the constructor's arguments of --class")
+    ] = "",
+) -> Output:
+    """Make a PyTorch module faster: a verified, measured kernel, or an honest "no gain found".
+
+    Exit code 0 in both cases.
+    """
+    resolved = options.resolve_for_judging(f"device={device or default_device()}")
+    from components.agent.export import check_out, hand_over, headline
+    from components.agent.optimize import any_time, search_budget
+    from components.agent.optimize import optimize as search
+    from components.agent.user_module import user_task
+    from components.cli.policies import find_policy
+
+    task = user_task(module, class_name, inputs, init)
+    folder = out_folder or Path(f"optimized-{module.stem}")
+    check_out(folder)
+    chosen = find_policy(policy, model, resolved)
+    params, home = any_time(chosen.params), home_of(resolved)
+    with judge_session(params, home) as (pool, view):
+        pool.prepare()
+        limits = search_budget(params, attempts, turns, budget)
+        outcome = search(chosen, task, pool, limits, origin=str(module), progress=view)
+    record = hand_over(outcome, params, folder, home / "judge" / "builds", f"{policy} ({chosen.version})")
+    for line in (headline(outcome), *(f"  {note}" for note in outcome.notes), f"{folder}/report.md"):
+        print_line(line)
+    return Output(record)

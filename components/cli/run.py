@@ -1,0 +1,80 @@
+"""The command `cuda-agent run`: the whole pipeline on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from components.cli.common import (
+    CommonOptions,
+    ExitCode,
+    Output,
+    print_line,
+    stderr_console,
+    with_common_options,
+)
+
+
+@with_common_options()
+def run(
+    options: CommonOptions,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue an interrupted run; this is also the default")
+    ] = False,
+    redo_from: Annotated[
+        str, typer.Option("--from", metavar="STAGE", help="repeat this stage and all that follow")
+    ] = "",
+    metrics: Annotated[
+        int,
+        typer.Option(
+            "--metrics",
+            metavar="PORT",
+            help="serve Prometheus metrics on this port of 127.0.0.1 during the run",
+        ),
+    ] = 0,
+) -> Output:
+    """Run the pipeline: data, cold start, four stages, evaluation, registration, gate.
+
+    A finished run with the same parameters and code is only reported. An interrupted one continues where
+    it stopped.
+    """
+    from components.core import telemetry
+    from components.core.progress_view import ProgressView, final_table
+    from flows import process_reaper, run_context
+    from flows.server import prefect_server
+
+    resolved, console = options.resolve(), stderr_console()
+    night = run_context.open_run(resolved, redo_from)
+    record = run_context.finished(night)
+    if record is not None:
+        print_line(f"This run is finished, nothing is left to do: {night.folder}")
+    else:
+        run_context.check_environment(night)
+        run_context.prepare_home(night.home)
+        with run_context.home_lock(night.home):
+            run_context.prepare_environment(night.home)
+            process_reaper.start_reaper()
+            if metrics:
+                telemetry.serve(metrics)
+            print_line(f"run {night.run_id}, profile {resolved.profile}, home {night.home}")
+            with prefect_server(night.home) as server:
+                from components.core.errors import StageFailed
+                from components.registry.tracking import import_store
+                from components.training.collapse_detection import Terminated
+                from components.training.launcher import TERMINATED
+                from flows.nightly import run_pipeline
+
+                if server is not None:
+                    import_store(night.params.registry)
+                    server.wait()
+                try:
+                    with ProgressView(console) as view:
+                        record = run_pipeline(night, view)
+                except StageFailed as error:
+                    print_line(f"cuda-agent: {error}")
+                    code = TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED
+                    raise typer.Exit(code) from error
+    final_table(record, run_context.interface_commands(night), console)
+    refused = record["gate"]["verdict"] == "refused"
+    return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)

@@ -1,0 +1,108 @@
+"""The commands `cuda-agent trajectory …`: show, render and replay the trajectories of a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from components.cli.common import (
+    CommonOptions,
+    ExitCode,
+    Output,
+    home_of,
+    judge_session,
+    plain_table,
+    print_line,
+    stderr_console,
+    with_common_options,
+    with_json_option,
+)
+
+trajectory_app = typer.Typer(
+    help="Trajectories of a policy: read, render or replay them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Number = Annotated[
+    int, typer.Argument(help="which one, counted from 1; 0 is the first of those with the highest reward")
+]
+Folder = Annotated[Path, typer.Argument(help="folder that a stage, an evaluation or an optimisation wrote")]
+
+
+@trajectory_app.command("show")
+@with_json_option
+def trajectory_show(
+    folder: Folder,
+    number: Annotated[int, typer.Argument(help="which one, counted from 1; by default a table of all")] = 0,
+) -> Output:
+    """Print a table of the trajectories, or one of them turn by turn."""
+    from components.agent import trajectory_viewer
+
+    trajectories = trajectory_viewer.find(folder)
+    if number or len(trajectories) == 1:
+        number, trajectory = trajectory_viewer.choose(trajectories, number, folder)
+        for text, style in trajectory_viewer.lines(trajectory):
+            print_line(text, style)
+    else:
+        table = plain_table("", "task", "turns", "calls", "reward", "ended by", "final answer")
+        for index, one in enumerate(trajectories, 1):
+            calls = sum(len(turn.calls) for turn in one.turns)
+            counts = (str(len(one.turns)), str(calls), f"{one.reward:g}")
+            table.add_row(
+                str(index), one.task_id, *counts, one.finish_reason, trajectory_viewer.words(one.final)
+            )
+        stderr_console().print(table)
+    keys = ("task_id", "reward", "finish_reason", "policy_version", "files")
+    records = [
+        {key: getattr(one, key) for key in keys}
+        | {"turns": len(one.turns), "final": one.final.model_dump(mode="json")}
+        for one in ([trajectories[number - 1]] if number else trajectories)
+    ]
+    return Output({"trajectories": records})
+
+
+@trajectory_app.command("html")
+@with_json_option
+def trajectory_html(
+    folder: Folder,
+    number: Number = 0,
+    out_file: Annotated[Path, typer.Option("--out", help="file to write")] = Path("trajectory.html"),
+) -> Output:
+    """Write one self-contained page: speed-up by turn, every change as a diff, every observation."""
+    from components.agent import trajectory_viewer
+    from components.core.files import atomic_write
+
+    number, trajectory = trajectory_viewer.choose(trajectory_viewer.find(folder), number, folder)
+    atomic_write(out_file, trajectory_viewer.page(trajectory, f"Trajectory {number} of {folder.name}"))
+    print_line(f"{out_file}: trajectory {number}")
+    return Output({"path": str(out_file.resolve()), "trajectory": number})
+
+
+@trajectory_app.command("replay")
+@with_common_options()
+def trajectory_replay(options: CommonOptions, folder: Folder, number: Number = 0) -> Output:
+    """Execute the recorded calls again and report differences other than measured times; exit 1 if any."""
+    from components.agent import trajectory_viewer
+    from components.agent.replay import replay
+
+    number, trajectory = trajectory_viewer.choose(trajectory_viewer.find(folder), number, folder)
+    resolved = options.resolve_for_judging(f"device={trajectory.settings.get('device', 'cpu')}")
+    with judge_session(resolved.params, home_of(resolved)) as (pool, _):
+        # A new epoch, so that no verdict comes from the journal of an earlier replay.
+        differences = replay(trajectory, resolved.params, pool, epoch=f"replay/{uuid.uuid4().hex}")
+    calls = sum(len(turn.calls) for turn in trajectory.turns)
+    for difference in differences:
+        position = f"turn {difference.turn}, call {difference.call}" if difference.turn else "at the end"
+        print_line(f"{position}, {difference.tool}:", "bold")
+        print_line(f"  recorded: {difference.recorded}\n  replayed: {difference.replayed}")
+    plural = "" if len(differences) == 1 else "s"
+    print_line(f"trajectory {number}: {calls} calls, {len(differences)} difference{plural}")
+    records = [dataclasses.asdict(difference) for difference in differences]
+    return Output(
+        {"trajectory": number, "calls": calls, "differences": records},
+        ExitCode.FAILED if differences else ExitCode.DONE,
+    )
