@@ -21,6 +21,7 @@ from components.evaluation.evaluate import for_admission
 from components.judge.pool import open_pool
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
+from components.training.stage_checks import check_stages
 from flows import run_context
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
@@ -34,6 +35,7 @@ from flows.training import cold_start, stage_four, stage_one, stage_three, stage
 def nightly_pipeline(night: PipelineRun, progress: Progress) -> Record:
     """The whole night inside a running flow; returns the record that run.json holds."""
     started = time.monotonic()
+    check_stages(night.params)
     progress = MetricsProgress(DiskGuard(progress, night.home), night.home)
     mark_crashed_runs(night.run_id)
     data = dataset(night, progress)

@@ -12,7 +12,7 @@ from prefect import task
 from components.core.files import MANIFEST, atomic_folder, digest_json, digest_tree, write_json
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.run_stage import run_stage, training_sources
-from components.training.stage import Stage, StageResult
+from components.training.stage import Stage, StageName, StageResult
 from flows.steps import SAMPLING, Context, Record
 
 CHECKPOINT = "checkpoint"
@@ -102,7 +102,7 @@ def stage_four(context: Context, policy: Record, values: Record) -> Record:
 
 def train(
     context: Context,
-    name: str,
+    name: StageName,
     sections: tuple[str, ...],
     policy: Record,
     *,

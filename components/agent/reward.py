@@ -5,9 +5,11 @@ This file imports nothing at run time: the judge, a layer below, writes the mile
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from components.agent.trajectory import Trajectory
     from components.judge.verdict import Verdict
 
 MARGIN = 1.05
@@ -27,7 +29,15 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
     return 3 if compiled is not None and compiled.estimate > MARGIN else 2
 
 
-def raw_speedup(verdict: Verdict) -> float:
-    """Return the measured speed-up over eager, or -1 for an incorrect candidate (the paper's ablation of milestones)."""
-    eager = verdict.speedup.eager
-    return eager.estimate if verdict.status == "correct" and eager is not None else -1.0
+def training_rewards(
+    trajectories: Sequence[Trajectory], shape: Literal["milestone", "speedup"]
+) -> list[float]:
+    """Return what PPO maximises for each trajectory: its milestone, or its measured speed-up over eager.
+
+    The speed-up is the paper's ablation of the milestones; it is -1 for an incorrect candidate.
+    """
+    if shape == "milestone":
+        return [trajectory.reward for trajectory in trajectories]
+    finals = [trajectory.final for trajectory in trajectories]
+    speedups = [final.speedup.eager if final.status == "correct" else None for final in finals]
+    return [-1.0 if speedup is None else speedup.estimate for speedup in speedups]

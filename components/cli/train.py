@@ -56,7 +56,10 @@ def train(
     ] = 1,
 ) -> None:
     """Run one training stage, from a checkpoint to a checkpoint. The same command continues it."""
+    from components.training.stage_checks import check_stages
+
     resolved = options.resolve()
+    check_stages(resolved.params, (stage,))
     if ranks > 1:
         _launch(ranks, output)
         return
@@ -69,7 +72,7 @@ def train(
     from components.judge.pool import open_pool
     from components.training.collapse_detection import Terminated
     from components.training.launcher import LAUNCHED, TERMINATED
-    from components.training.run_stage import RankLost, run_stage
+    from components.training.run_stage import run_stage
     from components.training.stage import CHECKPOINT, Stage
 
     def checkpoint(folder: Path) -> Path:
@@ -99,8 +102,8 @@ def train(
                     )
                 )
         except StageFailed as error:
-            # The launcher reports the rank that failed first; a rank that only lost it adds nothing.
-            if not (isinstance(error, RankLost) and LAUNCHED in os.environ):
+            # The launcher reports what ended the first rank that failed.
+            if LAUNCHED not in os.environ or isinstance(error, Terminated):
                 print(f"cuda-agent: {error}", file=sys.stderr)
             raise typer.Exit(TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED) from error
         if rank == 0:

@@ -1,7 +1,7 @@
 """Generalised advantage estimation over a stream that interleaves the policy's tokens with observations.
 
 Only tokens of the policy are transitions: an observation of ten thousand tokens costs no decay, and what the critic
-says about observation tokens never enters. Pure mathematics: torch and nothing of ours.
+says about observation tokens never enters.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor
 def gae(
     rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [batch, seq], unwhitened, 0 where `action_mask` is 0.
+    """Return advantages and returns, both [batch, seq], unwhitened, 0 where `action_mask` is 0.
 
-    `values[t]` is the value of the state before token t is emitted; the state after the last own token is worth 0, also
-    for truncated episodes: a limit that is reached is a failure. Backward over the own tokens (paper, section 4.2):
-    delta = r + gamma V' - V;  A = delta + gamma lam A';  return = A + V. Masked positions leave (V', A') as they are.
+    All tensors are [batch, seq]. `values[:, t]` is the value of the state before token t is emitted; the state after the
+    last own token has the value 0, also in a truncated episode, which counts as a failure. Computed backward over the own
+    tokens (paper, section 4.2), leaving (V', A') unchanged at masked positions:
+    delta = r + gamma V' - V;  A = delta + gamma lam A';  return = A + V.
     """
     mask = action_mask.bool()
     advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0])  # [batch], V'
+    next_advantage = torch.zeros_like(values[:, 0])  # [batch], A'
     for t in reversed(mask.any(0).nonzero().flatten().tolist()):
-        own = mask[:, t]
+        own = mask[:, t]  # [batch]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         # torch.where, not multiplication: a masked value may be anything, NaN included.
         next_advantage = torch.where(own, delta + gamma * lam * next_advantage, next_advantage)
@@ -37,12 +38,12 @@ def gae(
 
 
 def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Zero mean and unit (biased) variance over the own tokens of the whole batch, all ranks' rows together; 0 elsewhere.
+    """Return advantages of zero mean and unit (biased) variance over the own tokens of the batch; 0 elsewhere.
 
-    Returns are never whitened, and must be computed before.
+    Both tensors are [batch, seq] and hold the rows of all ranks. Compute returns from unwhitened advantages.
     """
     mask = action_mask.bool()
-    own = advantages[mask]
+    own = advantages[mask]  # [own tokens]
     if own.numel() == 0:
         return torch.zeros_like(advantages)
     scaled = (advantages - own.mean()) * torch.rsqrt(own.var(correction=0) + 1e-8)
@@ -50,7 +51,7 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> float:
-    """1 - Var(G - V) / (Var(G) + 1e-5) over the own tokens; NaN when the returns are all equal, where it has no meaning."""
+    """Return 1 - Var(G - V) / (Var(G) + 1e-5) over the own tokens; NaN when the returns are all equal."""
     mask = action_mask.bool()
     own_returns, own_values = returns[mask].double(), values[mask].double()
     if own_returns.numel() == 0 or own_returns.var(correction=0) < 1e-8:

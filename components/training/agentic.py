@@ -14,18 +14,19 @@ TOKENIZER = "tokenizer.json"
 
 
 def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Train `stage.actor` with `stage.critic`; `episodes` takes the place of the agent loop in tests."""
-    params, folder = stage.params, stage.critic
-    if folder is None:
+    """Train `stage.actor` with `stage.critic`; `episodes` replaces the agent loop in tests."""
+    params, critic = stage.params, stage.critic
+    if critic is None:
         raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
-    own, other = verify_checkpoint(stage.actor).files, verify_checkpoint(folder).files
-    if own.get(TOKENIZER) != other.get(TOKENIZER):
+    tokenizers = [verify_checkpoint(folder).files.get(TOKENIZER) for folder in (stage.actor, critic)]
+    if tokenizers[0] != tokenizers[1]:
         raise UserError(
-            f"{folder / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; give the critic that was made from this actor."
+            f"{critic / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; "
+            "give the critic that was made from this actor."
         )
     return run_ppo(
         stage,
         params.agentic,
-        lambda: load_critic(folder, DTYPES[params.engine.dtype]),
+        lambda: load_critic(critic, DTYPES[params.engine.dtype]),
         episodes or agent_loop(),
     )

@@ -1,4 +1,4 @@
-"""Trajectories as padded tensors, and the micro-batches that every rank computes.
+"""Trajectories as padded tensors, and the micro-batches that each rank computes.
 
 Rows are padded on the right only: attention is causal, so padding needs no attention mask and no position ids.
 """
@@ -18,7 +18,7 @@ from components.agent.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows; every tensor is [batch, seq] and lies in host memory until `to` moves it."""
+    """Padded rows of token ids; every tensor is [batch, seq] and in host memory until `to` moves it."""
 
     ids: Tensor
     action_mask: Tensor
@@ -27,7 +27,7 @@ class Batch:
     """True on tokens, False on padding."""
 
     def rows(self, index: Sequence[int]) -> Self:
-        """Those rows, cut to the longest of them."""
+        """Return the rows of that index, cut to the longest of them."""
         chosen = torch.tensor(index)
         width = int(self.valid[chosen].sum(1).max())
         fields = {field.name: getattr(self, field.name)[chosen, :width] for field in dataclasses.fields(self)}
@@ -44,20 +44,23 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Own tokens."""
+        """Number of the policy's own tokens."""
         return int(self.action_mask.sum())
 
 
 @dataclass(frozen=True)
 class Rollout(Batch):
-    """A batch that was sampled: with the sampler's log-probabilities (nats) and the reward on each last own token."""
+    """Sampled batch: the sampler's log-probabilities (nats), and the reward at each row's last own token."""
 
     sampler_logprob: Tensor
     rewards: Tensor
 
 
 def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """(ids, action mask) pairs as one batch; ValueError for a row without own tokens or with one at the first position."""
+    """Return (ids, action mask) pairs as one batch.
+
+    Raises ValueError for a row without own tokens, or with one at the first position.
+    """
     width = max(len(ids) for ids, _ in rows)
     batch = Batch(
         ids=torch.zeros(len(rows), width, dtype=torch.int64),
@@ -67,7 +70,8 @@ def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     for row, (ids, mask) in enumerate(rows):
         if len(ids) != len(mask) or not any(mask) or mask[0]:
             raise ValueError(
-                f"row {row}: {len(ids)} ids, {len(mask)} mask entries, {sum(mask)} own tokens; the mask must fit and spare the first token"
+                f"row {row}: {len(ids)} ids, {len(mask)} mask entries, {sum(mask)} own tokens; "
+                "the mask must fit and spare the first token"
             )
         batch.ids[row, : len(ids)] = torch.tensor(ids)
         batch.action_mask[row, : len(ids)] = torch.tensor(mask, dtype=torch.bool)
@@ -75,38 +79,37 @@ def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     return batch
 
 
-def collate(trajectories: Sequence[Trajectory]) -> Rollout:
-    """Trajectories as one batch. The reward stands on the last own token: a later observation token would lose it."""
+def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None = None) -> Rollout:
+    """Return trajectories as one batch, with `rewards` in place of their own where given.
+
+    The reward is at the last own token: advantages skip observation tokens, so one after it would lose the reward.
+    """
+    earned = [trajectory.reward for trajectory in trajectories] if rewards is None else rewards
     batch = pad([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
-    sampler_logprob, rewards = torch.zeros(batch.ids.shape), torch.zeros(batch.ids.shape)
-    for row, trajectory in enumerate(trajectories):
+    sampler_logprob, reward_at = torch.zeros(batch.ids.shape), torch.zeros(batch.ids.shape)
+    for row, (trajectory, reward) in enumerate(zip(trajectories, earned, strict=True)):
         sampler_logprob[row, : len(trajectory.ids)] = torch.tensor(trajectory.sampler_logprob)
         last = max(t for t, own in enumerate(trajectory.action_mask) if own)
-        rewards[row, last] = trajectory.reward
-    return Rollout(
-        ids=batch.ids,
-        action_mask=batch.action_mask,
-        valid=batch.valid,
-        sampler_logprob=sampler_logprob,
-        rewards=rewards,
-    )
+        reward_at[row, last] = reward
+    return Rollout(**vars(batch), sampler_logprob=sampler_logprob, rewards=reward_at)
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Rows of one forward pass. One that is not counted has a loss of 0: it only keeps this rank in step with the others."""
+    """Rows of one forward and backward pass."""
 
     rows: tuple[int, ...]
     counted: bool = True
+    """False for a pass with loss 0, made only because the other ranks make one."""
 
 
 def plan(
     lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1
 ) -> list[Microbatch]:
-    """This rank's micro-batches of `rows`, longest first, each within the budget of padded tokens (or a single row).
+    """Return this rank's micro-batches of `rows`, longest first, each of at most that many padded tokens or one row.
 
     Rows are dealt by length, so ranks get equal work. Every rank gets the same number of micro-batches, since forward
-    and backward passes are collective under ZeRO 3; all ranks compute the same plan, so none of this is communicated.
+    and backward passes are collective under ZeRO 3. All ranks compute the same plan, so it needs no communication.
     """
     by_length = sorted(rows, key=lambda row: (-lengths[row], row))
     plans = []

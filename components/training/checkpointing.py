@@ -1,8 +1,8 @@
-"""Resumable states: parameters, optimizer and random state of a stage's engines after so many updates.
+"""Resumable states on disk: parameters, optimizer and random state of a stage's engines after so many steps.
 
-A state is written beside and renamed, so a kill leaves the previous one. Its name carries precision, ZeRO stage and
-number of ranks: DeepSpeed's shards of one layout must never meet those of another. A stage that resumes under another
-layout starts again from its stored trajectories, without sampling anew.
+A state is written to a temporary folder and renamed, so a kill leaves the previous one. The folder's name holds
+precision, ZeRO stage and number of ranks, because DeepSpeed's shards of one layout cannot be loaded under another. A
+stage that resumes under another layout trains again from its stored trajectories, without sampling anew.
 """
 
 from __future__ import annotations
@@ -16,32 +16,23 @@ from pathlib import Path
 from components.core import config
 from components.training.engine import Engine, World
 
-KEPT = 2
-"""The newest state may hold weights that turn out collapsed when they sample; the one before it is good."""
-
 
 def _layout(settings: config.Engine, world: World) -> str:
     return f"{settings.dtype}-zero{settings.zero_stage}-world{world.size}"
 
 
-def states(out: Path, settings: config.Engine, world: World) -> list[tuple[int, Path]]:
-    """(updates, folder) of every complete state of this layout, oldest first."""
+def list_states(out: Path, settings: config.Engine, world: World) -> list[tuple[int, Path]]:
+    """Return (steps done, folder) of every complete state of this layout, oldest first."""
     pattern = re.compile(rf"step-(\d+)-{re.escape(_layout(settings, world))}")
-    folders = sorted((out / "state").glob("step-*"))
-    return sorted((int(match[1]), folder) for folder in folders if (match := pattern.fullmatch(folder.name)))
+    matches = [(pattern.fullmatch(folder.name), folder) for folder in (out / "state").glob("step-*")]
+    return sorted((int(match[1]), folder) for match, folder in matches if match)
 
 
 def save_state(
-    out: Path,
-    updates: int,
-    engines: Mapping[str, Engine],
-    settings: config.Engine,
-    world: World,
-    *,
-    kept: int = KEPT,
+    out: Path, steps: int, engines: Mapping[str, Engine], settings: config.Engine, world: World, *, kept: int
 ) -> None:
-    """Write the state after `updates` updates, collectively, and delete all but the newest `kept`."""
-    folder = out / "state" / f"step-{updates:04d}-{_layout(settings, world)}"
+    """Write the state after `steps` steps, on all ranks at once, and delete all but the newest `kept` states."""
+    folder = out / "state" / f"step-{steps:04d}-{_layout(settings, world)}"
     temporary = folder.with_name(f".{folder.name}.writing")
     if world.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -57,7 +48,7 @@ def save_state(
                     os.fsync(opened.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-        for _, old in states(out, settings, world)[:-kept]:
+        for _, old in list_states(out, settings, world)[:-kept]:
             shutil.rmtree(old)
     world.barrier()
 
@@ -68,18 +59,14 @@ def load_state(
     settings: config.Engine,
     world: World,
     *,
-    before: int | None = None,
+    before: float = float("inf"),
 ) -> int:
-    """Load the newest state, or the newest of fewer than `before` updates; returns its updates, 0 when there is none."""
-    known = [
-        (updates, folder)
-        for updates, folder in states(out, settings, world)
-        if before is None or updates < before
-    ]
+    """Load the newest state of fewer than `before` steps and return its steps; 0 when there is none."""
+    states = [state for state in list_states(out, settings, world) if state[0] < before]
     world.barrier()
-    if not known:
+    if not states:
         return 0
-    updates, folder = known[-1]
+    steps, folder = states[-1]
     for name, engine in engines.items():
         engine.load(folder / name)
-    return updates
+    return steps

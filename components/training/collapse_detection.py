@@ -1,8 +1,7 @@
-"""When a stage stops itself, and when a person asks it to.
+"""When training stops early: signs that the policy has collapsed, and SIGTERM.
 
 Collapse shows in the figures of a step before anything is learnt from it (paper, Fig. 5): entropy leaves its band, answers
-run into the length limit, the sampler's distribution is no longer the trainer's, the critic explains nothing. The stage
-then goes back to the last good weights and says why.
+run into the length limit, the sampler's distribution is no longer the trainer's, the critic explains nothing.
 """
 
 from __future__ import annotations
@@ -19,46 +18,60 @@ import torch
 from components.core.config import Ppo
 from components.core.errors import StageFailed
 from components.training.engine import World
-from components.training.stage import Figures
+from components.training.metrics_file import Figures
 
 PATIENCE = 3
-"""Steps in a row on which the critic must fail: its explained variance on one batch is noise."""
-KEPT = "the last good weights were kept"
+"""Steps in a row on which the critic must fail: its explained variance on one batch is noisy."""
+
+
+class Collapsed(Exception):
+    """The policy that sampled a step has collapsed; the message is one clause that says how."""
 
 
 def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
-    """Why the policy that sampled this step has collapsed; empty when it has not. `earlier` holds the steps before it."""
-    if not math.isfinite(figures["entropy"]):
-        return f"entropy is not a number; {KEPT}"
-    if figures["entropy"] > ppo.max_entropy:
-        return f"entropy {figures['entropy']:.2f} nats is above max_entropy {ppo.max_entropy:g}; {KEPT}"
-    if figures["entropy"] < ppo.min_entropy:
-        return f"entropy {figures['entropy']:.4f} nats is below min_entropy {ppo.min_entropy:g}; {KEPT}"
-    if figures["truncated"] > ppo.max_truncated:
-        return f"length-clipped share {figures['truncated']:.2f} is above max_truncated {ppo.max_truncated:g}; {KEPT}"
-    if figures["effective_share"] < ppo.min_effective_share:
-        return (
-            f"importance weights between sampler and trainer leave an effective share of {figures['effective_share']:.2f} of the tokens, "
-            f"below min_effective_share {ppo.min_effective_share:g}; {KEPT}"
-        )
-    if ppo.min_explained_variance is not None:
-        last = [*(record.get("explained_variance") for record in earlier), figures["explained_variance"]][
-            -PATIENCE:
-        ]
-        defined = [value for value in last if value is not None and math.isfinite(value)]
-        if len(defined) == PATIENCE and max(defined) < ppo.min_explained_variance:
-            return f"explained variance was below min_explained_variance {ppo.min_explained_variance:g} on {PATIENCE} steps in a row; {KEPT}"
-    return ""
+    """Return how the policy that sampled this step has collapsed, as one clause; empty when it has not.
+
+    `earlier` holds the metrics of the steps before it.
+    """
+    entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
+    limit = ppo.min_explained_variance
+    explained = [*(record.get("explained_variance") for record in earlier), figures["explained_variance"]]
+    last = [value for value in explained[-PATIENCE:] if value is not None and math.isfinite(value)]
+    signs = [
+        (not math.isfinite(entropy), "entropy is not a number"),
+        (
+            entropy > ppo.max_entropy,
+            f"entropy {entropy:.2f} nats is above max_entropy {ppo.max_entropy:g}",
+        ),
+        (
+            entropy < ppo.min_entropy,
+            f"entropy {entropy:.4f} nats is below min_entropy {ppo.min_entropy:g}",
+        ),
+        (
+            truncated > ppo.max_truncated,
+            f"length-clipped share {truncated:.2f} is above max_truncated {ppo.max_truncated:g}",
+        ),
+        (
+            share < ppo.min_effective_share,
+            "importance weights between sampler and trainer leave an effective share of "
+            f"{share:.2f} of the tokens, below min_effective_share {ppo.min_effective_share:g}",
+        ),
+        (
+            limit is not None and len(last) == PATIENCE and max(last) < limit,
+            f"explained variance was below min_explained_variance {limit} on {PATIENCE} steps in a row",
+        ),
+    ]
+    return next((clause for collapsed, clause in signs if collapsed), "")
 
 
 class Terminated(StageFailed):
-    """A stage that ended because of SIGTERM, its state saved: one sentence."""
+    """A stage that ended because of SIGTERM with its state saved; the message is one sentence."""
 
 
-class Termination:
-    """While it is entered, SIGTERM is a request: the stage ends after its current update, at a saved state.
+class SigtermRequest:
+    """Context in which SIGTERM only sets a flag, so that the running step can be finished and saved.
 
-    Signals reach the main thread only; elsewhere nothing is changed.
+    Python delivers signals to the main thread alone; in any other thread the context changes nothing.
     """
 
     def __init__(self) -> None:
@@ -67,7 +80,7 @@ class Termination:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self.previous = signal.signal(signal.SIGTERM, self._note)
+            self.previous = signal.signal(signal.SIGTERM, self._receive)
         return self
 
     def __exit__(
@@ -76,9 +89,9 @@ class Termination:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.previous or signal.SIG_DFL)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
-    def asked(self, world: World) -> bool:
-        """Whether any rank was asked; collective."""
+    def received_by_any(self, world: World) -> bool:
+        """Return whether any rank received SIGTERM; collective."""
         return bool(world.sum(torch.tensor(float(self.received))) > 0)

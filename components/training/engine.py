@@ -1,7 +1,7 @@
 """The training engine: DeepSpeed behind a small interface, the same on one core and on many GPUs.
 
 One process needs no launcher; under torchrun every rank runs the same stage and computes its part of each step.
-DeepSpeed is imported when the first engine is made: it takes five seconds.
+DeepSpeed is imported only when the first engine is made, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ import torch
 from torch import Tensor, distributed, nn
 
 from components.core import config
+from components.core.errors import UserError
 from components.training.batches import Microbatch
 
 BETAS = (0.9, 0.95)
-"""Of AdamW; .95 was stable at the small scale (knowledge: training, E2)."""
+"""Betas of AdamW."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Loss = Callable[[nn.Module, Microbatch], Tensor]
 
 
 class NotFinite(Exception):
-    """A loss or gradient that is not a number: the weights of this process are no good any more. One clause."""
+    """A loss or gradient is not a number, so the weights in memory are lost; the message is one clause."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the ranks."""
+    """Rank of this process, number of ranks, and the device that this rank computes on."""
 
     rank: int
     size: int
     device: torch.device
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks; where one rank holds a row and the others hold zeros this gathers exactly."""
+        """Return the sum over ranks; exact where all ranks but one hold zeros. Collective."""
         if self.size == 1:
             return tensor
         moved = tensor.to(self.device)
@@ -56,24 +57,25 @@ class World:
 
 
 class Engine(Protocol):
-    """Trains one network."""
+    """Network with its optimizer, spread over the ranks."""
 
     world: World
+    settings: config.Engine
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, ...]:
-        """The network's outputs, without gradients."""
+        """Return the network's outputs, without gradients."""
         ...
 
     def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
-        """One optimizer step; returns the gradient norm before clipping (NaN where the backend does not tell), or raises NotFinite.
+        """Take one optimizer step and return the gradient norm before clipping, NaN where it is unknown.
 
-        `loss` gives a micro-batch's share of the step's loss: a sum over its own tokens divided by the own tokens of
-        the whole step on all ranks. Nothing is divided again.
+        `loss` returns a micro-batch's share of the step's loss: a sum over its own tokens divided by the own tokens of
+        the whole step on all ranks. Nothing is divided again. Raises NotFinite.
         """
         ...
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this process holds every parameter in full (ZeRO 3 shards them)."""
+    def gathered_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this process holds every parameter in full; ZeRO 3 shards them otherwise."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -84,9 +86,9 @@ class Engine(Protocol):
 
 
 def join_world(device: config.Device, timeout_seconds: float) -> World:
-    """Join the process group: the launcher's, or a group of this process alone.
+    """Join the process group of the launcher, or make one of this process alone.
 
-    The other ranks wait in a collective while rank 0 samples, and DeepSpeed's own default of 10 minutes is too short.
+    The other ranks wait in a collective while rank 0 samples, for which DeepSpeed's default of 10 minutes is too short.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
     target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -104,7 +106,7 @@ def join_world(device: config.Device, timeout_seconds: float) -> World:
 
 
 def _deepspeed(device: config.Device) -> Any:
-    """The library, quiet on standard output and without its just-in-time builds."""
+    """Import DeepSpeed so that it logs to standard error and compiles nothing."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import deepspeed.ops
@@ -112,10 +114,10 @@ def _deepspeed(device: config.Device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     if device == "cpu" and get_accelerator().device_name() != "cpu":
-        # Imported before us (by accelerate, say) on a machine with a GPU: it chose the GPU, whatever the environment says now.
+        # Something else (accelerate, for instance) imported it before on a machine with a GPU, and it chose the GPU.
         set_accelerator(CPU_Accelerator())
-    # On cpu DeepSpeed builds a shared-memory all-reduce when it first communicates: 50 to 72 s of g++ for nothing on
-    # one host. It looks into this table before, which otherwise fills itself by trying compilers and linkers.
+    # On cpu DeepSpeed compiles a shared-memory all-reduce (about a minute) when it first communicates, unless this
+    # table says that it cannot be built.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     for handler in logging.getLogger("DeepSpeed").handlers:
         if type(handler) is logging.StreamHandler:
@@ -124,12 +126,12 @@ def _deepspeed(device: config.Device) -> Any:
 
 
 class DeepSpeedEngine:
-    """DeepSpeed, ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
+    """Engine of DeepSpeed: ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
 
     def __init__(
         self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float
     ):
-        """`module` goes to the device and is trained in place. Call on every rank with equal weights."""
+        """Move `module` to the device, to be trained in place. Call on every rank with equal weights."""
         self.world = join_world(device, engine.collective_seconds)
         self.settings = engine
         self.deepspeed = _deepspeed(device)
@@ -160,13 +162,13 @@ class DeepSpeedEngine:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            # Micro-batches are packed by tokens, so their number varies: this engine says itself when a step ends.
+            # Micro-batches are packed by tokens, so their number varies and `step` decides when a step ends.
             "managed_gradient_accumulation": False,
-            # Explicit: the silent default changed from off to 1.0 in 0.19.3.
+            # Explicit, because the default differs between versions (1.0 from 0.19.3 on, off before).
             "gradient_clipping": gradient_clip,
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
             "zero_optimization": zero,
-            # torch's AdamW everywhere: DeepSpeed's own cpu optimizer is another build of 80 s.
+            # torch's AdamW everywhere, because DeepSpeed would compile its own optimizer for the cpu.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9,
@@ -186,17 +188,17 @@ class DeepSpeedEngine:
             share = loss(self.engine, microbatch)
             # DeepSpeed averages over ranks; the loss is normalised by all ranks' tokens already.
             self.engine.backward(share * (self.world.size if microbatch.counted else 0))
-        norm, told = self._local_norm(), self.settings.zero_stage > 0 or self.world.size == 1
+        norm, is_known = self._local_norm(), self.settings.zero_stage > 0 or self.world.size == 1
         self.engine.step()
         reported = self.engine.get_global_grad_norm()
         norm = norm if reported is None else float(reported)
-        # On an overflow in bfloat16 DeepSpeed leaves the step out and reports -1.
-        if told and not (math.isfinite(norm) and norm >= 0):
+        # On an overflow in bfloat16 DeepSpeed skips the step and reports -1.
+        if is_known and not (math.isfinite(norm) and norm >= 0):
             raise NotFinite(f"the gradient is not a number (norm {norm})")
         return norm
 
     def _local_norm(self) -> float:
-        """ZeRO 0 in float32 reports no norm; a single process can tell it from its gradients."""
+        """Return the gradient norm of a single process under ZeRO 0, for which DeepSpeed reports none; else NaN."""
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan
         gradients = [
@@ -207,7 +209,7 @@ class DeepSpeedEngine:
         return float(torch.stack(gradients).norm()) if gradients else math.nan
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def gathered_parameters(self) -> Iterator[None]:
         if self.settings.zero_stage < 3:
             yield
             return
@@ -220,7 +222,5 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         path, client = self.engine.load_checkpoint(str(folder), tag="state")
         if path is None:
-            raise config.UserError(
-                f"{folder}: the resumable state is damaged; delete the folder and run again."
-            )
+            raise UserError(f"{folder}: the resumable state is damaged; delete the folder and run again.")
         torch.set_rng_state(client["rng"])

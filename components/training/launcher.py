@@ -1,48 +1,97 @@
-"""Several ranks of one command on this host, as one: when a rank dies the others end too, and one sentence says so.
+"""Several ranks of one command on this host: when a rank dies the others end too, and one sentence says why.
 
-torchrun and DeepSpeed's launcher do the same across hosts; the command itself only reads their environment variables.
+torchrun does the same across hosts, but after SIGTERM it kills the ranks within 30 seconds (`shutdown_timeout`), while a
+stage first finishes its update and saves its state, however long that takes. Errors of ranks are exchanged as with
+torchrun: in the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from components.core.errors import StageFailed
+from components.core.errors import StageFailed, UserError
 
 LAUNCHED = "CUDA_AGENT_RANKS"
-"""Set in the environment of ranks that were started here: what ends one of them, this process tells."""
+"""Environment variable of ranks that `launch` started: it reports what ends one of them, they do not."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable that names the file for a rank's error."""
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a rank that saved its state because of SIGTERM."""
 GRACE_SECONDS = 5.0
-"""A rank that lost another ends by itself, often before the one that died is noticed."""
+"""Wait for the other ranks after one ended badly: a rank that lost another ends by itself."""
+TAIL_LINES = 10
+"""Lines of a rank's log in the message about its death."""
+CONTINUES = "the last good state is kept, and the same command continues from it."
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
-    """Run `command` as `ranks` ranks; returns 0, or TERMINATED when SIGTERM ended them. StageFailed names a rank that ended badly.
+def error_file(logs: Path, rank: int) -> Path:
+    """Return the file in which a rank records the exception that ends it."""
+    return logs / f"rank-{rank}.error.json"
 
-    Rank 0 has this process's outputs, the others write to `logs`/rank-N.log. SIGTERM is handed on.
-    """
+
+@dataclass(frozen=True)
+class RankError:
+    """Exception that ended a rank."""
+
+    rank: int
+    kind: str
+    """Name of the exception's class."""
+    text: str
+
+
+def clear_errors(logs: Path) -> None:
+    """Make the folder `logs` and delete the errors of an earlier run in it."""
     logs.mkdir(parents=True, exist_ok=True)
+    for path in logs.glob("rank-*.error.json"):
+        path.unlink()
+
+
+def first_error(logs: Path) -> RankError | None:
+    """Return the first recorded error of a rank; None when all that any rank recorded is the loss of another."""
+    for path in sorted(logs.glob("rank-*.error.json"), key=lambda path: path.stat().st_mtime_ns):
+        kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
+        if kind != "RankLost":
+            return RankError(int(path.name.split(".")[0].removeprefix("rank-")), kind, " ".join(text.split()))
+    return None
+
+
+def failure(error: RankError, ranks: int, where: str) -> Exception:
+    """Return the exception to raise for the error of a rank: UserError for a user's mistake, else StageFailed."""
+    if error.kind == "UserError":
+        return UserError(error.text)
+    kind = "" if error.kind == "StageFailed" else f"{error.kind}: "
+    return StageFailed(f"rank {error.rank} of {ranks} failed: {kind}{error.text} {where}; {CONTINUES}")
+
+
+def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
+    """Run `command` as `ranks` ranks; return 0, or TERMINATED when SIGTERM ended them.
+
+    Rank 0 has this process's outputs, the others write to `logs`/rank-N.log. SIGTERM is forwarded to all. When a rank
+    ends badly, the others are ended and the error of the first is raised: StageFailed, or UserError where it raised that.
+    """
+    clear_errors(logs)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes: list[subprocess.Popen[bytes]] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             process.send_signal(number)
 
-    previous = signal.signal(signal.SIGTERM, hand_on)
+    previous = signal.signal(signal.SIGTERM, forward)
     try:
         for rank in range(ranks):
             environment = os.environ | {
@@ -53,15 +102,16 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 LAUNCHED: str(ranks),
+                ERROR_FILE: str(error_file(logs, rank)),
             }
-            with open(logs / f"rank-{rank}.log", "wb") as log:
+            with open(os.devnull if rank == 0 else logs / f"rank-{rank}.log", "wb") as log:
                 output = None if rank == 0 else log
                 processes.append(
                     subprocess.Popen(
                         command, env=environment, stdout=output, stderr=output, preexec_fn=_die_with_parent
                     )
                 )
-        return _watch(processes, logs)
+        return _wait(processes, logs)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -70,28 +120,37 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
-    """Wait until all have ended, and soon after the first that ended badly; see `launch`."""
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
+def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
+    """Wait until all ranks have ended, or soon after the first that ended badly; see `launch`."""
+    first: list[int] = []
+    while not first and any(process.poll() is None for process in processes):
+        first = [rank for rank, process in enumerate(processes) if process.poll()]
         time.sleep(0.1)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    ended = [(rank, process.poll()) for rank, process in enumerate(processes)]
-    bad = [(rank, code) for rank, code in ended if code]
-    if all(code == TERMINATED for _, code in bad):
+    bad = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+    if all(code == TERMINATED for code in bad.values()):
         return TERMINATED if bad else 0
-    # A signal is a cause; an ordinary failure beside it is a consequence.
-    rank, code = min(bad, key=lambda item: (item[1] > 0, item[0]))
+    if error := first_error(logs):
+        raise failure(error, len(processes), _log(logs, error.rank)[0])
+    # A signal is a cause, and an ordinary failure beside it a consequence; so is one that came later.
+    rank = min(bad, key=lambda rank: (bad[rank] > 0, rank not in first, rank))
+    code = bad[rank]
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    where = "" if rank == 0 else f" (see {logs / f'rank-{rank}.log'})"
-    raise StageFailed(
-        f"rank {rank} of {len(processes)} died by {how}{where}; the last good state is kept, and the same command continues from it."
-    )
+    where, tail = _log(logs, rank)
+    raise StageFailed(f"rank {rank} of {len(processes)} died by {how} {where}; {CONTINUES}{tail}")
+
+
+def _log(logs: Path, rank: int) -> tuple[str, str]:
+    """Return where a rank's output is, and the last lines of it as an addition to a message."""
+    path = logs / f"rank-{rank}.log"
+    if rank == 0:
+        return "(its output is above)", ""
+    lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return f"(see {path})", "\n".join(["\nIts log ends with:", *lines]) if lines else ""
 
 
 def _die_with_parent() -> None:
-    """A launcher that is killed takes its ranks along."""
+    """Have the kernel kill this rank when the launcher dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,9 +1,8 @@
 """The losses of PPO and of supervised fine-tuning, over the policy's own tokens.
 
-Each exists as a sum over own tokens: an optimizer step divides by the own tokens of all its micro-batches on all ranks,
-once and in one place (a mean per micro-batch was wrong by 44 % of the gradient with uneven micro-batches, knowledge:
-training, A6). The public functions are the token means. All tensors are [batch, seq]; what stands at masked positions
-changes nothing.
+Each is computed as a sum over own tokens, because `microbatching.train_step` divides once by the own tokens of all
+micro-batches on all ranks: a mean per micro-batch would weigh tokens of small micro-batches more. `policy_loss` and
+`value_loss` are the token means. All tensors are [batch, seq]; values at masked positions change nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MetricSums = dict[str, Tensor]
-"""Metrics as sums over own tokens; divide by their number."""
+TokenSums = dict[str, Tensor]
+"""Metrics by name, each summed over own tokens."""
 
 
 def masked_sum(x: Tensor, action_mask: Tensor) -> Tensor:
-    """Sum over own tokens; torch.where, so that NaN at a masked position stays out of the sum."""
+    """Return the sum over own tokens; a NaN at a masked position stays out of it."""
     return torch.where(action_mask.bool(), x, 0.0).sum()
 
 
@@ -28,21 +27,22 @@ def policy_loss_sum(
     clip_low: float,
     clip_high: float,
     importance: Tensor | None = None,
-) -> tuple[Tensor, MetricSums]:
-    """Clipped surrogate of PPO, max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), times `importance`, summed.
+) -> tuple[Tensor, TokenSums]:
+    """Return PPO's clipped surrogate, summed over own tokens, and the sums of its metrics.
 
-    `importance` holds the detached truncated weights between sampler and trainer (`importance_weights`).
+    loss = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, rho = pi_actor / pi_old. `importance`
+    holds the detached truncated weights between sampler and trainer (`importance_weights`).
     """
     mask = action_mask.bool()
     # Masked positions get a ratio of 1 before exp, so that neither the loss nor its gradient can be infinite there.
-    difference = torch.where(mask, actor_logprob - old_logprob, 0.0)
-    ratio = torch.exp(difference.clamp(-20.0, 20.0))
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
+    difference = torch.where(mask, actor_logprob - old_logprob, 0.0)  # [batch, seq], nats
+    ratio = torch.exp(difference.clamp(-20.0, 20.0))  # [batch, seq], rho
+    unclipped = -advantages * ratio  # [batch, seq]
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)  # [batch, seq]
+    loss = torch.maximum(unclipped, clipped)  # [batch, seq]
     if importance is not None:
         loss = loss * importance
-    active = (clipped > unclipped).detach()
+    active = (clipped > unclipped).detach()  # [batch, seq], bool
     metrics = {
         "clip_fraction": active.float(),
         "clip_fraction_low": (active & (ratio < 1.0)).float(),
@@ -54,13 +54,16 @@ def policy_loss_sum(
 
 def value_loss_sum(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
-) -> tuple[Tensor, MetricSums]:
-    """Half the squared error, or the larger one of it and that of the value clipped to `clip` around the old; summed."""
-    error = (values - returns).square()
+) -> tuple[Tensor, TokenSums]:
+    """Return the value loss of PPO, 0.5 * max(error^2, clipped_error^2), summed over own tokens, and its metrics.
+
+    The clipped error is that of the value clipped to `clip` around the old value; `clip` None is off.
+    """
+    error = (values - returns).square()  # [batch, seq]
     active = torch.zeros_like(action_mask, dtype=torch.bool)
     if clip is not None:
         clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-        active = (clipped > error).detach()
+        active = (clipped > error).detach()  # [batch, seq], bool
         error = torch.maximum(error, clipped)
     return 0.5 * masked_sum(error, action_mask), {
         "value_clip_fraction": masked_sum(active.float(), action_mask)
@@ -75,7 +78,10 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Token mean of the clipped surrogate, with clip fractions and the mean of old - actor log-probability."""
+    """Return the token mean of the clipped surrogate, and of its metrics.
+
+    All tensors are [batch, seq]. The metrics are the clip fractions and the mean of old - actor log-probability.
+    """
     total, sums = policy_loss_sum(actor_logprob, old_logprob, advantages, action_mask, clip_low, clip_high)
     return _mean(total, sums, action_mask)
 
@@ -83,42 +89,48 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Token mean of the value loss; `clip` is in units of the reward, None is off."""
+    """Return the token mean of the value loss, and of its metrics; `clip` is in units of the reward, None is off."""
     total, sums = value_loss_sum(values, old_values, returns, action_mask, clip)
     return _mean(total, sums, action_mask)
 
 
-def _mean(total: Tensor, sums: MetricSums, action_mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+def _mean(total: Tensor, sums: TokenSums, action_mask: Tensor) -> tuple[Tensor, dict[str, float]]:
     tokens = action_mask.bool().sum().clamp(min=1)
     return total / tokens, {name: float(value / tokens) for name, value in sums.items()}
 
 
 def likelihood_loss_sum(actor_logprob: Tensor, action_mask: Tensor) -> Tensor:
-    """Negative log-likelihood of the own tokens, summed: supervised fine-tuning, and the replay term of PPO."""
+    """Return the negative log-likelihood of the own tokens, summed."""
     return -masked_sum(actor_logprob, action_mask)
 
 
 def importance_weights(
     old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor, cap: float
 ) -> Tensor:
-    """min(pi_old / mu, cap) per own token, 1 elsewhere: corrects the trainer's difference from the sampler (TIS)."""
-    difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)
+    """Return min(pi_old / mu, cap) for each own token and 1 elsewhere, [batch, seq], without gradient.
+
+    Truncated importance sampling: it corrects for the sampler mu computing other probabilities than the trainer.
+    """
+    difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
 
 
 def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2) of the untruncated weights w = pi_old / mu over the n own tokens: 1 when the policies agree."""
+    """Return the effective sample size as a share of the n own tokens: 1 when sampler and trainer agree.
+
+    (sum w)^2 / (n sum w^2) of the untruncated weights w = pi_old / mu.
+    """
     mask = action_mask.bool()
-    weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))
+    weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))  # [n]
     return float(weights.sum().square() / (len(weights) * weights.square().sum()))
 
 
 def kl_k2(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Half the squared log-ratio: its gradient is that of the KL divergence on-policy, so it is the one to train with."""
+    """Return half the squared log-ratio, [batch, seq]; on-policy its gradient is that of the KL divergence."""
     return 0.5 * (actor_logprob - reference_logprob).square()
 
 
 def kl_k3(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """exp(-d) + d - 1 for d = actor - reference: never negative, unbiased, of low variance, so it is the one to log."""
-    difference = actor_logprob - reference_logprob
+    """Return exp(-d) + d - 1 for d = actor - reference, [batch, seq]: an unbiased estimate of KL, never negative."""
+    difference = actor_logprob - reference_logprob  # [batch, seq], nats
     return torch.exp((-difference).clamp(-20.0, 20.0)) + difference - 1.0

@@ -1,21 +1,48 @@
-"""The curve of a running stage, read from outside: one JSON line a step in the stage's metrics.jsonl."""
+"""metrics.jsonl of a stage: one JSON object a step, written by the stage and read by whoever watches it. No torch."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+from components.core.files import atomic_write
 
-def newest_figures(home: Path, stage: str) -> dict[str, float]:
-    """The last step's figures, `step` among them, of the stage of that name that wrote last; empty when there is none."""
-    curves = sorted(home.glob(f"stages/{stage}-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    lines = curves[-1].read_text().splitlines() if curves else []
-    return (
-        {
-            name: float(value)
-            for name, value in json.loads(lines[-1]).items()
-            if isinstance(value, int | float)
-        }
-        if lines
-        else {}
-    )
+Figures = dict[str, float]
+"""Metrics of a step or of a whole stage, by name."""
+METRICS = "metrics.jsonl"
+
+
+class MetricsFile:
+    """The metrics of the steps so far; a resumed stage drops those of the steps that it repeats."""
+
+    def __init__(self, stage_folder: Path, *, start: int, writes: bool):
+        """Read the records of the steps before `start`; only the process with `writes` (rank 0) changes the file."""
+        self.path = stage_folder / METRICS
+        self.writes = writes
+        lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        self.records: list[dict[str, float | None]] = [
+            record for record in map(json.loads, lines) if record["step"] < start
+        ]
+
+    def write(self, step: int, figures: Figures) -> None:
+        """Append the record of a step; a figure that is not finite becomes null."""
+        self.records.append(
+            {"step": step}
+            | {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
+        )
+        if self.writes:
+            atomic_write(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def mean(self, name: str, records: slice) -> float:
+        """Return the mean of a figure over some records; NaN when none of them has it."""
+        values = [value for record in self.records[records] if (value := record.get(name)) is not None]
+        return math.fsum(values) / len(values) if values else math.nan
+
+
+def newest_figures(home: Path, stage: str) -> Figures:
+    """Return the last record of the most recently written stage of that name; empty when there is none yet."""
+    files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
+    lines = files[-1].read_text().splitlines() if files else []
+    record = json.loads(lines[-1]) if lines else {}
+    return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}

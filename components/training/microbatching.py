@@ -1,4 +1,4 @@
-"""Passes of an engine over the rows of a batch: one optimizer step, and an evaluation without gradients."""
+"""One optimizer step, and one evaluation without gradients, over a batch in micro-batches on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = TypeVar("Rows", bound=Batch)
 
 
 class MetricSums:
-    """Metrics summed over own tokens, and over the micro-batches and ranks that they come from."""
+    """Metrics summed over own tokens, micro-batches and ranks."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -25,7 +25,10 @@ class MetricSums:
             self.values[name] = self.values.get(name, torch.zeros(())) + value.detach().float().cpu()
 
     def means(self, world: World, tokens: int) -> dict[str, float]:
-        """Per own token of all ranks; collective, so every rank must have added the same names. Raises NotFinite."""
+        """Return the sums over all ranks divided by `tokens`; raise NotFinite for one that is not a number.
+
+        Collective: every rank must have added the same names.
+        """
         total = world.sum(torch.stack(list(self.values.values())))
         for name, value in zip(self.values, total, strict=True):
             if not torch.isfinite(value):
@@ -34,7 +37,7 @@ class MetricSums:
 
 
 Loss = Callable[[nn.Module, Rows], tuple[Tensor, dict[str, Tensor]]]
-"""The loss summed over own tokens, and metrics likewise, of some rows."""
+"""Function of a network and some rows that returns the loss and metrics, each summed over own tokens."""
 
 
 def train_step(
@@ -44,28 +47,34 @@ def train_step(
     loss: Loss[Rows],
     sums: MetricSums,
     *,
-    budget: int,
     learning_rate: float,
 ) -> float:
-    """One optimizer step on those rows, normalised by their own tokens on all ranks; returns the gradient norm."""
+    """Take one optimizer step on the rows of that index and return the gradient norm.
+
+    The loss is divided by the own tokens of these rows, all ranks' together; its metrics are added to `sums`.
+    """
     world, tokens = engine.world, int(batch.action_mask[list(index)].sum())
+    limit = engine.settings.tokens_per_microbatch
 
     def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
         total, parts = loss(network, batch.rows(microbatch.rows).to(world.device))
         sums.add(parts if microbatch.counted else {name: torch.zeros(()) for name in parts})
         return total / tokens
 
-    return engine.step(
-        plan(batch.lengths, index, budget, world.rank, world.size), share, learning_rate=learning_rate
-    )
+    microbatches = plan(batch.lengths, index, limit, world.rank, world.size)
+    return engine.step(microbatches, share, learning_rate=learning_rate)
 
 
 def evaluate(
-    forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]], world: World, batch: Batch, budget: int
+    forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    world: World,
+    batch: Batch,
+    tokens_per_microbatch: int,
 ) -> tuple[Tensor, ...]:
-    """[batch, seq] outputs of a network for a whole batch, on every rank; the ranks share the work."""
+    """Return the outputs of a network, each [batch, seq], on every rank; the ranks share the work."""
     results: list[Tensor] = []
-    for microbatch in plan(batch.lengths, range(len(batch.ids)), budget, world.rank, world.size):
+    rows_of_all = range(len(batch.ids))
+    for microbatch in plan(batch.lengths, rows_of_all, tokens_per_microbatch, world.rank, world.size):
         rows = batch.rows(microbatch.rows).to(world.device)
         for position, output in enumerate(forward(rows.ids, rows.action_mask)):
             if position == len(results):

@@ -1,7 +1,6 @@
-"""The two networks that are trained: the actor as log-probabilities, and the critic as values.
+"""The two trained networks: the actor returns log-probabilities, the critic values, both of own tokens alone.
 
-Both answer for own tokens alone and shift alike: what concerns token t is computed from the hidden state at t - 1, the
-state before it is emitted.
+What concerns token t is computed from the hidden state at t - 1, the state before the token is emitted.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from components.core.errors import UserError
 
 VALUE_HEAD = "value_head.safetensors"
 LOGITS = 2**26
-"""Elements of logits alive at once; larger batches are computed in slices that are recomputed in the backward pass."""
+"""Maximum number of logits in memory; larger batches go in slices that are recomputed in the backward pass."""
 
 
 class Actor(nn.Module):
-    """A causal language model that returns log-probability and entropy (nats) of its own tokens."""
+    """Causal language model that returns log-probability and entropy (nats) of the own tokens."""
 
     def __init__(self, policy: PreTrainedModel, temperature: float):
         super().__init__()
@@ -32,24 +31,27 @@ class Actor(nn.Module):
         self.temperature = temperature
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, seq] log-probabilities at the sampling temperature, and entropies; 0 where the mask is 0."""
-        hidden = self.policy.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        """Return log-probabilities at the sampling temperature and entropies, both [batch, seq], 0 where masked."""
+        hidden = self.policy.base_model(
+            input_ids=ids, use_cache=False
+        ).last_hidden_state  # [batch, seq, hidden]
         own = action_mask[:, 1:]
         # Logits of own tokens only: most tokens of a rollout are prompt and observations.
-        states, targets = hidden[:, :-1][own], ids[:, 1:][own]
-        slices = max(1, LOGITS // self.policy.config.get_text_config().vocab_size)
-        if len(states) <= slices:
+        states, targets = hidden[:, :-1][own], ids[:, 1:][own]  # [own tokens, hidden], [own tokens]
+        rows = max(1, LOGITS // self.policy.config.get_text_config().vocab_size)
+        if len(states) <= rows:
             logprob, entropy = self._score(states, targets)
         else:
             parts = [
                 checkpoint(self._score, *part, use_reentrant=False)
-                for part in zip(states.split(slices), targets.split(slices), strict=True)
+                for part in zip(states.split(rows), targets.split(rows), strict=True)
             ]
             logprob, entropy = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         empty = torch.zeros(ids.shape, device=ids.device)
         return empty.masked_scatter(action_mask, logprob), empty.masked_scatter(action_mask, entropy)
 
     def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # states [n, hidden], targets [n]
         logits = self.policy.get_output_embeddings()(states).float() / self.temperature
         logprobs = functional.log_softmax(logits, dim=-1)
         with torch.no_grad():
@@ -58,7 +60,7 @@ class Actor(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """A linear head that computes in float32 whatever the backbone's precision, and starts at zero."""
+    """Linear layer to one value; it computes in float32 and starts at zero."""
 
     def __init__(self, hidden: int):
         super().__init__(hidden, 1)
@@ -70,10 +72,10 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """A backbone of its own with a value head: V_t from the hidden state at t - 1.
+    """Backbone with a value head: V_t from the hidden state at t - 1.
 
-    `baseline` is the mean return of the data that it first sees. A head that starts at zero moves by about
-    lr * width per step, so without it the first tens of updates would only learn that mean.
+    `baseline` is the mean return of the first data. A head that starts at zero moves by about lr * width a step, so
+    without a baseline the first tens of updates would only learn that mean.
     """
 
     def __init__(self, backbone: nn.Module, hidden: int):
@@ -84,24 +86,24 @@ class Critic(nn.Module):
         self.baseline: Tensor
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
-        """[batch, seq] values in units of the reward; 0 where the mask is 0."""
+        """Return values [batch, seq] in units of the reward, 0 where the mask is 0."""
         hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
         values = self.value_head(hidden[:, :-1]).squeeze(-1) + self.baseline.float()
         return (torch.where(action_mask, functional.pad(values, (1, 0)), 0.0),)
 
     def extra(self) -> dict[str, Tensor]:
-        """What stands beside the backbone in a checkpoint."""
+        """Return the tensors that a checkpoint holds besides the backbone's."""
         tensors = {"weight": self.value_head.weight, "bias": self.value_head.bias, "baseline": self.baseline}
         return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def critic_from_actor(policy: PreTrainedModel) -> Critic:
-    """A critic whose backbone starts as a copy of the actor's."""
+    """Return a critic whose backbone starts as a copy of the actor's."""
     return Critic(copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size)
 
 
 def load_critic(folder: Path, dtype: torch.dtype) -> Critic:
-    """A critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`."""
+    """Load a critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`."""
     if not (folder / VALUE_HEAD).is_file():
         raise UserError(
             f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3."

@@ -1,35 +1,41 @@
-"""A stage as ranks that Ray Train places on a cluster: the same entry point as everywhere, DeepSpeed over several nodes.
+"""A stage as ranks that Ray Train places on the nodes of a cluster.
 
 Ray Train chooses the nodes, sets what torchrun would set and makes the process group; when a rank dies it ends the
-others. The stage's folder has to be the same place on every node, since what it holds is how a stage continues.
+others. All nodes must see the stage's folder under the same path, since a stage continues from what it holds.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from components.core.errors import StageFailed
 from components.core.progress import Quiet
 from components.judge.pool import open_pool
 from components.judge.ray_pool import connect
+from components.training.launcher import ERROR_FILE, clear_errors, error_file, failure, first_error
+from components.training.metrics_file import METRICS
 from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageResult, load_result
 
 FOLLOW_SECONDS = 5.0
-LIVING = ("pool", "progress")
-"""Fields of a stage that stay in their process."""
+"""Seconds between two looks at the metrics that rank 0 writes."""
+LOCAL_FIELDS = ("pool", "progress")
+"""Fields of a stage that are not sent to the ranks."""
 
 
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
-    """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names; each rank journals to `verdicts`."""
+    """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names; their journals are in `verdicts`."""
     connect()
+    logs = stage.out / "logs"
+    clear_errors(logs)
     engine, cuda = stage.params.engine, stage.params.device == "cuda"
     resources = (
         {"CPU": 1.0} | ({"GPU": 1.0} if cuda else {}) | ({engine.resource: 1.0} if engine.resource else {})
@@ -37,24 +43,27 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
     trainer = TorchTrainer(
         _rank,
         train_loop_config={
-            "stage": {name: value for name, value in vars(stage).items() if name not in LIVING},
+            "stage": {name: value for name, value in vars(stage).items() if name not in LOCAL_FIELDS},
             "verdicts": verdicts,
+            "logs": logs.resolve(),
         },
         torch_config=TorchConfig(
             backend="nccl" if cuda else "gloo", timeout_s=int(engine.collective_seconds)
         ),
         scaling_config=ScalingConfig(num_workers=engine.ranks, use_gpu=cuda, resources_per_worker=resources),
-        # What a lost rank leaves is continued by the next run of the stage, not by Ray: there is one way to resume.
+        # A stage with a lost rank is continued by its next run, not by Ray, so that there is one way to resume.
         run_config=RunConfig(
             name=stage.name, storage_path=str(stage.out / "ray"), failure_config=FailureConfig(max_failures=0)
         ),
     )
     try:
-        with _followed(stage):
+        with _reported_progress(stage):
             trainer.fit()
     except TrainingFailedError as error:
+        if rank_error := first_error(logs):
+            raise failure(rank_error, engine.ranks, f"(see {error_file(logs, rank_error.rank)})") from error
         raise StageFailed(
-            f"{stage.name}: a rank on Ray failed, and the same command continues from the last good state: {str(error)[-500:]}"
+            f"{stage.name}: a rank on Ray failed: {str(error)[-500:]}; the same command continues."
         ) from error
     result = load_result(stage.out)
     assert result is not None, "every rank ended, so the result is written"
@@ -62,27 +71,27 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
 
 
 @contextmanager
-def _followed(stage: Stage) -> Iterator[None]:
-    """Tell the stage's progress, which stays here, what rank 0 writes into its curves."""
-    params, told, done = stage.params, 0, threading.Event()
-    # How many steps stage 2 takes is known once it has sampled.
+def _reported_progress(stage: Stage) -> Iterator[None]:
+    """Report the steps that rank 0 writes to the metrics file to the stage's progress, which stays here."""
+    params, reported, done = stage.params, 0, threading.Event()
+    # The number of steps of stage 2 is known only once it has sampled.
     total = {
         "warmup": params.warmup.steps,
         "critic": params.critic.epochs,
         "agentic": params.agentic.steps,
     }.get(stage.name, 0)
 
-    def tell() -> None:
-        nonlocal told
-        curves = stage.out / "metrics.jsonl"
-        steps = len(curves.read_text().splitlines()) if curves.is_file() else 0
-        if steps != told:
-            told = steps
+    def report() -> None:
+        nonlocal reported
+        path = stage.out / METRICS
+        steps = len(path.read_text().splitlines()) if path.is_file() else 0
+        if steps != reported:
+            reported = steps
             stage.progress.update(stage.name, steps, max(steps, total))
 
     def follow() -> None:
         while not done.wait(FOLLOW_SECONDS):
-            tell()
+            report()
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -91,12 +100,13 @@ def _followed(stage: Stage) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-    tell()
+    report()
 
 
 def _rank(config: dict[str, Any]) -> None:
-    params = config["stage"]["params"]
-    pool = open_pool(params, config["verdicts"])
+    """Run one rank of the stage."""
+    os.environ[ERROR_FILE] = str(error_file(config["logs"], get_context().get_world_rank()))
+    pool = open_pool(config["stage"]["params"], config["verdicts"])
     try:
         run_stage(Stage(**config["stage"], pool=pool, progress=Quiet()))
     finally:

@@ -1,4 +1,4 @@
-"""Sampling a step's trajectories, once: what a step sampled is on disk before anything is computed from it."""
+"""Rollouts of a training step: which tasks, and one stored set of trajectories that is never sampled twice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from components.core import config
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.task import KernelTask
+from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
-from components.training.engine import World
-from components.training.stage import Figures, Stage
+from components.training.engine import DTYPES, Engine, join_world
+from components.training.metrics_file import Figures
+from components.training.stage import Stage
+from components.training.weight_sync import open_policy_sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,42 +30,46 @@ RunEpisodes = Callable[[RolloutRequest, Sampler, "PreTrainedTokenizerBase"], lis
 
 
 def agent_loop() -> RunEpisodes:
-    """The real agent loop; tests give a smaller one."""
+    """Return the agent loop that stages run unless a test gives a smaller one."""
     from components.agent.token_rollout import run_episodes
 
     return run_episodes
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed that depends on every part and on nothing else, so that a resumed step draws what it would have drawn."""
+    """Return a seed that depends on every part and on nothing else, so that a resumed step draws the same."""
     return int(digest_json([str(part) for part in parts])[:15], 16)
 
 
 class SolveRateTracker:
-    """How the policy did on each task when this stage last met it."""
+    """How often the policy solved each task when this stage last sampled it."""
 
     def __init__(self) -> None:
-        self.last: dict[str, list[bool]] = {}
+        self.solved: dict[str, list[bool]] = {}
+        """By task id, for each trajectory of the task's latest step whether its reward was positive."""
 
     @classmethod
     def before(cls, out: Path, step: int) -> SolveRateTracker:
-        """What a resumed stage has met already, from its trajectories on disk."""
-        solved = cls()
+        """Return the tracker of a stage that is about to run `step`, from its stored trajectories."""
+        tracker = cls()
         for earlier in range(step):
-            solved.add(trainable(load_trajectories(step_folder(out, earlier))))
-        return solved
+            tracker.add(trainable(load_trajectories(step_folder(out, earlier))))
+        return tracker
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        met: dict[str, list[bool]] = {}
+        """Replace the records of the tasks of one step's trajectories."""
+        latest: dict[str, list[bool]] = {}
         for trajectory in trajectories:
-            met.setdefault(trajectory.task_id, []).append(trajectory.reward > 0)
-        self.last |= met
+            latest.setdefault(trajectory.task_id, []).append(trajectory.reward > 0)
+        self.solved |= latest
 
     def weight(self, task: KernelTask) -> float:
-        """p (1 - p) for the share p of trajectories that solved the task, one success and one failure added: most for a task
-        that is solved half the time or was never met, little for one that is always or never solved."""
-        tries = self.last.get(task.task_id, [])
-        p = (sum(tries) + 1) / (len(tries) + 2)
+        """Return p (1 - p) for the task's solve rate p, with one success and one failure added.
+
+        It is largest for a task that is solved half the time or was never sampled.
+        """
+        solved = self.solved.get(task.task_id, [])
+        p = (sum(solved) + 1) / (len(solved) + 2)
         return p * (1 - p)
 
 
@@ -72,77 +79,100 @@ def choose_tasks(
     *,
     seed: int,
     step: int,
-    solved: SolveRateTracker | None = None,
+    tracker: SolveRateTracker | None = None,
     share: float = 0.0,
 ) -> list[KernelTask]:
-    """`count` tasks of a step: consecutive stretches of shuffled passes over all tasks, and of these a `share` drawn by the
-    weights of `solved` instead. Passes depend on seed and step alone, draws also on what the steps before came to."""
-    drawn = round(count * share) if solved is not None else 0
-    chosen = _in_passes(tasks, count - drawn, seed, step)
-    if solved is not None and drawn:
+    """Return the `count` tasks of a step.
+
+    They continue shuffled passes over all tasks, which depend on seed and step alone. With a tracker, a `share` of them
+    is drawn by its weights instead.
+    """
+    drawn = round(count * share) if tracker is not None else 0
+    chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
+    if tracker is not None and drawn:
         rng = random.Random(derived_seed(seed, "solved", step))
-        # Weighted, without replacement (Efraimidis and Spirakis, 2006); round again where there are fewer tasks.
-        order = sorted(tasks, key=lambda task: rng.random() ** (1 / solved.weight(task)), reverse=True)
+        # Weighted, without replacement (Efraimidis and Spirakis, 2006); repeated where there are fewer tasks.
+        order = sorted(tasks, key=lambda task: rng.random() ** (1 / tracker.weight(task)), reverse=True)
         chosen += itertools.islice(itertools.cycle(order), drawn)
     return chosen
 
 
-def _in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: int) -> list[KernelTask]:
+def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: int) -> list[KernelTask]:
     chosen = []
     orders: dict[int, list[int]] = {}
     for position in range(step * count, (step + 1) * count):
-        visit, place = divmod(position, len(tasks))
-        if visit not in orders:
-            orders[visit] = list(range(len(tasks)))
-            random.Random(derived_seed(seed, "pass", visit)).shuffle(orders[visit])
-        chosen.append(tasks[orders[visit][place]])
+        number, index = divmod(position, len(tasks))
+        if number not in orders:
+            orders[number] = list(range(len(tasks)))
+            random.Random(derived_seed(seed, "pass", number)).shuffle(orders[number])
+        chosen.append(tasks[orders[number][index]])
     return chosen
 
 
-def collect(
-    stage: Stage,
-    world: World,
-    tasks: Sequence[KernelTask],
-    rollouts: config.Rollouts,
-    *,
-    step: int,
-    total: int,
-    sampler: Sampler | None,
-    tokenizer: PreTrainedTokenizerBase,
-    episodes: RunEpisodes,
-) -> list[Trajectory]:
-    """The trajectories of a step: those on disk, or newly sampled ones of every task, `rollouts.samples` times each.
+class TrainedPolicy:
+    """The policy that a stage trains, with its tokenizer and the sampler of its current weights."""
 
-    A step on which the judge failed altogether is not stored, so that the next run samples it again.
-    """
-    folder = step_folder(stage.out, step)
-    if world.rank == 0 and not folder.is_dir():
-        assert sampler is not None, "rank 0 samples"
-        request = RolloutRequest(
-            tasks=[task for task in tasks for _ in range(rollouts.samples)],
-            params=stage.params,
-            pool=stage.pool,
-            epoch=f"{stage.out.name}/{step}",
-            seed=derived_seed(stage.params.seed, stage.name, step),
-            max_turns=rollouts.max_turns,
-            max_new_tokens=rollouts.max_new_tokens,
-            temperature=rollouts.temperature,
-            on_progress=lambda done, of: stage.progress.update(stage.name, step, total, episodes=done, of=of),
+    def __init__(self, stage: Stage, rollouts: config.Rollouts, run_episodes: RunEpisodes):
+        """Load the stage's actor. Make the engine that trains `model` afterwards: ZeRO 3 shards the weights."""
+        params = stage.params
+        digest = verify_checkpoint(stage.actor, params.device).digest
+        self.stage, self.rollouts, self.run_episodes = stage, rollouts, run_episodes
+        self.world = join_world(params.device, params.engine.collective_seconds)
+        self.tokenizer = load_tokenizer(stage.actor)
+        self.model = load_model(stage.actor, dtype=DTYPES[params.engine.dtype], device=params.device)
+        self.backend = open_policy_sampler(
+            self.model,
+            self.tokenizer,
+            params,
+            self.world,
+            checkpoint=stage.actor,
+            digest=digest,
+            out=stage.out,
         )
-        sampled = episodes(request, sampler, tokenizer)
-        trainable(sampled)
-        save_trajectories(folder, sampled)
-    world.barrier()
-    # Read back also when just written: a fresh and a resumed step compute from the same bytes.
-    return load_trajectories(folder)
+        self.sampler: Sampler | None = None
+
+    def publish(self, engine: Engine, updates: int) -> None:
+        """Give the sampler the weights after `updates` updates; call on every rank."""
+        self.sampler = self.backend.publish(engine, updates)
+
+    def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
+        """Return the trajectories of a step, `samples` for each task: those on disk, or else newly sampled ones.
+
+        A step on which the judge failed on every trajectory is not stored, so the next run samples it again.
+        """
+        stage, rollouts = self.stage, self.rollouts
+        folder = step_folder(stage.out, step)
+        if self.world.rank == 0 and not folder.is_dir():
+            assert self.sampler is not None, "rank 0 samples, and its weights are published before"
+            request = RolloutRequest(
+                tasks=[task for task in tasks for _ in range(samples)],
+                params=stage.params,
+                pool=stage.pool,
+                epoch=f"{stage.out.name}/{step}",
+                seed=derived_seed(stage.params.seed, stage.name, step),
+                max_turns=rollouts.max_turns,
+                max_new_tokens=rollouts.max_new_tokens,
+                temperature=rollouts.temperature,
+                on_progress=lambda done, of: stage.progress.update(
+                    stage.name, step, steps, episodes=done, of=of
+                ),
+            )
+            sampled = self.run_episodes(request, self.sampler, self.tokenizer)
+            trainable(sampled)
+            save_trajectories(folder, sampled)
+        self.world.barrier()
+        self.backend.sleep()
+        # Read back even when just written: a fresh and a resumed step compute from the same bytes.
+        return load_trajectories(folder)
 
 
 def step_folder(out: Path, step: int) -> Path:
+    """Return the folder of a step's trajectories."""
     return out / "trajectories" / f"step-{step:04d}"
 
 
 def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those that say something about the policy: it produced tokens, and the judge itself did not fail."""
+    """Return the trajectories that have tokens of the policy and a verdict that is not the judge's own failure."""
     kept = [
         trajectory
         for trajectory in trajectories
@@ -157,16 +187,18 @@ def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
-    """Mean reward, shares of the milestones, of length-clipped episodes and of tasks whose samples all earned the same."""
+    """Return mean reward and turns, and the shares of milestones, clipped episodes and tasks of equal rewards."""
     count = len(trajectories)
     by_task: dict[str, set[float]] = {}
     for trajectory in trajectories:
         by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
-    figures = {"reward": sum(trajectory.reward for trajectory in trajectories) / count}
-    figures |= {
-        f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count for m in (-1, 1, 2, 3)
+    return {
+        "reward": sum(trajectory.reward for trajectory in trajectories) / count,
+        **{
+            f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count
+            for m in (-1, 1, 2, 3)
+        },
+        "truncated": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
+        "equal_reward_tasks": sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task),
+        "turns": sum(len(trajectory.turns) for trajectory in trajectories) / count,
     }
-    figures["truncated"] = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count
-    figures["equal_reward_tasks"] = sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task)
-    figures["turns"] = sum(len(trajectory.turns) for trajectory in trajectories) / count
-    return figures

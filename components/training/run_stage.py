@@ -1,4 +1,4 @@
-"""The stages by name: one function that the command, the orchestrator's tasks and every rank of a launcher call."""
+"""The stages by name: one function that the command, the pipeline's tasks and every rank of a launcher call."""
 
 from __future__ import annotations
 
@@ -16,34 +16,42 @@ from components.core.errors import StageFailed
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
 from components.training.stage import Stage, StageResult, check_finished
+from components.training.stage_checks import check_stages, policy_kind
 
 if TYPE_CHECKING:
     from components.training.rejection import Row
     from components.training.rollouts import RunEpisodes
 
-STAGES = ("warmup", "rejection", "critic", "agentic")
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
 """What torch says when a collective fails because another process is gone."""
 
 
 class RankLost(StageFailed):
-    """Another rank of the stage died."""
+    """Another rank of the stage died; the message is one sentence."""
 
 
 def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Run the stage that `stage.name` names, on every rank alike; `episodes` takes the place of the agent loop in tests.
+    """Run the stage that `stage.name` names, on every rank alike; `episodes` replaces the agent loop in tests.
 
-    Whatever is raised, the states and the trajectories in `stage.out` are whole, and the next call goes on from there.
+    A launcher that sets TORCHELASTIC_ERROR_FILE (torchrun, `launcher`) finds there what this rank raised. Whatever that
+    is, the states and the trajectories in `stage.out` are complete, and the next call continues from them.
     """
-    from components.training import (  # takes seconds, and a night that is cached runs none
-        agentic,
-        critic,
-        rejection,
-        warmup,
-    )
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        check_stages(stage.params, (stage.name,))
+        check_finished(stage)
+        return _run(stage, episodes)
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        raise
+
+
+def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
+    # Imported here because they take seconds, and a pipeline run whose stages are all cached runs none.
+    from components.training import agentic, critic, rejection, warmup
     from components.training.engine import NotFinite
 
-    check_finished(stage)
     try:
         match stage.name:
             case "warmup":
@@ -54,8 +62,6 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
                 return critic.run(stage)
             case "agentic":
                 return agentic.run(stage, episodes)
-            case _:
-                raise ValueError(f"{stage.name}: no such stage; there are {', '.join(STAGES)}")
     except NotFinite as error:
         raise StageFailed(
             f"{stage.name}: {error}; nothing of that update was kept: lower {stage.name}.learning_rate and run again."
@@ -69,24 +75,24 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
 
 def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
-    """Composed tasks without end, none of whose operator sequences is held out."""
+    """Yield composed tasks without end, none of whose operator sequences is held out."""
     from components.synthesis.compose import compose_tasks, is_held_out
 
-    return (
-        found
-        for found in compose_tasks(seed, params.data, params.device)
-        if not is_held_out(found.ops, params.data.seed)
-    )
+    tasks = compose_tasks(seed, params.data, params.device)
+    return (task for task in tasks if not is_held_out(task.ops, params.data.seed))
 
 
 def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
-    """Cold-start demonstrations as rows of ids and mask, the same ones whenever it is asked; None for a policy that was never shown any."""
-    if params.policy.source != "scratch":
+    """Return a function that makes that many cold-start demonstrations as rows, the same ones at every call.
+
+    None for a policy that was never shown any.
+    """
+    if policy_kind(params) != "scratch":
         return None
 
     def rows(count: int) -> list[Row]:
         tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
-        # Other tasks than the cold start's own: a shifted seed, held-out sequences left out all the same.
+        # A shifted seed gives other tasks than those of the cold start.
         sources = islice(training_sources(params, params.coldstart.seed + 1), count)
         return [
             encode_messages(tokenizer, make_demonstration(source, rng, params.coldstart, params.device))

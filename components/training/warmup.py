@@ -1,6 +1,6 @@
-"""Stage 1: single-turn PPO, so that the policy writes kernels that build before it is asked to work over many turns.
+"""Stage 1: single-turn PPO, which teaches the policy to write kernels that build.
 
-The critic is made here from the actor; `critic_warmup_steps` train it alone before the actor moves.
+Its critic is made from the actor; `warmup.critic_warmup_steps` train it alone before the actor moves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from components.training.stage import Stage, StageResult
 
 
 def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Train `stage.actor`; `episodes` takes the place of the agent loop in tests."""
+    """Train `stage.actor`; `episodes` replaces the agent loop in tests."""
     params = stage.params
     return run_ppo(
         stage,

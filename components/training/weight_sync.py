@@ -1,4 +1,4 @@
-"""Samplers of a policy that is being trained: how each update's weights reach the backend that the parameters name."""
+"""Sampling backends of a policy in training, and how the weights of each update reach them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class PolicySampler(Protocol):
-    """What a stage samples with."""
+    """Backend that samples with the weights of a policy in training."""
 
     def publish(self, engine: Engine, updates: int) -> Sampler | None:
-        """The sampler of the weights after `updates` updates, on every rank at once; None on ranks that do not sample."""
+        """Return the sampler of the weights after `updates` updates; None on ranks that do not sample. Collective."""
         ...
 
-    def rest(self) -> None:
-        """Nothing is sampled until the next `publish`."""
+    def sleep(self) -> None:
+        """Release what sampling needs; nothing is sampled until the next `publish`."""
         ...
 
 
@@ -40,7 +40,10 @@ def open_policy_sampler(
     digest: str,
     out: Path,
 ) -> PolicySampler:
-    """A sampler of `policy`, which was loaded from `checkpoint`; make it before the engine that trains it. Rank 0 samples."""
+    """Return the sampler of `policy` that policy.backend names; rank 0 samples.
+
+    `policy` was loaded from `checkpoint`. Call this before the engine that trains it is made.
+    """
     settings = params.policy
     if settings.backend == "transformers":
         return InProcessSampler(policy, tokenizer, params, digest)
@@ -55,9 +58,9 @@ def open_policy_sampler(
 
 
 class InProcessSampler:
-    """transformers, in this process.
+    """Sampler with transformers in this process.
 
-    It shares the trained weights, so an update is published by a new version alone. ZeRO 3 shards the weights, so there
+    It shares the trained weights, so publishing an update only changes the version. ZeRO 3 shards the weights, so there
     it holds a copy that each update is copied into.
     """
 
@@ -75,44 +78,41 @@ class InProcessSampler:
 
     def publish(self, engine: Engine, updates: int) -> Sampler:
         if self.model is not self.policy:
-            with engine.whole():
+            with engine.gathered_parameters():
                 self.model.load_state_dict(self.policy.state_dict())
         self.model.eval()
         self.sampler.version = version(self.digest, updates)
         return self.sampler
 
-    def rest(self) -> None:
-        return
+    def sleep(self) -> None:
+        """Do nothing: the weights are those that are trained."""
 
 
 class SyncedSampler:
-    """vLLM: every update's weights are sent to it, from rank 0."""
+    """Sampler with vLLM, to which rank 0 sends every update's weights."""
 
     def __init__(self, policy: PreTrainedModel, sampler: VllmSampler | None, digest: str, out: Path):
         self.policy = policy
         self.sampler = sampler
         self.digest = digest
         self.folder = out / "published"
-        """For the transfer by disk: the newest weights as a checkpoint."""
+        """Checkpoint of the newest weights, for policy.weight_transfer = disk."""
 
     def publish(self, engine: Engine, updates: int) -> Sampler | None:
-        with engine.whole():
+        with engine.gathered_parameters():
             if self.sampler is not None:
                 if self.sampler.settings.weight_transfer == "disk":
                     with atomic_folder(self.folder) as temporary:
                         self.policy.save_pretrained(temporary)
-                self.sampler.push(
-                    list(self.policy.named_parameters()),
-                    version=version(self.digest, updates),
-                    folder=self.folder,
-                )
+                weights = list(self.policy.named_parameters())
+                self.sampler.push(weights, version=version(self.digest, updates), folder=self.folder)
         return self.sampler
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         if self.sampler is not None:
             self.sampler.sleep()
 
 
 def version(digest: str, updates: int) -> str:
-    """Names weights in trajectories: the checkpoint that the stage started from, and the updates since."""
+    """Return the name of weights in trajectories: the stage's first checkpoint and the updates since."""
     return f"{digest[:16]}+{updates}"

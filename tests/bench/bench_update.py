@@ -114,7 +114,7 @@ def main() -> None:
     ppo = params.agentic.model_copy(update={"epochs": 1, "learning_rate": 1e-6})
     ways: dict[str, Callable[[], object]] = {
         f"plain loop, {per_device} rows each": other,
-        "this project": lambda: update_actor(data, engine, ppo, params.engine.tokens_per_microbatch, 0, 100),
+        "this project": lambda: update_actor(data, engine, ppo, 0, 100),
     }
 
     def clock() -> float:

@@ -1,0 +1,185 @@
+"""The training loop of every stage: where a killed stage resumes, when it stops, and what it writes after each step.
+
+A stage builds its engines, calls `resume` on them and then `fit` with a function that trains one step. What a step
+computes depends on the state and the step's number alone, so a resumed stage ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from components.core.files import read_json, write_json
+from components.core.task import dataset_version
+from components.policy.checkpoint import save_checkpoint, verify_checkpoint
+from components.training.checkpointing import load_state, save_state
+from components.training.collapse_detection import Collapsed, SigtermRequest, Terminated
+from components.training.engine import Engine, NotFinite, World
+from components.training.metrics_file import Figures, MetricsFile
+from components.training.stage import CHECKPOINT, RESULT, TASKS, Stage, StageResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KEPT_STATES = 2
+"""States kept on disk: the weights of the newest may prove collapsed once they sample, those before it do not."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a stage trains, at the step where an interrupted run of it left off."""
+
+    stage: Stage
+    engines: Mapping[str, Engine]
+    world: World
+    start: int
+    """Number of steps that are already done."""
+    metrics: MetricsFile
+    kept_states: int
+    rolls_back: bool
+
+    def save(self, steps_done: int) -> None:
+        """Write a resumable state on all ranks, and delete all but the newest `kept_states`."""
+        save_state(
+            self.stage.out,
+            steps_done,
+            self.engines,
+            self.stage.params.engine,
+            self.world,
+            kept=self.kept_states,
+        )
+
+    def load_before(self, steps_done: int) -> None:
+        """Load the newest state of fewer than `steps_done` steps into the engines."""
+        load_state(self.stage.out, self.engines, self.stage.params.engine, self.world, before=steps_done)
+
+
+def resume(
+    stage: Stage, engines: Mapping[str, Engine], *, kept_states: int = KEPT_STATES, rolls_back: bool = False
+) -> TrainState:
+    """Load the newest state of the stage's folder into the engines; without one, training starts at step 0.
+
+    With `rolls_back`, the weights before the first step are saved as well, so that a stage whose policy collapses can
+    go back even to those.
+    """
+    world = next(iter(engines.values())).world
+    start = load_state(stage.out, engines, stage.params.engine, world)
+    metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
+    state = TrainState(stage, engines, world, start, metrics, kept_states, rolls_back)
+    if rolls_back and start == 0:
+        state.save(0)
+    return state
+
+
+@dataclass
+class StepRecord:
+    """Metrics that a running step has gathered so far, with the seconds and tokens per second of its phases."""
+
+    figures: Figures = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    phase_started: float = field(default_factory=time.monotonic)
+
+    def end_phase(self, phase: str, tokens: int = 0) -> None:
+        """Record the seconds since the phase before ended, and the throughput where `tokens` are given."""
+        now = time.monotonic()
+        seconds, self.phase_started = now - self.phase_started, now
+        self.figures[f"seconds_{phase}"] = seconds
+        if tokens:
+            self.figures[f"tokens_per_second_{phase}"] = tokens / seconds
+
+
+def fit(
+    state: TrainState,
+    steps: int,
+    train_step: Callable[[int, StepRecord], None],
+    *,
+    shown: Sequence[str],
+    save_every: int = 1,
+) -> str:
+    """Run the steps that are left, up to `steps`, and return why training stopped early ("" when it did not).
+
+    After each step its metrics are written, the figures named in `shown` go to the progress display, and every
+    `save_every` steps (and after the last one) the state is saved. When a step raises Collapsed or NotFinite, a stage
+    that rolls back ends at the last good weights; any other stage fails with that error. After SIGTERM the running
+    step is finished and saved, then Terminated is raised.
+    """
+    stage = state.stage
+    with SigtermRequest() as sigterm:
+        for step in range(state.start, steps):
+            record, reason = StepRecord(), ""
+            try:
+                train_step(step, record)
+            except (Collapsed, NotFinite) as error:
+                if not state.rolls_back:
+                    raise
+                # The update before may have made weights that only now show: go back beyond it.
+                state.load_before(max(1, step))
+                reason = f"{error} in update {step + 1}; the last good weights were kept"
+            state.metrics.write(step, record.figures | {"seconds": time.monotonic() - record.started})
+            if reason:
+                return reason
+            figures = {name: record.figures[name] for name in shown}
+            stage.progress.update(stage.name, step + 1, steps, **figures)
+            stopping = sigterm.received_by_any(state.world)
+            if stopping or (step + 1) % save_every == 0 or step + 1 == steps:
+                state.save(step + 1)
+            if stopping:
+                raise Terminated(
+                    f"{stage.name}: ended by SIGTERM after update {step + 1} of {steps}, whose state is saved; "
+                    "the same command continues"
+                )
+    return ""
+
+
+def finish(
+    state: TrainState,
+    engine: Engine,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    started: float,
+    figures: Figures,
+    rewards: tuple[float | None, float | None] = (None, None),
+    stopped: str = "",
+    extra: Callable[[], dict[str, dict[str, Tensor]]] = dict,
+) -> StageResult:
+    """Write the checkpoint of `model`, which `engine` trained, and then stage.json; every rank returns the result.
+
+    `started` is the time.monotonic() at which this process began the stage; the seconds of the steps before a resume
+    are added. `rewards` are the means before and after training. `extra` makes the tensors of further files of the
+    checkpoint. `figures` must be equal after a resume (no times): they are part of the checkpoint's manifest.
+    """
+    stage = state.stage
+    figures = {name: value for name, value in figures.items() if math.isfinite(value)}
+    with engine.gathered_parameters():
+        if state.world.rank == 0:
+            manifest = save_checkpoint(
+                stage.out / CHECKPOINT,
+                model,
+                tokenizer,
+                stage=stage.name,
+                parent=verify_checkpoint(stage.actor).digest,
+                dataset=dataset_version(stage.dataset / TASKS),
+                code=stage.code,
+                params=stage.params.model_dump(mode="json", exclude={"home"}),
+                figures=figures,
+                extra=extra(),
+            )
+            earlier_seconds = sum(record["seconds"] or 0.0 for record in state.metrics.records[: state.start])
+            result = StageResult(
+                name=stage.name,
+                checkpoint=CHECKPOINT,
+                digest=manifest.digest,
+                reward_before=rewards[0],
+                reward_after=rewards[1],
+                seconds=earlier_seconds + time.monotonic() - started,
+                figures=figures,
+                stopped=stopped,
+            )
+            write_json(stage.out / RESULT, result.model_dump())
+    state.world.barrier()
+    return StageResult.model_validate(read_json(stage.out / RESULT))

@@ -1,0 +1,64 @@
+"""What each stage requires of the parameters, so that a run is refused before anything is sampled. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from components.core.config import Params, Rejection
+from components.core.errors import UserError
+from components.training.stage import STAGES, StageName
+
+PolicyKind = Literal["scratch", "huggingface"]
+"""A policy that the cold start makes, or a Hugging Face model that is adopted as it is."""
+
+
+def policy_kind(params: Params) -> PolicyKind:
+    return "scratch" if params.policy.source == "scratch" else "huggingface"
+
+
+def replayed_rows(rejection: Rejection) -> int:
+    """Return the number of cold-start demonstrations in a full batch of stage 2."""
+    return round(rejection.batch * rejection.replay_share)
+
+
+def check_ppo(params: Params, kind: PolicyKind) -> None:
+    """Raise UserError unless the sampling backend of stages 1, 2 and 4 can be opened."""
+    if params.policy.backend == "vllm-server" and not params.policy.server:
+        raise UserError(
+            "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
+        )
+
+
+def check_rejection(params: Params, kind: PolicyKind) -> None:
+    """Raise UserError when stage 2 is to replay demonstrations that its policy was never shown."""
+    check_ppo(params, kind)
+    if kind != "scratch" and replayed_rows(params.rejection):
+        raise UserError(
+            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0."
+        )
+
+
+def check_critic(params: Params, kind: PolicyKind) -> None:
+    """Accept all parameters: what stage 3 refuses depends on its trajectories."""
+
+
+CHECKS: Mapping[StageName, Callable[[Params, PolicyKind], None]] = {
+    "warmup": check_ppo,
+    "rejection": check_rejection,
+    "critic": check_critic,
+    "agentic": check_ppo,
+}
+
+
+def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
+    """Raise UserError for the first setting that one of the stages would refuse with this kind of policy."""
+    for stage in stages:
+        CHECKS[stage](params, policy_kind(params))
+    tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
+    if set(stages) == set(STAGES) and max(tasks) < 2 and not params.warmup.solve_rate_share:
+        # Both stages begin with the same task, so stage 3 would get trajectories of that one alone.
+        raise UserError(
+            "warmup.rollouts.tasks: stages 1 and 2 sample a single task, and stage 3 cannot hold one out; "
+            "raise it to 2 or more."
+        )
