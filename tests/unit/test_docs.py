@@ -15,7 +15,7 @@ import typer
 from components.cli.main import app
 from components.core.config import KNOWN, PROJECT, resolve
 
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 IDS = [page.relative_to(PROJECT).as_posix() for page in PAGES]
 CODE = re.compile(r"```(?:\w*)\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 ROOTS = {path.name for path in PROJECT.iterdir()} - {".git", ".venv"}
