@@ -25,7 +25,7 @@ from components.core.files import (
     write_json,
 )
 from components.evaluation.exploits import try_exploits
-from components.evaluation.report import collect, write_report
+from components.evaluation.report import load_report_data, write_report
 from components.registry import gate_runner, gates, models
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
@@ -182,7 +182,7 @@ def write_night_report(
     if decision is not None:
         meta |= {"verdict": decision.verdict, "reasons": list(decision.reasons)}
         rows = [gate.model_dump() for gate in decision.gates]
-    data = collect(
+    data = load_report_data(
         context.dataset_folder,
         stages,
         night.home / before["results"],

@@ -1,8 +1,8 @@
-"""Why run B beat run A: what differed in data, code and parameters, which tasks changed hands, and whether that is chance.
+"""Comparison of two runs or evaluations: what differs in data, code, parameters and tasks, and whether it is chance.
 
-Both sides are paired by task. Yes-or-no outcomes are compared by McNemar's exact test: only the tasks on which the sides
-differ count, and under chance each falls to either side like a coin. Speed-ups are compared by a sign-flip permutation
-test on the log ratios of the tasks that both solved, exact up to 16 of them, sampled above. Neither assumes a shape.
+Both sides are paired by task. Yes-or-no outcomes are compared by McNemar's exact test, speed-ups by a sign-flip
+permutation test on the log ratios of the tasks that both solved: exact up to `EXACT_UP_TO` tasks, sampled above.
+Neither assumes a distribution.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from components.core.records import FrozenModel
 from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
 
-RUN_FILE, SETTINGS = "run.json", "settings.json"
+RUN_FILE, SETTINGS, PLAN = "run.json", "settings.json", "plan.json"
 SIGNIFICANT = 0.05
 EXACT_UP_TO = 16
-FLIPS = 20_000
+SAMPLED_FLIPS = 20_000
 
 
 class Side(FrozenModel):
-    """One run or evaluation: its figures by task, and what it was made of (empty where it was not written down)."""
+    """One run or evaluation: its results by task, and what it was made from as far as it was recorded."""
 
     name: str
     evaluation: Evaluation
     params: dict[str, Any] = Field(default_factory=dict)
-    """By dotted key."""
+    """Value by dotted key."""
     dataset: str = ""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Digest of every source file."""
+    """Digest by source file."""
 
 
 class PairedTest(FrozenModel):
-    """A paired test. `better` and `worse` are tasks on which B did better or worse than A."""
+    """A paired test; `better` and `worse` count the tasks on which the second side did better or worse."""
 
     name: str
     tasks: int
@@ -67,55 +67,52 @@ class TaskChange(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """How `second` differs from `first`."""
+    """How `second` differs from `first`; what is equal is left out of `dataset`, `code`, `params` and `changed`.
+
+    `unknown` names what a side did not record. `changes` are paired differences, second minus first (ratios for
+    geometric means), with 95 % intervals.
+    """
 
     first: str
     second: str
     dataset: tuple[str, str] | None
-    """Both versions where they differ."""
     code: tuple[str, ...]
-    """Source files that differ."""
     params: dict[str, tuple[Any, Any]]
-    """Dotted key -> both values, where they differ; None where one side lacks it."""
     unknown: tuple[str, ...]
-    """What could not be compared since a side did not write it down."""
     tasks: int
-    """Tasks that both evaluated."""
     changes: dict[str, Change]
-    """Second minus first, paired (geomeans: the ratio), with 95 % intervals."""
     tests: tuple[PairedTest, ...]
     changed: tuple[TaskChange, ...]
 
 
 def open_side(home: Path, name: str) -> Side:
-    """A run of `home` by the beginning of its id, or the folder of an evaluation; UserError when there is none, or two."""
-    folder = Path(name)
-    if (folder / RESULTS).is_file():
-        return Side(name=name, evaluation=load_evaluation(folder), params=_plan(folder))
-    beginning = f"{glob.escape(name)}*" if name and "/" not in name else ""
-    found = (
-        sorted(path for path in (home / "runs").glob(beginning) if (path / RUN_FILE).is_file())
-        if beginning
-        else []
-    )
-    found += (
-        sorted(path for path in (home / "evaluations").glob(beginning) if (path / RESULTS).is_file())
-        if beginning and not found
-        else []
-    )
-    if len(found) != 1:
-        what = f"{len(found)} begin with it" if found else "there is no such finished run or evaluation"
+    """Load a run or evaluation by the beginning of its id, or an evaluation by its folder.
+
+    Raises UserError when `home` has none with this name, or several.
+    """
+    if (Path(name) / RESULTS).is_file():
+        return _evaluation_side(name, Path(name))
+    folders: list[Path] = []
+    if name and "/" not in name:
+        pattern = f"{glob.escape(name)}*"
+        folders = sorted(file.parent for file in (home / "runs").glob(f"{pattern}/{RUN_FILE}")) or sorted(
+            file.parent for file in (home / "evaluations").glob(f"{pattern}/{RESULTS}")
+        )
+    if len(folders) != 1:
+        what = f"{len(folders)} begin with it" if folders else "there is no such finished run or evaluation"
         raise UserError(f"{name}: {what} in {home}; give more of its id, or the folder of an evaluation.")
-    if found[0].parent.name == "evaluations":
-        return Side(name=found[0].name, evaluation=load_evaluation(found[0]), params=_plan(found[0]))
-    record = read_record(found[0] / RUN_FILE)
+    folder = folders[0]
+    if folder.parent.name == "evaluations":
+        return _evaluation_side(folder.name, folder)
+    record = read_record(folder / RUN_FILE)
     if "results" not in record["evaluation"]:
         raise UserError(
-            f"{found[0] / RUN_FILE}: evaluation.results is missing, the run is of an older release; give the folder of its evaluation."
+            f"{folder / RUN_FILE}: evaluation.results is missing, the run is of an older release; "
+            "give the folder of its evaluation."
         )
-    settings: dict[str, Any] = read_json(found[0] / SETTINGS) if (found[0] / SETTINGS).is_file() else {}
+    settings = _read_if_there(folder / SETTINGS)
     return Side(
-        name=found[0].name,
+        name=folder.name,
         evaluation=load_evaluation(home / record["evaluation"]["results"]),
         params=_flat(settings.get("params", {})),
         dataset=record["dataset"]["version"],
@@ -123,73 +120,75 @@ def open_side(home: Path, name: str) -> Side:
     )
 
 
-def _plan(folder: Path) -> dict[str, Any]:
-    """An evaluation's own parameters, as its plan names them."""
-    plan: dict[str, Any] = read_json(folder / "plan.json") if (folder / "plan.json").is_file() else {}
-    return _flat({key: value for key, value in plan.items() if key != "epoch"})
+def _evaluation_side(name: str, folder: Path) -> Side:
+    plan = _read_if_there(folder / PLAN)
+    plan.pop("epoch", None)
+    return Side(name=name, evaluation=load_evaluation(folder), params=_flat(plan))
+
+
+def _read_if_there(file: Path) -> dict[str, Any]:
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {
-            key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{prefix}{name}.").items()
-        }
-    return {prefix.removesuffix("."): value}
+    """Return the leaves of nested mappings by dotted key."""
+    if not isinstance(value, Mapping):
+        return {prefix.removesuffix("."): value}
+    return {
+        key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{prefix}{name}.").items()
+    }
 
 
 def compare(first: Side, second: Side) -> Comparison:
-    """How `second` differs from `first`; UserError when they have no task in common."""
-    before = {row.task_id: row for row in first.evaluation.tasks}
-    pairs = [(before[row.task_id], row) for row in second.evaluation.tasks if row.task_id in before]
+    """Compare two sides; raises UserError when they have no task in common."""
+    earlier = {row.task_id: row for row in first.evaluation.tasks}
+    pairs = [(earlier[row.task_id], row) for row in second.evaluation.tasks if row.task_id in earlier]
     if not pairs:
         raise UserError(
-            f"{second.name}: has no task in common with {first.name}; evaluate both on one suite with cuda-agent evaluate."
+            f"{second.name}: has no task in common with {first.name}; "
+            "evaluate both on one suite with cuda-agent evaluate."
         )
-    names = sorted(set(first.params) | set(second.params)) if first.params and second.params else []
-    sources = sorted(set(first.sources) | set(second.sources)) if first.sources and second.sources else []
-    known = {
+    recorded = {
         "parameters": first.params and second.params,
         "code": first.sources and second.sources,
         "data": first.dataset and second.dataset,
     }
-    different = bool(first.dataset and second.dataset) and first.dataset != second.dataset
+    other_data = recorded["data"] and first.dataset != second.dataset
     return Comparison(
         first=first.name,
         second=second.name,
-        dataset=(first.dataset, second.dataset) if different else None,
-        code=tuple(name for name in sources if first.sources.get(name) != second.sources.get(name)),
-        params={
-            name: (first.params.get(name), second.params.get(name))
-            for name in names
-            if first.params.get(name) != second.params.get(name)
-        },
-        unknown=tuple(name for name, there in known.items() if not there),
+        dataset=(first.dataset, second.dataset) if other_data else None,
+        code=tuple(_differences(first.sources, second.sources)),
+        params=_differences(first.params, second.params),
+        unknown=tuple(name for name, present in recorded.items() if not present),
         tasks=len(pairs),
         changes=changes([a for a, _ in pairs], [b for _, b in pairs]),
         tests=paired_tests(pairs),
-        changed=tuple(found for a, b in pairs if (found := _changed(a, b)) is not None),
+        changed=tuple(change for a, b in pairs if (change := _changed(a, b)) is not None),
     )
 
 
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return both values by each key whose values differ; nothing when a side was not recorded."""
+    keys = sorted(first.keys() | second.keys()) if first and second else []
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+
+
 def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[PairedTest, ...]:
-    """Paired tests of every outcome over (first, second) results of the same task. Tasks that the judge failed on are left out."""
+    """Test every outcome over (first, second) results of the same tasks, without those that the judge failed on."""
     pairs = [(a, b) for a, b in pairs if not a.error and not b.error]
-    found = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
+    tests = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
     for baseline in BASELINES:
-        fast = [((a.ratio(baseline) or 0) > 1, (b.ratio(baseline) or 0) > 1) for a, b in pairs]
-        found.append(_mcnemar(f"faster than {baseline}", fast))
         ratios = [(a.ratio(baseline), b.ratio(baseline)) for a, b in pairs]
-        found.append(
-            _sign_flip(
-                f"speed-up against {baseline}",
-                [math.log(y / x) for x, y in ratios if x is not None and y is not None],
-            )
-        )
-    return tuple(found)
+        faster = [((x or 0) > 1, (y or 0) > 1) for x, y in ratios]
+        differences = [math.log(y / x) for x, y in ratios if x is not None and y is not None]
+        tests.append(_mcnemar(f"faster than {baseline}", faster))
+        tests.append(_sign_flip(f"speed-up against {baseline}", differences))
+    return tuple(tests)
 
 
 def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
-    """Exact, two-sided: the binomial tail of the discordant pairs, doubled."""
+    """McNemar's exact two-sided test: twice the binomial tail of the discordant pairs."""
     better = sum(b and not a for a, b in outcomes)
     worse = sum(a and not b for a, b in outcomes)
     n = better + worse
@@ -198,36 +197,41 @@ def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
 
 
 def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
-    """Two-sided permutation test of the mean difference: under chance each difference could as well have the other sign."""
-    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    """Two-sided permutation test of the mean: by chance, each difference is as likely to have the other sign.
+
+    `scipy.stats.permutation_test` refuses fewer than two differences.
+    """
     values = np.asarray(differences, dtype=float)
     n = len(values)
     if n <= EXACT_UP_TO:
         signs = np.array(list(product((1.0, -1.0), repeat=n))).reshape(2**n, n)
     else:
-        drawn = np.random.default_rng(0).choice((1.0, -1.0), size=(FLIPS, n))
-        # The observed order is one of the possible ones, so a p-value is never 0.
-        signs = np.vstack([np.ones((1, n)), drawn])
+        flips = np.random.default_rng(0).choice((1.0, -1.0), size=(SAMPLED_FLIPS, n))
+        # The observed signs are one of the possible outcomes, so a p-value is never 0.
+        signs = np.vstack([np.ones((1, n)), flips])
     sums = np.abs(signs @ values)
-    return PairedTest(
-        name=name, tasks=n, better=better, worse=worse, p_value=float(np.mean(sums >= sums[0] - 1e-12))
-    )
+    p_value = float(np.mean(sums >= sums[0] - 1e-12))
+    better, worse = int(np.sum(values > 0)), int(np.sum(values < 0))
+    return PairedTest(name=name, tasks=n, better=better, worse=worse, p_value=p_value)
 
 
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
-    """Whether B won or lost the task against A: by solving it, or by more than the margin of speed against eager."""
+    """Return the change of a task that B alone solved or failed, or solved faster or slower by more than the margin."""
     if a.error or b.error:
         return None
-    kind: Literal["won", "lost"] | None = None
     x, y = a.ratio("eager"), b.ratio("eager")
     if a.correct != b.correct:
-        kind = "won" if b.correct else "lost"
+        won = b.correct
     elif x is not None and y is not None and not 1 / MARGIN <= y / x <= MARGIN:
-        kind = "won" if y > x else "lost"
-    if kind is None:
+        won = y > x
+    else:
         return None
     return TaskChange(
-        task_id=b.task_id, name=b.name or " ".join(b.ops), kind=kind, before=_outcome(a), after=_outcome(b)
+        task_id=b.task_id,
+        name=b.name or " ".join(b.ops),
+        kind="won" if won else "lost",
+        before=_outcome(a),
+        after=_outcome(b),
     )
 
 

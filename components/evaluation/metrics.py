@@ -21,7 +21,8 @@ from components.agent.reward import MARGIN, milestone
 from components.core.records import FrozenModel
 from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict
 
-BASELINES: tuple[Literal["eager", "compile"], ...] = ("eager", "compile")
+Baseline = Literal["eager", "compile"]
+BASELINES: tuple[Baseline, ...] = ("eager", "compile")
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 RESAMPLES = 2000
 COVERAGE = 0.95
@@ -77,7 +78,7 @@ class TaskResult(FrozenModel):
         """The judge's own fault: neither a pass nor a miss."""
         return self.status == "infrastructure"
 
-    def ratio(self, baseline: Literal["eager", "compile"]) -> float | None:
+    def ratio(self, baseline: Baseline) -> float | None:
         """The measured speed-up of a correct solution; None where there is none."""
         ratio: Ratio | None = self.speedup.eager if baseline == "eager" else self.speedup.compile
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:

@@ -1,8 +1,8 @@
-"""The report: one HTML file that says whether the new policy was promoted and shows everything that it rests on.
+"""The report: one HTML file with the decision on the new policy and all figures that it rests on.
 
-The file needs nothing else: styles, pictures (inline SVG) and the few lines that sort the table are inside, and its own
-content policy forbids everything but them. Kernel sources and task names are untrusted text: the template escapes all
-of it, and only the charts' own markup passes through.
+The file is self-contained: styles, charts (inline SVG) and the script that sorts its tables are inside, and its content
+security policy forbids everything else. Kernel sources and task names are untrusted text: the template escapes them, and
+only the markup of the charts is passed through.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 import math
-import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,7 @@ from components.evaluation.charts import (
     stacked_shares,
     whisker,
 )
-from components.evaluation.metrics import Change, Interval, TaskResult, changes
+from components.evaluation.metrics import SHARES, Baseline, Change, Interval, TaskResult, changes
 from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.tables import figure_of
 from components.judge.verdict import Ratio
@@ -55,10 +54,12 @@ MILESTONES = {
     2: ("faster than eager", "m2"),
     3: ("faster than both", "m3"),
 }
+"""Label and colour by milestone."""
+BASELINE_TITLES: dict[Baseline, str] = {"eager": "against eager", "compile": "against torch.compile"}
 
 
-class Stage(FrozenModel):
-    """One training stage: its steps' figures in order (metrics.jsonl) and its result (stage.json)."""
+class StageFigures(FrozenModel):
+    """Figures of one training stage: those of its steps in order (metrics.jsonl), and its result (stage.json)."""
 
     name: str
     steps: tuple[dict[str, Any], ...] = ()
@@ -66,23 +67,23 @@ class Stage(FrozenModel):
 
 
 class ReportData(FrozenModel):
-    """Everything that the report shows. `collect` fills it from the files of a run."""
+    """Everything that the report shows.
+
+    `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused or waiting), reasons
+    (texts), model (name and version) and environment. `dataset` is the data set's metrics.json. `gates` are rows of name,
+    value, low, high, threshold, passed. `cost` is device-seconds by what they were spent on.
+    """
 
     meta: dict[str, Any]
-    """run_id, profile, device, created (text); verdict (promoted | refused | waiting), reasons (texts); model {name,
-    version}; environment, cost, commands (each a mapping of text to text or number). All optional."""
     dataset: dict[str, Any]
-    """The data set's own figures (metrics.json): version, candidates, surplus, rejected {reason: count}, admitted, train, held_out."""
-    stages: tuple[Stage, ...]
+    stages: tuple[StageFigures, ...]
     before: Evaluation | None
     after: Evaluation
     gates: tuple[dict[str, Any], ...]
-    """Rows of name, value, low, high, threshold, passed."""
     cost: dict[str, float] = Field(default_factory=dict)
-    """Device-seconds by what they went into."""
 
 
-def collect(
+def load_report_data(
     dataset: Path,
     stages: dict[str, Path],
     before: Path | None,
@@ -90,48 +91,46 @@ def collect(
     gates: list[dict[str, Any]],
     meta: dict[str, Any],
 ) -> ReportData:
-    """Read the files of a run: `dataset` and `stages` are folders, `before` and `after` results.json or their folders.
+    """Read the files of a run: the folders `dataset` and `stages`, and the evaluations `before` and `after`.
 
-    A data set or a stage without figures leaves its picture out; a missing evaluation is UserError.
+    A data set or a stage without figures leaves its chart out. Raises UserError when an evaluation is missing.
     """
-    figures = dataset / "metrics.json"
-    read = tuple(_stage(name, folder) for name, folder in stages.items())
-    spent = {
+    metrics = dataset / "metrics.json"
+    loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
+    cost = {
         stage.name: float(stage.result["seconds"])
-        for stage in read
-        if isinstance(stage.result.get("seconds"), int | float)
+        for stage in loaded
+        if _is_finite(stage.result.get("seconds"))
     }
     for name, results in (("before", before), ("after", after)):
-        spent |= {
-            f"evaluation {name}, {what}": seconds
-            for what, seconds in (tables.cost(results) if results is not None else {}).items()
-        }
+        if results is not None:
+            cost |= {f"evaluation {name}, {item}": spent for item, spent in tables.cost(results).items()}
     return ReportData(
         meta=meta,
-        dataset=read_json(figures) if figures.is_file() else {},
-        stages=read,
-        cost=spent,
+        dataset=read_json(metrics) if metrics.is_file() else {},
+        stages=loaded,
+        cost=cost,
         before=load_evaluation(before) if before is not None else None,
         after=load_evaluation(after),
         gates=tuple(gates),
     )
 
 
-def _stage(name: str, folder: Path) -> Stage:
-    lines, result = folder / "metrics.jsonl", folder / "stage.json"
+def _load_stage(name: str, folder: Path) -> StageFigures:
+    metrics, result = folder / "metrics.jsonl", folder / "stage.json"
     try:
-        steps = (
-            tuple(json.loads(line) for line in lines.read_text().splitlines() if line)
-            if lines.is_file()
-            else ()
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        return StageFigures(
+            name=name,
+            steps=tuple(json.loads(line) for line in lines if line),
+            result=read_json(result) if result.is_file() else {},
         )
-        return Stage(name=name, steps=steps, result=read_json(result) if result.is_file() else {})
     except ValueError as error:
         raise UserError(f"{folder}: its figures are damaged ({error}); run the stage again.") from error
 
 
 def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
-    """The report of a single evaluation, beside its results; its path."""
+    """Write the report of a single evaluation beside its results and return its path."""
     data = ReportData(
         meta={"title": "evaluation", "device": evaluation.device},
         dataset={},
@@ -139,51 +138,41 @@ def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
         before=None,
         after=evaluation,
         gates=(),
-        cost={f"evaluation, {what}": seconds for what, seconds in tables.cost(folder).items()},
+        cost={f"evaluation, {item}": seconds for item, seconds in tables.cost(folder).items()},
     )
     write_report(folder / "report.html", data)
     return folder / "report.html"
 
 
 def write_report(path: Path, data: ReportData) -> None:
-    """Write the report as one self-contained HTML file, and its figures beside it as JSON; each in one step."""
+    """Write the report as one self-contained HTML file, and its figures beside it as JSON, each atomically."""
     script = SCRIPT.read_text()
-    environment = tables.environment(data.after.tasks) | dict(data.meta.get("environment", {}))
-    figures = tables.as_json(
-        data.before,
-        data.after,
-        data.cost,
-        environment,
-        list(data.gates),
-        {k: v for k, v in data.meta.items() if k != "environment"},
-    )
-    write_json(path.with_suffix(".json"), figures)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = data.before, data.after
-    atomic_write(
-        path,
-        _template().render(
-            data=data,
-            meta=data.meta,
-            figures=_headline(before, after),
-            table_one=[_table_row(row) for row in tables.table_one(before, after)],
-            sound=_sound(after),
-            gates=[_gate(gate) for gate in data.gates],
-            funnel=_funnel(data.dataset),
-            curves=[chart for stage in data.stages if (chart := _curves(stage)) is not None],
-            stage_table=_stage_table(data.stages),
-            distributions=_distributions(before, after),
-            fast_p=_fast_p(before, after),
-            rows=_task_rows(before, after.tasks),
-            best=_task_rows(before, tables.best(after.tasks)),
-            worst=_task_rows(before, tables.worst(after.tasks)),
-            degenerate=_task_rows(before, [row for row in after.tasks if row.degenerate]),
-            environment=environment,
-            cost=data.cost | ({"together": sum(data.cost.values())} if len(data.cost) > 1 else {}),
-            script=Markup(script),
-            script_digest=digest,
-        ),
+    environment = tables.environment(after.tasks) | dict(data.meta.get("environment", {}))
+    meta = {key: value for key, value in data.meta.items() if key != "environment"}
+    figures = tables.as_json(before, after, data.cost, environment, list(data.gates), meta)
+    write_json(path.with_suffix(".json"), figures)
+    text = _template().render(
+        data=data,
+        meta=data.meta,
+        cards=_cards(before, after),
+        table_one=tables.table_one(before, after),
+        sound=tables.without_degenerate(after.tasks),
+        gates=[_gate(gate) for gate in data.gates],
+        funnel=_funnel(data.dataset),
+        curves=[chart for stage in data.stages if (chart := _curves(stage)) is not None],
+        distributions=_distributions(before, after),
+        fast_p=_fast_p(before, after),
+        rows=_task_rows(before, after.tasks),
+        best=_task_rows(before, tables.best(after.tasks)),
+        worst=_task_rows(before, tables.worst(after.tasks)),
+        degenerate=_task_rows(before, [row for row in after.tasks if row.degenerate]),
+        environment=environment,
+        cost=data.cost | ({"together": sum(data.cost.values())} if len(data.cost) > 1 else {}),
+        script=Markup(script),
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+    atomic_write(path, text)
 
 
 @cache
@@ -191,12 +180,13 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["pretty"] = pretty
+    environment.filters |= {"pretty": pretty, "figure": figure, "interval": interval}
+    environment.globals |= {"HEADLINE": HEADLINE, "FIGURES": tables.FIGURES, "figure_of": figure_of}
     return environment.from_string(TEMPLATE.read_text())
 
 
 def pretty(value: Any) -> str:
-    """A value for people: four significant digits, no braces; a dash where there is none."""
+    """Format a value with four significant digits and without braces; a dash stands for none."""
     match value:
         case None | "":
             return "–"
@@ -212,121 +202,88 @@ def pretty(value: Any) -> str:
             return str(value)
 
 
-def figure(name: str, value: float | None) -> str:
-    """A figure in its own unit: shares as per cent, ratios with a times sign, rewards plain."""
+def figure(value: float | None, name: str) -> str:
+    """Format a figure by its name: rates as per cent, geometric means with a times sign, rewards plain."""
     if value is None or not math.isfinite(value):
         return "–"
-    bare = name.removeprefix("change.")
-    if bare.startswith("geomean"):
+    name = name.removeprefix("change.")
+    if name.startswith("geomean"):
         return f"{value:.2f}×"
-    if bare.startswith(("pass_rate", "faster_rate", "beyond_margin", "fast_p")):
+    if name.startswith(SHARES):
         return f"{value:.0%}" if abs(value) in (0, 1) else f"{value:.1%}"
     return f"{value:.2f}"
 
 
-def _interval(name: str, interval: Interval | Change | None) -> str:
-    if interval is None or interval.low is None or interval.high is None:
+def interval(bounds: Interval | Change | None, name: str) -> str:
+    """Format the interval of a figure; empty when there is none."""
+    if bounds is None or bounds.low is None or bounds.high is None:
         return ""
-    return f"{figure(name, interval.low)} to {figure(name, interval.high)}"
+    return f"{figure(bounds.low, name)} to {figure(bounds.high, name)}"
 
 
-def _headline(before: Evaluation | None, after: Evaluation) -> list[dict[str, Any]]:
+def _cards(before: Evaluation | None, after: Evaluation) -> list[dict[str, str]]:
+    """Return the headline figures, each with its paired change where there is an evaluation to compare with."""
     paired = changes(before.tasks, after.tasks) if before is not None else {}
     cards = []
     for name, title in HEADLINE:
-        now, change = figure_of(after.overall, name), paired.get(name)
-        neutral = 1.0 if name.startswith("geomean") else 0.0
-        direction = ""
-        if change is not None and change.low is not None and change.high is not None:
-            direction = "up" if change.low > neutral else "down" if change.high < neutral else "same"
-        cards.append(
-            {
-                "title": title,
-                "value": figure(name, now),
-                "interval": _interval(name, after.overall.intervals.get(name)),
-                "before": figure(name, figure_of(before.overall, name)) if before is not None else "",
-                "change": _signed(name, change.value) if change is not None else "",
-                "change_interval": f"{_signed(name, change.low)} to {_signed(name, change.high)}"
-                if direction and change is not None
-                else "",
-                "direction": direction,
-                "over": f"over {figure_of(after.overall, name.replace('geomean', 'geomean_over'))} measured solutions"
-                if name.startswith("geomean")
-                else "",
-            }
-        )
+        card = dict.fromkeys(("before", "change", "change_interval", "direction", "over"), "") | {
+            "title": title,
+            "value": figure(figure_of(after.overall, name), name),
+            "interval": interval(after.overall.intervals.get(name), name),
+        }
+        if before is not None:
+            change = paired[name]
+            card["before"] = figure(figure_of(before.overall, name), name)
+            card["change"] = _signed(name, change.value)
+            if change.low is not None and change.high is not None:
+                neutral = 1.0 if name.startswith("geomean") else 0.0
+                card["change_interval"] = f"{_signed(name, change.low)} to {_signed(name, change.high)}"
+                card["direction"] = (
+                    "up" if change.low > neutral else "down" if change.high < neutral else "same"
+                )
+        if name.startswith("geomean"):
+            count = figure_of(after.overall, name.replace("geomean", "geomean_over"))
+            card["over"] = f"over {count} measured solutions"
+        cards.append(card)
     return cards
 
 
 def _signed(name: str, value: float | None) -> str:
-    """A change: a difference with its sign (points for shares), or a factor for geometric means."""
+    """Format a change: signed points for rates, a signed number for rewards, a factor for geometric means."""
     if value is None:
         return "–"
     if name.startswith("geomean"):
         return f"×{value:.2f}"
-    return f"{100 * value:+.1f} points" if not name.startswith("mean_reward") else f"{value:+.2f}"
-
-
-SETS = {"overall": "whole suite"}
-
-
-def _table_row(row: tables.Row) -> dict[str, Any]:
-    cells = [
-        (figure(name, row.figures[name]), _interval(name, row.intervals.get(name))) for name in tables.FIGURES
-    ]
-    errors = "–" if row.errors is None else row.errors
-    return {
-        "set": SETS.get(row.set, f"level {row.set}"),
-        "model": row.model,
-        "tasks": row.tasks,
-        "errors": errors,
-        "cells": cells,
-        "note": row.note,
-    }
-
-
-def _sound(after: Evaluation) -> dict[str, Any] | None:
-    """The figures without the degenerate tasks; None when there are none of them."""
-    summary = tables.without_degenerate(after.tasks)
-    if summary is None:
-        return None
-    cells = [f"{title} {figure(name, figure_of(summary, name))}" for name, title in HEADLINE]
-    return {"tasks": summary.tasks, "text": ", ".join(cells)}
+    return f"{value:+.2f}" if name.startswith("mean_reward") else f"{100 * value:+.1f} points"
 
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    # A floor is held by the interval's lower end (registry/gates.py), a change by the figure itself.
+    # A floor applies to the interval's lower end (registry/gates.py), a change to the figure itself.
     decisive = gate["low"] if gate.get("low") is not None and not name.startswith("change.") else value
-    short = (
-        threshold - decisive
-        if decisive is not None and threshold is not None and not gate.get("passed")
-        else None
-    )
+    missing = None if decisive is None or threshold is None or gate.get("passed") else threshold - decisive
     return {
         "name": name.replace("_", " ").replace(".", " · "),
-        "value": figure(name, value),
-        "interval": _interval(name, Interval(low=gate.get("low"), high=gate.get("high"))),
-        "threshold": figure(name, threshold),
+        "value": figure(value, name),
+        "interval": interval(Interval(low=gate.get("low"), high=gate.get("high")), name),
+        "threshold": figure(threshold, name),
         "passed": bool(gate.get("passed")),
-        "short": figure(name, short) if short is not None else "",
+        "short": figure(missing, name) if missing is not None else "",
         "note": gate.get("note", ""),
     }
 
 
 def _funnel(dataset: dict[str, Any]) -> Markup:
-    """Candidates, what took them out, and what was admitted."""
-    rejected = dataset.get("rejected") or {}
-    rows = [("candidates", dataset.get("candidates"), "muted")]
-    rows += [
-        (f"− {str(reason).replace('_', ' ')}", count, "bad")
-        for reason, count in sorted(rejected.items(), key=lambda item: -item[1])
-    ]
-    rows += [
+    """Draw the number of candidates, the rejected ones by reason, and the admitted ones."""
+    rejected = sorted((dataset.get("rejected") or {}).items(), key=lambda item: -item[1])
+    rows = [
+        ("candidates", dataset.get("candidates"), "muted"),
+        *((f"− {str(reason).replace('_', ' ')}", count, "bad") for reason, count in rejected),
         ("− not needed any more", dataset.get("surplus") or None, "muted"),
         ("admitted", dataset.get("admitted"), "good"),
+        ("for training", dataset.get("train"), "after"),
+        ("held out", dataset.get("held_out"), "after"),
     ]
-    rows += [("for training", dataset.get("train"), "after"), ("held out", dataset.get("held_out"), "after")]
     return bar_list(
         [
             (label, float(value), f"{value:,}", colour)
@@ -336,124 +293,83 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
     )
 
 
-MILESTONE_KEY = re.compile(r"m(?:ilestones?)?[_.](-1|1|2|3)")
 CURVES = {
     "reward": "mean reward",
     "explained_variance_held_out": "explained variance, held out",
     "loss": "loss",
 }
-"""What a stage's curve shows: the first of these that it logged."""
+"""Title of a stage's curve by metric; the first metric that the stage logged is drawn."""
 
 
-def _curves(stage: Stage) -> dict[str, Any] | None:
-    """The stage's curve (reward where it samples, loss otherwise) and its milestone shares; None when it logged neither."""
-    steps = [_flat(step) for step in stage.steps]
-    key = next((key for key in CURVES if any(_finite(step.get(key)) for step in steps)), None)
+def _curves(stage: StageFigures) -> dict[str, Any] | None:
+    """Draw a stage's curve and its milestone shares; None when it logged none of `CURVES`."""
+    key = next((key for key in CURVES if any(_is_finite(step.get(key)) for step in stage.steps)), None)
     if key is None:
         return None
-    points = [
-        (float(step.get("step", index)), float(step[key]))
-        for index, step in enumerate(steps)
-        if _finite(step.get(key))
-    ]
+    xs, (ys,) = _points(stage.steps, [key])
+    line = Series(label=CURVES[key], colour="after", xs=xs, ys=ys)
     y_range = (-1.05, 3.05) if "reward" in key else None
-    line = Series(label=CURVES[key], colour="after", xs=[x for x, _ in points], ys=[y for _, y in points])
-    names = {int(found[1]): name for name in steps[0] if (found := MILESTONE_KEY.fullmatch(name))}
     shares = Markup("")
-    if set(names) == set(MILESTONES):
-        counted = [step for step in steps if all(_finite(step.get(name)) for name in names.values())]
-        totals = [sum(float(step[name]) for name in names.values()) or 1.0 for step in counted]
-        values = {
-            m: [float(step[names[m]]) / total for step, total in zip(counted, totals, strict=True)]
-            for m in MILESTONES
+    names = [f"m_{milestone}" for milestone in MILESTONES]
+    if all(name in stage.steps[0] for name in names):
+        xs, columns = _points(stage.steps, names)
+        totals = [sum(column) or 1.0 for column in zip(*columns, strict=True)]
+        areas = {
+            label: (colour, [value / total for value, total in zip(column, totals, strict=True)])
+            for (label, colour), column in zip(MILESTONES.values(), columns, strict=True)
         }
-        xs = [float(step.get("step", index)) for index, step in enumerate(counted)]
-        shares = stacked_shares(
-            xs, {MILESTONES[m][0]: (MILESTONES[m][1], values[m]) for m in MILESTONES}, x_label="step"
-        )
-    return {
-        "name": stage.name,
-        "curve": line_chart([line], x_label="step", y_label=CURVES[key], y_range=y_range, whole_x=True),
-        "shares": shares,
-    }
+        shares = stacked_shares(xs, areas, x_label="step")
+    curve = line_chart([line], x_label="step", y_label=CURVES[key], y_range=y_range, whole_x=True)
+    return {"name": stage.name, "curve": curve, "shares": shares}
 
 
-def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in step.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _points(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[list[float], list[list[float]]]:
+    """Return the number of each step that has all the metrics `names`, and the values by metric."""
+    used = [
+        (float(step.get("step", index)), step)
+        for index, step in enumerate(steps)
+        if all(_is_finite(step.get(name)) for name in names)
+    ]
+    return [x for x, _ in used], [[float(step[name]) for _, step in used] for name in names]
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _stage_table(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": stage.name,
-            "steps": len(stage.steps),
-            "before": pretty(stage.result.get("reward_before")),
-            "after": pretty(stage.result.get("reward_after")),
-            "seconds": pretty(stage.result.get("seconds")),
-            "stopped": pretty(stage.result.get("stopped")),
-        }
-        for stage in stages
-    ]
+def _evaluations(before: Evaluation | None, after: Evaluation) -> list[tuple[str, str, Evaluation]]:
+    """Return label, colour and evaluation of each side that a chart shows."""
+    earlier = [("before training", "before", before)] if before is not None else []
+    return [*earlier, ("after training", "after", after)]
 
 
 def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Markup]]:
     charts = []
-    for baseline, title in (("eager", "against eager"), ("compile", "against torch.compile")):
-        groups = [("before training", "before", before), ("after training", "after", after)]
-        found = [
-            (
-                label,
-                colour,
-                [
-                    r
-                    for row in evaluation.tasks
-                    if (r := row.ratio("eager" if baseline == "eager" else "compile")) is not None
-                ],
-            )
-            for label, colour, evaluation in groups
-            if evaluation is not None
+    for baseline, title in BASELINE_TITLES.items():
+        groups = [
+            (label, colour, [r for row in side.tasks if (r := row.ratio(baseline)) is not None])
+            for label, colour, side in _evaluations(before, after)
         ]
-        charts.append((title, speedup_histogram(found, x_label=f"speed-up {title}")))
+        charts.append((title, speedup_histogram(groups, x_label=f"speed-up {title}")))
     return charts
 
 
 def _fast_p(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Markup]]:
     charts = []
-    for baseline, title in (("eager", "against eager"), ("compile", "against torch.compile")):
+    for baseline, title in BASELINE_TITLES.items():
         lines = []
-        for label, colour, evaluation in (
-            ("before training", "before", before),
-            ("after training", "after", after),
-        ):
-            if evaluation is None:
-                continue
-            curve = evaluation.overall.fast_p
-            values = curve.eager if baseline == "eager" else curve.compile
-            intervals = [evaluation.overall.intervals[f"fast_p.{baseline}.{p:g}"] for p in curve.p]
+        for label, colour, side in _evaluations(before, after):
+            curve = side.overall.fast_p
+            values: tuple[float, ...] = getattr(curve, baseline)
+            intervals = [side.overall.intervals[f"fast_p.{baseline}.{p:g}"] for p in curve.p]
             band = [
                 (i.low if i.low is not None else v, i.high if i.high is not None else v)
                 for i, v in zip(intervals, values, strict=True)
             ]
-            lines.append(
-                Series(
-                    label=label,
-                    colour=colour,
-                    xs=curve.p,
-                    ys=values,
-                    band=band if colour == "after" else (),
-                    dashed=colour == "before",
-                )
-            )
-        charts.append(
-            (title, line_chart(lines, x_label="p", y_label="share correct and > p× as fast", y_range=(0, 1)))
-        )
+            is_before = colour == "before"
+            lines.append(Series(label, colour, curve.p, values, () if is_before else band, dashed=is_before))
+        chart = line_chart(lines, x_label="p", y_label="share correct and > p× as fast", y_range=(0, 1))
+        charts.append((title, chart))
     return charts
 
 
@@ -463,7 +379,7 @@ def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[di
         {
             "task": row,
             "title": row.name or " → ".join(row.ops) or row.task_id,
-            "milestone": MILESTONES[row.milestone][0] if not row.error else "not measured",
+            "milestone": MILESTONES[row.milestone][0],
             "colour": MILESTONES[row.milestone][1] if not row.error else "muted",
             "before": _outcome(earlier.get(row.task_id)),
             "eager": _ratio(row.speedup.eager if row.correct else None),
@@ -477,14 +393,10 @@ def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[di
 
 
 def _outcome(row: TaskResult | None) -> dict[str, Any]:
-    if row is None:
-        return {"text": "–", "order": -2}
-    if row.error:
-        return {"text": "not measured", "order": -2}
-    return {
-        "text": MILESTONES[row.milestone][0] if row.correct else row.status.replace("_", " "),
-        "order": row.milestone,
-    }
+    if row is None or row.error:
+        return {"text": "–" if row is None else "not measured", "order": -2}
+    text = MILESTONES[row.milestone][0] if row.correct else row.status.replace("_", " ")
+    return {"text": text, "order": row.milestone}
 
 
 def _ratio(ratio: Ratio | None) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""The report's tables: Table 1 of the paper with this run beside it, levels, best and worst tasks, degenerate ones, cost.
+"""Tables of the report as plain values, the same for report.html and report.json.
 
-Everything here is a plain value, so that report.html and report.json show the same figures.
+Table 1 of the paper with this run beside it, best and worst tasks, degenerate tasks, environment and cost.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -19,8 +20,7 @@ from components.evaluation.results import Evaluation
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
 NOTE = "reported, not measured here"
-SHOWN = 10
-"""How many of the best and of the worst tasks are shown."""
+SHOWN = 10  # of the best and of the worst tasks
 
 PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
     "overall": {
@@ -56,12 +56,12 @@ PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
         "CUDA Agent": (0.94, 0.94, 0.90, 1.80, 1.52),
     },
 }
-"""Table 1 of arXiv 2602.24286, KernelBench on H20, as reported: pass, faster than eager, than torch.compile, geomean of both."""
+"""Table 1 of arXiv 2602.24286 (KernelBench on H20) by set of tasks and model; values in the order of `FIGURES`."""
 PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 
 
 class Row(FrozenModel):
-    """One row of Table 1: a model on a set of tasks. `note` is empty for what was measured here."""
+    """One row of Table 1: a model on a set of tasks; `note` marks what was not measured here."""
 
     set: str
     model: str
@@ -73,86 +73,75 @@ class Row(FrozenModel):
 
 
 def figure_of(summary: Summary, name: str) -> float | None:
-    """The figure of a dotted name, such as faster_rate.compile."""
-    value: Any = summary
-    for part in name.split("."):
-        value = getattr(value, part)
-    return None if value is None else float(value)
+    """Return the figure with a dotted name, such as faster_rate.compile."""
+    value = functools.reduce(getattr, name.split("."), summary)
+    return None if value is None else float(cast(float, value))
 
 
 def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
-    """This run's rows and the paper's, the whole suite first, then each level that this suite has."""
+    """Return this run's rows and the paper's, for the whole suite and for each of its levels."""
     rows = []
     for name in ("overall", *after.levels):
         for model, evaluation in (("this run, before training", before), ("this run", after)):
-            if evaluation is not None:
-                summary = evaluation.overall if name == "overall" else evaluation.levels.get(name)
-                rows += [_measured(name, model, summary)] if summary is not None else []
+            sets = {} if evaluation is None else {"overall": evaluation.overall, **evaluation.levels}
+            if name in sets:
+                rows.append(_measured(name, model, sets[name]))
         for model, values in PAPER.get(name, {}).items():
-            figures = dict(zip(FIGURES, values, strict=True))
-            rows.append(
-                Row(
-                    set=name,
-                    model=model,
-                    tasks=PAPER_TASKS[name],
-                    errors=None,
-                    figures=dict(figures),
-                    note=NOTE,
-                )
-            )
+            figures: dict[str, float | None] = dict(zip(FIGURES, values, strict=True))
+            tasks = PAPER_TASKS[name]
+            rows.append(Row(set=name, model=model, tasks=tasks, errors=None, figures=figures, note=NOTE))
     return rows
 
 
 def _measured(name: str, model: str, summary: Summary) -> Row:
-    figures = {figure: figure_of(summary, figure) for figure in FIGURES}
-    intervals = {figure: summary.intervals[figure] for figure in FIGURES}
     return Row(
         set=name,
         model=model,
         tasks=summary.tasks,
         errors=summary.errors,
-        figures=figures,
-        intervals=intervals,
+        figures={figure: figure_of(summary, figure) for figure in FIGURES},
+        intervals={figure: summary.intervals[figure] for figure in FIGURES},
     )
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """The correct solutions of sound tasks by their gain over torch.compile, over eager where that was not measured."""
+    """Return the correct solutions with the largest gains on sound tasks."""
     sound = [row for row in rows if row.correct and not row.degenerate]
     return sorted(sound, key=_gain, reverse=True)[:SHOWN]
 
 
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Tasks that were missed, then the correct solutions that gained least; the judge's own failures left out."""
+    """Return failed tasks, then the correct solutions with the smallest gains, without failures of the judge."""
     judged = [row for row in rows if not row.error and not row.degenerate]
     return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
 
 
 def _gain(row: TaskResult) -> float:
+    """Return the speed-up over torch.compile, or over eager where that was not measured."""
     return row.ratio("compile") or row.ratio("eager") or 0.0
 
 
 def without_degenerate(rows: Sequence[TaskResult]) -> Summary | None:
-    """The figures over sound tasks alone; None when every task is sound."""
+    """Return the figures over sound tasks alone, or None when every task is sound."""
     sound = [row for row in rows if not row.degenerate]
     return summarise(sound) if len(sound) < len(rows) else None
 
 
 def cost(results: Path) -> dict[str, float]:
-    """Seconds that the device was held for an evaluation, by what for; empty where nobody wrote it down."""
+    """Return the device-seconds of an evaluation by phase; empty where they were not recorded."""
     file = (results if results.is_dir() else results.parent) / "cost.json"
     return dict(read_json(file)) if file.is_file() else {}
 
 
 def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
-    """What the verdicts say of the machine that measured; several values where several machines did."""
-    names = ("device", "torch", "compiler", "judge", "isolation", "clock")
-    found = {
-        name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence}) for name in names
+    """Return what the verdicts say of the machines that measured, several values joined by commas."""
+    values = {
+        name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence})
+        for name in ("device", "torch", "compiler", "judge", "isolation", "clock")
     }
     modes = Counter(str(row.evidence["compile_mode"]) for row in rows if "compile_mode" in row.evidence)
-    found["torch.compile"] = [f"{mode} (fastest on {count} tasks)" for mode, count in modes.most_common()]
-    return {name: ", ".join(values) for name, values in found.items() if values}
+    values["torch.compile"] = [f"{mode} (fastest on {count} tasks)" for mode, count in modes.most_common()]
+    return {name: ", ".join(texts) for name, texts in values.items() if texts}
 
 
 def as_json(
@@ -163,7 +152,7 @@ def as_json(
     gates: list[Any],
     meta: Any,
 ) -> dict[str, Any]:
-    """The report's figures for machines; the tasks' sources and candidates stay in results.json."""
+    """Return the contents of report.json; sources of tasks and candidates are in results.json only."""
     sound = without_degenerate(after.tasks)
     short = {"task_id", "name", "level", "status", "reason", "milestone", "speedup", "degenerate"}
     return {

@@ -15,7 +15,7 @@ from components.agent.reward import milestone
 from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
-from components.evaluation.report import collect, write_report
+from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import Evaluation
 from components.judge.verdict import Ratio, Speedup, Status, Verdict
 
@@ -79,7 +79,7 @@ def report(
     write_json(folder / "after" / "results.json", evaluation(after, hostile).model_dump(mode="json"))
     if before is not None:
         write_json(folder / "before" / "results.json", evaluation(before).model_dump(mode="json"))
-    data = collect(
+    data = load_report_data(
         dataset,
         {"warmup" + hostile: stage},
         folder / "before" if before is not None else None,
@@ -154,7 +154,7 @@ def test_best_and_worst_are_shown_and_degenerate_tasks_apart(tmp_path: Path) -> 
         tmp_path / "results.json", found.model_copy(update={"tasks": tuple(rows)}).model_dump(mode="json")
     )
     write_json(tmp_path / "cost.json", {"episodes": 12.5})
-    write_report(tmp_path / "report.html", collect(tmp_path, {}, None, tmp_path, [], {}))
+    write_report(tmp_path / "report.html", load_report_data(tmp_path, {}, None, tmp_path, [], {}))
     figures = json.loads((tmp_path / "report.json").read_text())
     assert [int(task, 16) for task in figures["best"]] == list(range(22, 12, -1)), (
         "the fastest of all is degenerate"
@@ -229,7 +229,9 @@ def test_a_run_without_figures_leaves_pictures_out_but_a_missing_evaluation_is_r
     tmp_path: Path,
 ) -> None:
     write_json(tmp_path / "results.json", evaluation([2.0]).model_dump(mode="json"))
-    write_report(tmp_path / "report.html", collect(tmp_path, {"warmup": tmp_path}, None, tmp_path, [], {}))
+    write_report(
+        tmp_path / "report.html", load_report_data(tmp_path, {"warmup": tmp_path}, None, tmp_path, [], {})
+    )
     assert "Not decided" in (tmp_path / "report.html").read_text()
     with pytest.raises(UserError, match="not the results of an evaluation"):
-        collect(tmp_path, {}, None, tmp_path / "nothing", [], {})
+        load_report_data(tmp_path, {}, None, tmp_path / "nothing", [], {})
