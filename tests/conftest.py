@@ -1,4 +1,4 @@
-"""One judge for all tests that need one: its zygote takes seconds to start, a runner milliseconds."""
+"""Fixtures that all tests share, and the order in which pytest-xdist gives tests to its workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,37 @@ from components.core.files import remove_tree, user_cache
 from components.judge import judge as judge_module
 from components.judge.judge import Judge
 
+LONGEST = (
+    "test_flows.py",
+    "test_pipeline_surroundings.py",
+    "test_deploy.py",
+    "test_stage_kills.py",
+    "test_service_faults.py",
+    "test_stages.py",
+    "test_storage.py",
+    "test_data.py",
+    "test_train_command.py",
+)
+"""Files that take longest: they begin first, so that all workers of pytest-xdist end at about the same time."""
+DIVISIBLE = (
+    "test_agent_tools.py",
+    "test_cli.py",
+    "test_exploits.py",
+    "test_exploits_in_depth.py",
+    "test_honest_candidates.py",
+    "test_judge.py",
+    "test_mutations.py",
+    "test_surroundings.py",
+)
+"""Files whose tests share no more than the session's judge: they come last, one test at a time to the next free worker."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: one that starts last keeps one process busy while the others have nothing left."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if item.path.name not in DIVISIBLE:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    order = {name: place for place, name in enumerate((*LONGEST, "", *DIVISIBLE))}
+    items.sort(key=lambda item: order.get(item.path.name, order[""]))
 
 
 @pytest.fixture

@@ -1,103 +1,16 @@
-"""The DeepSpeed engine: ranks and micro-batches change nothing, a saved state continues to the same bits.
-
-    torchrun --nproc-per-node 2 tests/integration/test_engine.py OUT
-
-is what the test with two ranks starts: it trains under every ZeRO stage and rank 0 saves the parameters.
-"""
+"""The DeepSpeed engine: micro-batches change nothing, a saved state continues to the same bits."""
 
 from __future__ import annotations
 
-import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from engine_fixtures import STAGES, engine_of, largest_difference, loss, parameters, train, uneven
 from training_fixtures import VOCABULARY, tiny_policy
 
-from components.core import config
-from components.training.batches import Batch, pad
-from components.training.engine import DeepSpeedEngine
-from components.training.losses import likelihood_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import Actor
-
-STAGES = (0, 1, 2, 3)
-
-
-def settings(
-    zero_stage: int, tokens: int = 40, dtype: str = "float32", checkpointing: bool = False
-) -> config.Engine:
-    return config.Engine.model_validate(
-        {
-            "zero_stage": zero_stage,
-            "dtype": dtype,
-            "tokens_per_microbatch": tokens,
-            "activation_checkpointing": checkpointing,
-            "cpu_offload": False,
-            "collective_seconds": 600.0,
-            "ranks": 0,
-            "resource": "",
-        }
-    )
-
-
-def uneven(rows: int = 7) -> Batch:
-    """Rows of 4 to 22 tokens, some of them observations."""
-    source = torch.Generator().manual_seed(1)
-    examples = []
-    for row in range(rows):
-        ids = torch.randint(3, VOCABULARY, (4 + 3 * row,), generator=source).tolist()
-        examples.append((ids, [0, 0, *(int(place % 4 > 0) for place in range(len(ids) - 2))]))
-    return pad(examples)
-
-
-def loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    logprob, _ = network(rows.ids, rows.action_mask)
-    total = likelihood_loss_sum(logprob, rows.action_mask)
-    return total, {"loss": total}
-
-
-def train(engine: DeepSpeedEngine, steps: range) -> list[float]:
-    """Steps on parts of the batch; returns each step's loss per own token, then its gradient norm.
-
-    The norm matters: AdamW forgives a gradient that is wrong by a factor.
-    """
-    batch, losses, norms = uneven(), [], []
-    for step in steps:
-        sums, rows = MetricSums(), [row for row in range(7) if (row + step) % 3]
-        norms.append(
-            train_step(
-                engine,
-                batch,
-                rows,
-                loss,
-                sums,
-                learning_rate=3e-4,
-            )
-        )
-        losses.append(sums.means(engine.world, int(batch.action_mask[rows].sum()))["loss"])
-    return losses + norms
-
-
-def engine_of(zero_stage: int, **options: int | str | bool) -> DeepSpeedEngine:
-    return DeepSpeedEngine(
-        Actor(tiny_policy(), 1.0), settings(zero_stage, **options), device="cpu", gradient_clip=1.0
-    )
-
-
-def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    with engine.gathered_parameters():
-        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
 
 
 def test_micro_batches_of_any_size_make_the_same_step() -> None:
@@ -187,53 +100,3 @@ def test_an_evaluation_equals_the_model_s_own_log_probabilities() -> None:
             entropy[row, 1:length][own], -(expected.exp() * expected).sum(-1)[own], atol=1e-5, rtol=0
         )
         assert float(logprob[row, 1:length][~own].abs().sum()) == 0
-
-
-@pytest.mark.slow
-def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        __file__,
-        str(tmp_path),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": f"{config.PROJECT}:{config.PROJECT / 'tests' / 'fixtures'}",
-        "OMP_NUM_THREADS": "1",
-    }
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    one = engine_of(1, tokens=10_000)
-    losses = train(one, range(3))
-    for zero_stage in STAGES:
-        saved = load_file(tmp_path / f"zero{zero_stage}.safetensors")
-        expected = losses if zero_stage else losses[:3] + [math.nan] * 3
-        assert saved.pop("losses").tolist() == pytest.approx(expected, abs=1e-5, nan_ok=True)
-        logprob, _ = evaluate(one.forward, one.world, uneven(), 10_000)
-        torch.testing.assert_close(saved.pop("logprob"), logprob, atol=1e-5, rtol=0)
-        assert largest_difference(saved, parameters(one)) < 1e-6, f"ZeRO {zero_stage}"
-
-
-def main(out: Path) -> None:
-    for zero_stage in STAGES:
-        engine = engine_of(zero_stage)
-        losses = train(engine, range(3))
-        logprob, _ = evaluate(engine.forward, engine.world, uneven(), 40)
-        tensors = parameters(engine) | {
-            "losses": torch.tensor(losses, dtype=torch.float64),
-            "logprob": logprob,
-        }
-        if engine.world.rank == 0:
-            save_file(tensors, out / f"zero{zero_stage}.safetensors")
-        engine.world.barrier()
-    sys.stderr.flush()
-    # ZeRO 3 sometimes aborts when the interpreter ends ("terminate called without an active exception").
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

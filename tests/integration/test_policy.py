@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -332,48 +330,6 @@ def test_state_of_other_parameters_is_not_continued(
     )
     run(changed, tasks, tmp_path / "checkpoint", watch := Watch())
     assert min(watch.losses) == 1
-
-
-def test_two_processes_learn_what_one_does(
-    params: Params, tasks: list[KernelTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = []
-    for count in (1, 2):
-        monkeypatch.setattr(cold_start.os, "cpu_count", lambda count=count: count)
-        results.append(run(params, tasks, tmp_path / str(count) / "checkpoint", Quiet()))
-    for name, tensor in results[0].items():
-        torch.testing.assert_close(results[1][name], tensor, atol=2e-3, rtol=0)
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("ends", "says"), [((), RuntimeError), ((KeyboardInterrupt(),), KeyboardInterrupt)])
-def test_a_second_process_killed_while_it_waits_ends_the_first_at_once(
-    params: Params,
-    tasks: list[KernelTask],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: tuple[BaseException, ...],
-    says: type[BaseException],
-) -> None:
-    """As one signal to both does, or a kernel that is out of memory."""
-    monkeypatch.setattr(cold_start.os, "cpu_count", lambda: 2)
-
-    class Kill:
-        def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-            if "loss" in figures and step == 3:
-                time.sleep(1)  # until it waits for this process
-                for other in multiprocessing.active_children():
-                    other.kill()
-                    other.join()
-                for error in ends:
-                    raise error
-
-    with pytest.raises(says):
-        cold_start.coldstart(
-            params, iter(tasks), tmp_path / "checkpoint", dataset="d", code="c", progress=Kill()
-        )
-    assert not multiprocessing.active_children()
-    run(params, [], tmp_path / "checkpoint", Quiet())
 
 
 @pytest.mark.usefixtures("one_core")

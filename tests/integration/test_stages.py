@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from training_fixtures import episodes, params, stage
 
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories, save_trajectories
-from components.core.config import PROJECT
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file
 from components.judge.verdict import Verdict
@@ -183,21 +180,6 @@ def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Pat
     with pytest.raises(UserError, match="no bubblewrap"):
         warmup.run(made, failing)
     assert warmup.run(made, episodes).stopped == ""
-
-
-def test_standard_output_stays_empty(tmp_path: Path) -> None:
-    """A run with --json prints one object there and nothing else; DeepSpeed logs to it by default."""
-    program = f"""
-import sys; sys.path[:0] = [{str(PROJECT / "tests" / "fixtures")!r}, {str(PROJECT)!r}]
-from pathlib import Path
-from components.training import warmup
-from training_fixtures import episodes, stage
-warmup.run(stage(Path({str(tmp_path)!r}), "warmup", "warmup.steps=1"), episodes)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr[-2000:]
 
 
 def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp_path: Path) -> None:

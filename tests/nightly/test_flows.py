@@ -165,7 +165,6 @@ def test_the_data_sets_version_can_be_restored_from_the_remote(first: Done, home
     assert parquet in remote
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_kills_at_random_moments_change_no_artefact(survivor: Survivor, tmp_path: Path) -> None:
     # A measured time never repeats. What does is everything made from the same verdicts, so the undisturbed run is

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 from surroundings import Surroundings, run
 
 from components.core.config import PROJECT
@@ -34,7 +33,6 @@ def judged(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.slow
 def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_or_others_read(
     outside_tmp: Path,
 ) -> None:
@@ -62,7 +60,6 @@ def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_o
     judged(run(command, around, checkout))
 
 
-@pytest.mark.slow
 def test_a_night_on_a_small_system_behind_a_proxy(outside_tmp: Path) -> None:
     """A checkout that cannot be written, /tmp without execution, 64 MB of shared memory, no HOME, 1,024 descriptors, the locale C and a
     proxy that does not answer."""

@@ -19,7 +19,6 @@ PROGRAM = PROJECT / "tests" / "fixtures" / "stage_process.py"
 ENVIRONMENT = {"PYTHONPATH": f"{PROJECT}{os.pathsep}{PROGRAM.parent}", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow
 def test_every_stage_killed_twice_ends_with_equal_bits(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, str(PROGRAM), "kills", str(tmp_path)],
@@ -45,7 +44,6 @@ def test_every_stage_killed_twice_ends_with_equal_bits(tmp_path: Path) -> None:
         assert figures[0] == figures[1], (name, record)
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_leaves_the_last_good_state_and_two_ranks_go_on_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

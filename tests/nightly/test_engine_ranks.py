@@ -1,0 +1,45 @@
+"""Two ranks of the engine equal one process, under every ZeRO stage."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_fixtures import STAGES, engine_of, largest_difference, parameters, train, uneven
+from safetensors.torch import load_file
+
+from components.core import config
+from components.training.microbatching import evaluate
+
+
+def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(config.PROJECT / "tests" / "fixtures" / "engine_fixtures.py"),
+        str(tmp_path),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": f"{config.PROJECT}:{config.PROJECT / 'tests' / 'fixtures'}",
+        "OMP_NUM_THREADS": "1",
+    }
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    one = engine_of(1, tokens=10_000)
+    losses = train(one, range(3))
+    for zero_stage in STAGES:
+        saved = load_file(tmp_path / f"zero{zero_stage}.safetensors")
+        expected = losses if zero_stage else losses[:3] + [math.nan] * 3
+        assert saved.pop("losses").tolist() == pytest.approx(expected, abs=1e-5, nan_ok=True)
+        logprob, _ = evaluate(one.forward, one.world, uneven(), 10_000)
+        torch.testing.assert_close(saved.pop("logprob"), logprob, atol=1e-5, rtol=0)
+        assert largest_difference(saved, parameters(one)) < 1e-6, f"ZeRO {zero_stage}"
