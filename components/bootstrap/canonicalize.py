@@ -1,7 +1,7 @@
-"""A person's module as the composed task that says the same: a policy made from scratch has read no other layout.
+"""Rewriting a user's module into the layout of composed tasks, the only one that a policy made from scratch has read.
 
-Other names, intermediate variables, named sizes, methods, modules of activations, and operands in another order make no
-difference. What comes out is a prompt only: a kernel is compared with the person's own module.
+Names, intermediate variables, named sizes, methods, activation modules and the order of operands are normalised. The
+result only serves as the prompt: kernels are compared with the user's own module.
 """
 
 from __future__ import annotations
@@ -11,82 +11,86 @@ import copy
 import re
 from dataclasses import dataclass, field
 
-from components.bootstrap.chain_parser import COMPOSED, PATTERNS, read_chain
+from components.bootstrap.chain_parser import OPERATOR_LINES, PATTERNS, TASK_LAYOUT, read_chain
 
-SPELLED = {
-    name: f"{room}.{name}"
-    for pattern in PATTERNS.values()
-    for room, name in re.findall(r"(F|torch)\\\.(\w+)", pattern.pattern)
+QUALIFIED_NAMES = {
+    name: f"{module}.{name}"
+    for line in OPERATOR_LINES.values()
+    for module, name in re.findall(r"(F|torch)\.(\w+)", line)
 }
-"""A function of the table as composed tasks write it: relu is F.relu, tanh is torch.tanh."""
-MODULES = {name.replace("_", ""): name for name in SPELLED}
-"""The function that a module of nn computes, by the module's name in lower case: leakyrelu is leaky_relu."""
-ROOMS = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
-CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
-"""Arguments that composed tasks give by place."""
-OF_ROWS = frozenset({"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp"})
+"""Functions as composed tasks write them: relu is F.relu, tanh is torch.tanh."""
+MODULE_FUNCTIONS = {name.replace("_", ""): name for name in QUALIFIED_NAMES}
+"""Functions by the name in lower case of the module of torch.nn that computes them: leakyrelu is leaky_relu."""
+TORCH_NAMESPACES = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
+POSITIONAL_CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
+"""Keyword arguments that composed tasks pass by position."""
+DIM_FUNCTIONS = frozenset({"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp"})
 NORMS = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}
 
 Names = dict[str, ast.expr]
 
 
-class _NoChain(Exception):
-    """The source is no chain of known operators."""
+class _NotAChain(Exception):
+    """The source is not a chain of known operators."""
 
 
 def canonicalize(code: str) -> str | None:
-    """The source of a chain in the very layout of composed tasks; None for a source that is no such chain. A composed task
-    comes back as it is."""
+    """Return the source of an operator chain in the layout of composed tasks; None for any other source.
+
+    A composed task is returned unchanged.
+    """
     try:
-        tree = ast.parse(code)
-        text = _written(tree)
-    except (_NoChain, SyntaxError, ValueError, RecursionError, MemoryError):
+        text = _rewrite(ast.parse(code))
+    except (_NotAChain, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return text if read_chain(text) is not None else None
 
 
-def _written(tree: ast.Module) -> str:
+def _rewrite(tree: ast.Module) -> str:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     model = next(
         (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None
     )
     methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)} if model else {}
     if "forward" not in methods or "get_inputs" not in functions:
-        raise _NoChain
+        raise _NotAChain
     constants = {
-        name: value for statement in tree.body for name, value in _bound(statement).items() if _number(value)
+        name: value
+        for statement in tree.body
+        for name, value in _assigned_names(statement).items()
+        if _is_number(value)
     }
-    inputs, rank = _inputs(_returned(functions["get_inputs"].body, dict(constants)))
-    given = (
-        _returned(functions["get_init_inputs"].body, dict(constants))
+    inputs, rank = _inputs(_returned_expression(functions["get_inputs"].body, dict(constants)))
+    init_arguments = (
+        _returned_expression(functions["get_init_inputs"].body, dict(constants))
         if "get_init_inputs" in functions
         else ast.List([])
     )
-    attributes = _attributes(methods["__init__"], given, constants) if "__init__" in methods else {}
+    attributes = _attributes(methods["__init__"], init_arguments, constants) if "__init__" in methods else {}
     arguments = [argument.arg for argument in methods["forward"].args.args[1:]]
     if not 1 <= len(arguments) <= 2:
-        raise _NoChain
+        raise _NotAChain
     names = constants | {name: ast.Name(letter) for name, letter in zip(arguments, "xy", strict=False)}
-    spelling = _Spelling(attributes, rank)
-    steps = _unfolded(spelling.visit(_returned(methods["forward"].body, names)))
-    return COMPOSED.format(
-        init="".join(f"        {line}\n" for line in spelling.init()).replace("1e-05", "1e-5"),
+    speller = _Speller(attributes, rank)
+    steps = _unfold(speller.visit(_returned_expression(methods["forward"].body, names)))
+    return TASK_LAYOUT.format(
+        init="".join(f"        {line}\n" for line in speller.init()).replace("1e-05", "1e-5"),
         arguments=", ".join("xy"[: len(arguments)]),
-        lines="".join(f"        x = {step}\n" for step in steps),
-        inputs=f"return [{', '.join(inputs)}]",
+        lines="\n".join(f"        x = {step}" for step in steps),
+        inputs=", ".join(inputs),
     )
 
 
 # --- names -------------------------------------------------------------------------------------------------------------
 
 
-def _number(node: ast.expr) -> bool:
+def _is_number(node: ast.expr) -> bool:
     node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
-def _bound(statement: ast.stmt) -> Names:
-    """What a plain assignment binds: `a = …`, or `a, b = …, …`."""
+def _assigned_names(statement: ast.stmt) -> Names:
+    """Return the names that `a = …` or `a, b = …, …` binds, with their expressions; {} for other statements."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return {}
     target, value = statement.targets[0], statement.value
@@ -97,50 +101,54 @@ def _bound(statement: ast.stmt) -> Names:
     return {name.id: bound for name, bound in pairs if isinstance(name, ast.Name)}
 
 
-class _Put(ast.NodeTransformer):
-    """Expressions in the place of names. What is computed may be used once: a chain never branches."""
+class _Substitution(ast.NodeTransformer):
+    """Replaces names by expressions. A computed expression may be used once: a chain never branches."""
 
     def __init__(self, names: Names):
         self.names = names
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        found = self.names.get(node.id)
-        if found is None:
+        value = self.names.get(node.id)
+        if value is None:
             return node
         return (
-            copy.deepcopy(found) if _number(found) or isinstance(found, ast.Name) else self.names.pop(node.id)
+            copy.deepcopy(value)
+            if _is_number(value) or isinstance(value, ast.Name)
+            else self.names.pop(node.id)
         )
 
 
-def _returned(body: list[ast.stmt], names: Names) -> ast.expr:
-    """What straight-line code returns, as one expression over what `names` does not hold."""
+def _returned_expression(body: list[ast.stmt], names: Names) -> ast.expr:
+    """Return what straight-line code returns, as one expression in which `names` are substituted."""
     for statement in body:
         if isinstance(statement, ast.Return) and statement.value is not None:
-            return _Put(names).visit(statement.value)
-        bound = _bound(statement)
+            return _Substitution(names).visit(statement.value)
+        bound = _assigned_names(statement)
         if bound:
-            names |= {name: _Put(names).visit(value) for name, value in bound.items()}
-        elif not _words(statement):
-            raise _NoChain
-    raise _NoChain
+            names |= {name: _Substitution(names).visit(value) for name, value in bound.items()}
+        elif not _is_docstring(statement):
+            raise _NotAChain
+    raise _NotAChain
 
 
-def _words(statement: ast.stmt) -> bool:
+def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
-    """The inputs as composed tasks write them, and their rank where all have the same. Their distribution is no matter of
-    a kernel's."""
+    """Return the inputs as composed tasks write them, and their rank where all have the same.
+
+    torch.rand becomes torch.randn: a kernel does not depend on the distribution of its inputs.
+    """
     if not isinstance(value, ast.List | ast.Tuple):
-        raise _NoChain
-    written: list[str] = []
+        raise _NotAChain
+    sources: list[str] = []
     ranks: set[int | None] = set()
     for element in value.elts:
         simple = (
             isinstance(element, ast.Call)
             and not element.keywords
-            and all(_number(size) for size in element.args)
+            and all(_is_number(size) for size in element.args)
         )
         if (
             isinstance(element, ast.Call)
@@ -151,76 +159,85 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
             ranks.add(len(element.args))
         else:
             ranks.add(None)
-        written.append(ast.unparse(element))
-    return written, ranks.pop() if len(ranks) == 1 else None
+        sources.append(ast.unparse(element))
+    return sources, ranks.pop() if len(ranks) == 1 else None
 
 
-def _attributes(init: ast.FunctionDef, given: ast.expr, constants: Names) -> Names:
-    """What the constructor keeps, in its order, with its arguments put in."""
+def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Names) -> Names:
+    """Return the expressions of the constructor's `self.name = …`, in its order, with its arguments substituted."""
     arguments = [argument.arg for argument in init.args.args[1:]]
     names = constants | dict(zip(reversed(arguments), reversed(init.args.defaults), strict=False))
-    names |= dict(zip(arguments, given.elts if isinstance(given, ast.List | ast.Tuple) else [], strict=False))
-    found: Names = {}
+    names |= dict(
+        zip(
+            arguments,
+            init_arguments.elts if isinstance(init_arguments, ast.List | ast.Tuple) else [],
+            strict=False,
+        )
+    )
+    attributes: Names = {}
     for statement in init.body:
         if (
             isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Attribute)
             and ast.unparse(statement.targets[0].value) == "self"
         ):
-            found[statement.targets[0].attr] = _Put(names).visit(statement.value)
-        elif not _words(statement) and not ast.unparse(statement).startswith("super("):
-            raise _NoChain
-    return found
+            attributes[statement.targets[0].attr] = _Substitution(names).visit(statement.value)
+        elif not _is_docstring(statement) and not ast.unparse(statement).startswith("super("):
+            raise _NotAChain
+    return attributes
 
 
-# --- spelling ----------------------------------------------------------------------------------------------------------
+# --- speller ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Spelling(ast.NodeTransformer):
-    """Expressions as composed tasks spell them; `attributes` are the module's own, `rank` is that of its inputs."""
+class _Speller(ast.NodeTransformer):
+    """Rewrites expressions as composed tasks spell them.
+
+    `attributes` are those of the user's module, `rank` is that of its inputs where all have the same.
+    """
 
     attributes: Names
     rank: int | None
     renamed: dict[str, str] = field(default_factory=dict)
-    """What an attribute with parameters is called in a composed task."""
+    """The user's name of each attribute with parameters, and its name in a composed task."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        room, _, name = ast.unparse(node.func).rpartition(".")
-        if room == "self":
-            made = self.attributes.get(name)
-            if not isinstance(made, ast.Call):
-                raise _NoChain
-            kind = "nn." + ast.unparse(made.func).rpartition(".")[2]
+        namespace, _, name = ast.unparse(node.func).rpartition(".")
+        if namespace == "self":
+            value = self.attributes.get(name)
+            if not isinstance(value, ast.Call):
+                raise _NotAChain
+            kind = "nn." + ast.unparse(value.func).rpartition(".")[2]
             if kind in NORMS:
                 return ast.Call(self._renamed(name, NORMS[kind]), node.args, node.keywords)
             return self._function(
-                MODULES.get(kind.removeprefix("nn.").lower(), ""),
-                [*node.args, *made.args],
-                [*node.keywords, *made.keywords],
+                MODULE_FUNCTIONS.get(kind.removeprefix("nn.").lower(), ""),
+                [*node.args, *value.args],
+                [*node.keywords, *value.keywords],
             )
-        if room not in ROOMS and isinstance(node.func, ast.Attribute):
+        if namespace not in TORCH_NAMESPACES and isinstance(node.func, ast.Attribute):
             return self._function(name, [node.func.value, *node.args], node.keywords)
         return self._function(name, node.args, node.keywords)
 
     def _function(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr:
-        if name not in SPELLED or not arguments:
-            raise _NoChain
+        if name not in QUALIFIED_NAMES or not arguments:
+            raise _NotAChain
         by_name = {keyword.arg or "": keyword.value for keyword in keywords}
-        if name in OF_ROWS and len(arguments) == 2:
+        if name in DIM_FUNCTIONS and len(arguments) == 2:
             by_name["dim"] = arguments.pop()
         if (
-            name in OF_ROWS
+            name in DIM_FUNCTIONS
             and self.rank is not None
             and ast.unparse(by_name.get("dim", ast.Constant(0))) == str(self.rank - 1)
         ):
             by_name["dim"] = ast.Constant(-1)
-        arguments += [by_name.pop(place) for place in CONSTANTS.get(name, ()) if place in by_name]
-        function = ast.parse(SPELLED[name], mode="eval").body
+        arguments += [by_name.pop(place) for place in POSITIONAL_CONSTANTS.get(name, ()) if place in by_name]
+        function = ast.parse(QUALIFIED_NAMES[name], mode="eval").body
         return ast.Call(
             function,
-            [arguments[0], *map(_decimal, arguments[1:])],
+            [arguments[0], *map(_with_decimal_point, arguments[1:])],
             [ast.keyword(key, by_name[key]) for key in sorted(by_name)],
         )
 
@@ -229,33 +246,33 @@ class _Spelling(ast.NodeTransformer):
         if isinstance(node.op, ast.Pow) and ast.unparse(node.right) in ("2", "2.0"):
             return self._function("square", [node.left], [])
         if not isinstance(node.op, ast.Add | ast.Mult):
-            raise _NoChain
+            raise _NotAChain
         left, right = (
             (node.right, node.left)
-            if self._plain(node.left) and not self._plain(node.right)
+            if self._is_second_operand(node.left) and not self._is_second_operand(node.right)
             else (node.left, node.right)
         )
         if isinstance(right, ast.Attribute):
             right = self._renamed(right.attr, "scale" if isinstance(node.op, ast.Mult) else "shift")
-        return ast.BinOp(left, node.op, _decimal(right))
+        return ast.BinOp(left, node.op, _with_decimal_point(right))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        """A number that the constructor keeps is that number."""
+        """Replace `self.name` by its value where the constructor assigns a number."""
         value = self.attributes.get(node.attr)
         if (
             isinstance(node.value, ast.Name)
             and node.value.id == "self"
             and value is not None
-            and _number(value)
+            and _is_number(value)
         ):
             return copy.deepcopy(value)
         self.generic_visit(node)
         return node
 
-    def _plain(self, node: ast.expr) -> bool:
-        """Whether this is what a chain's operator is applied with, not what it is applied to."""
+    def _is_second_operand(self, node: ast.expr) -> bool:
+        """Whether this is an operator's second operand: a number, a parameter, or the second input."""
         return (
-            _number(node)
+            _is_number(node)
             or isinstance(node, ast.Attribute)
             or (isinstance(node, ast.Name) and node.id == "y")
         )
@@ -266,23 +283,23 @@ class _Spelling(ast.NodeTransformer):
             or self.renamed.setdefault(attribute, name) != name
             or list(self.renamed.values()).count(name) > 1
         ):
-            raise _NoChain
+            raise _NotAChain
         return ast.Attribute(ast.Name("self"), name)
 
     def init(self) -> list[str]:
-        """The constructor's lines, in its order: it is that of the kernel's arguments."""
+        """Return the lines of the constructor, in the user's order: it is that of the kernel's arguments."""
         lines = []
-        for attribute, made in self.attributes.items():
+        for attribute, value in self.attributes.items():
             if attribute not in self.renamed:
                 if (
-                    isinstance(made, ast.Call)
-                    and ast.unparse(made.func).rpartition(".")[2].lower() in MODULES
+                    isinstance(value, ast.Call)
+                    and ast.unparse(value.func).rpartition(".")[2].lower() in MODULE_FUNCTIONS
                 ):
                     continue
-                if _number(made):
+                if _is_number(value):
                     continue
-                raise _NoChain
-            text = ast.unparse(made).replace("torch.nn.", "nn.")
+                raise _NotAChain
+            text = ast.unparse(value).replace("torch.nn.", "nn.")
             parameter = re.fullmatch(r"nn\.Parameter\(torch\.\w+\((\d+)\)\)", text)
             lines.append(
                 f"self.{self.renamed[attribute]} = {f'nn.Parameter(torch.randn({parameter[1]}))' if parameter else text}"
@@ -290,32 +307,32 @@ class _Spelling(ast.NodeTransformer):
         return lines
 
 
-def _decimal(node: ast.expr) -> ast.expr:
-    """A number with its point, as composed tasks write it."""
-    return ast.parse(repr(float(ast.unparse(node))), mode="eval").body if _number(node) else node
+def _with_decimal_point(node: ast.expr) -> ast.expr:
+    """Write a number with a decimal point; return any other expression as it is."""
+    return ast.parse(repr(float(ast.unparse(node))), mode="eval").body if _is_number(node) else node
 
 
-def _unfolded(rest: ast.expr) -> list[str]:
-    """Nested operators as right-hand sides of `x = …`, innermost first."""
+def _unfold(expression: ast.expr) -> list[str]:
+    """Split nested operators into right-hand sides of `x = …`, innermost first."""
     lines: list[str] = []
-    while not isinstance(rest, ast.Name):
-        text, inner, line = ast.unparse(rest), _operand(rest), ""
+    while not isinstance(expression, ast.Name):
+        text, inner, line = ast.unparse(expression), _operand(expression), ""
         while inner is not None:
             line = text.replace(ast.unparse(inner), "x", 1)
             if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
                 break
             inner = _operand(inner)
         if inner is None:
-            raise _NoChain
+            raise _NotAChain
         lines.insert(0, line)
-        rest = inner
-    if rest.id != "x":
-        raise _NoChain
+        expression = inner
+    if expression.id != "x":
+        raise _NotAChain
     return lines
 
 
 def _operand(node: ast.expr) -> ast.expr | None:
-    """What an operator is applied to: a call's first argument, the left side of an arithmetic expression."""
+    """Return an operator's first operand: a call's first argument, or the left side of an arithmetic expression."""
     if isinstance(node, ast.Call) and node.args:
         return node.args[0]
     return node.left if isinstance(node, ast.BinOp) else None

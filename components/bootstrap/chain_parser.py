@@ -1,57 +1,15 @@
-"""Reading the chain of operators out of a task's source, without running it."""
+"""The layout of composed tasks, and the parser that reads the chain of operators back from one.
+
+A composed task holds one operator a line. `components.synthesis.compose` writes this layout, `canonicalize` brings other
+sources into it, and the kernel writer reads it. A source in any other layout has no chain.
+"""
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass
 
-NUMBER = r"(-?\d+(?:\.\d+)?)"
-PATTERNS = {
-    name: re.compile(pattern.replace("#", NUMBER))
-    for name, pattern in {
-        "relu": r"F\.relu\(x\)",
-        "leaky_relu": r"F\.leaky_relu\(x, #\)",
-        "elu": r"F\.elu\(x\)",
-        "gelu": r"F\.gelu\(x\)",
-        "silu": r"F\.silu\(x\)",
-        "sigmoid": r"torch\.sigmoid\(x\)",
-        "tanh": r"torch\.tanh\(x\)",
-        "softplus": r"F\.softplus\(x\)",
-        "hardswish": r"F\.hardswish\(x\)",
-        "hardsigmoid": r"F\.hardsigmoid\(x\)",
-        "clamp": r"torch\.clamp\(x, #, #\)",
-        "relu6": r"F\.relu6\(x\)",
-        "mish": r"F\.mish\(x\)",
-        "softsign": r"F\.softsign\(x\)",
-        "abs": r"torch\.abs\(x\)",
-        "square": r"torch\.square\(x\)",
-        "sqrt_abs": r"torch\.sqrt\(torch\.abs\(x\) \+ 1\.0\)",
-        "log1p_abs": r"torch\.log1p\(torch\.abs\(x\)\)",
-        "erf": r"torch\.erf\(x\)",
-        "logsigmoid": r"F\.logsigmoid\(x\)",
-        "tanhshrink": r"F\.tanhshrink\(x\)",
-        "softshrink": r"F\.softshrink\(x, #\)",
-        "mul_constant": r"x \* #",
-        "add_constant": r"x \+ #",
-        "softmax": r"torch\.softmax\(x, dim=-1\)",
-        "log_softmax": r"torch\.log_softmax\(x, dim=-1\)",
-        "layer_norm": r"self\.layer_norm\(x\)",
-        "rms_norm": r"self\.rms_norm\(x\)",
-        "normalize": r"F\.normalize\(x, dim=-1\)",
-        "sum": r"torch\.sum\(x, dim=-1, keepdim=True\)",
-        "mean": r"torch\.mean\(x, dim=-1, keepdim=True\)",
-        "amax": r"torch\.amax\(x, dim=-1, keepdim=True\)",
-        "logsumexp": r"torch\.logsumexp\(x, dim=-1, keepdim=True\)",
-        "scale": r"x \* self\.scale",
-        "shift": r"x \+ self\.shift",
-        "add_input": r"x \+ y",
-        "mul_input": r"x \* y",
-    }.items()
-}
-"""Right-hand side of `x = …` as `ast.unparse` writes it, by operator."""
-
-COMPOSED = """import torch
+TASK_LAYOUT = """import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -61,17 +19,77 @@ class Model(nn.Module):
         super().__init__()
 {init}
     def forward(self, {arguments}):
-{lines}        return x
+{lines}
+        return x
 
 
 def get_inputs():
-    {inputs}
+    return [{inputs}]
 
 
 def get_init_inputs():
     return []
 """
-"""The layout of a composed task."""
+OPERATOR_LINES = {
+    "relu": "F.relu(x)",
+    "leaky_relu": "F.leaky_relu(x, {0})",
+    "elu": "F.elu(x)",
+    "gelu": "F.gelu(x)",
+    "silu": "F.silu(x)",
+    "sigmoid": "torch.sigmoid(x)",
+    "tanh": "torch.tanh(x)",
+    "softplus": "F.softplus(x)",
+    "hardswish": "F.hardswish(x)",
+    "hardsigmoid": "F.hardsigmoid(x)",
+    "clamp": "torch.clamp(x, {0}, {1})",
+    "relu6": "F.relu6(x)",
+    "mish": "F.mish(x)",
+    "softsign": "F.softsign(x)",
+    "abs": "torch.abs(x)",
+    "square": "torch.square(x)",
+    "sqrt_abs": "torch.sqrt(torch.abs(x) + 1.0)",
+    "log1p_abs": "torch.log1p(torch.abs(x))",
+    "erf": "torch.erf(x)",
+    "logsigmoid": "F.logsigmoid(x)",
+    "tanhshrink": "F.tanhshrink(x)",
+    "softshrink": "F.softshrink(x, {0})",
+    "mul_constant": "x * {0}",
+    "add_constant": "x + {0}",
+    "softmax": "torch.softmax(x, dim=-1)",
+    "log_softmax": "torch.log_softmax(x, dim=-1)",
+    "layer_norm": "self.layer_norm(x)",
+    "rms_norm": "self.rms_norm(x)",
+    "normalize": "F.normalize(x, dim=-1)",
+    "sum": "torch.sum(x, dim=-1, keepdim=True)",
+    "mean": "torch.mean(x, dim=-1, keepdim=True)",
+    "amax": "torch.amax(x, dim=-1, keepdim=True)",
+    "logsumexp": "torch.logsumexp(x, dim=-1, keepdim=True)",
+    "scale": "x * self.scale",
+    "shift": "x + self.shift",
+    "add_input": "x + y",
+    "mul_input": "x * y",
+}
+"""Right-hand side of `x = …` of each operator; {0} and {1} stand for its constants."""
+
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+PATTERNS = {
+    name: re.compile(re.sub(r"\\{\d\\}", lambda _: NUMBER, re.escape(line)))
+    for name, line in OPERATOR_LINES.items()
+}
+"""The same lines as patterns, with a group for each constant."""
+SOURCE = re.compile(
+    re.escape(TASK_LAYOUT)
+    .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
+    .replace(r"\{arguments\}", r"(?P<arguments>x|x, y)")
+    .replace(r"\{lines\}", r"(?P<lines>(?:.+\n)*.+)")
+    .replace(r"\{inputs\}", r".*")
+)
+PARAMETER = re.compile(
+    r" {8}self\.(?:(scale|shift) = nn\.Parameter\(.*\)"
+    r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
+)
+MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
+"""Kernel arguments that stand for the parameters of a module."""
 
 REDUCTIONS = frozenset({"sum", "mean", "amax", "logsumexp"})
 ROW_OPERATORS = frozenset({"softmax", "log_softmax", "layer_norm", "rms_norm", "normalize"}) | REDUCTIONS
@@ -80,16 +98,19 @@ PER_COLUMN = frozenset({"scale", "shift"})
 
 @dataclass(frozen=True)
 class Step:
-    """One operator and its constants as written."""
+    """One operator and its constants as the source writes them."""
 
     name: str
     constants: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Chain:
-    """What a task computes. `tensors` names the kernel's arguments in the order of the binding: inputs, parameters in
-    state-dict order (a module's own parameters come before its children's), output."""
+class OperatorChain:
+    """What a composed task computes.
+
+    `tensors` names the kernel's arguments in the order of the binding: inputs, parameters in state-dict order (a
+    module's own parameters come before its children's), output.
+    """
 
     steps: tuple[Step, ...]
     tensors: tuple[str, ...]
@@ -104,41 +125,27 @@ class Chain:
         return any(step.name in ROW_OPERATORS or step.name in PER_COLUMN for step in self.steps)
 
 
-def read_chain(code: str) -> Chain | None:
-    """The chain of a composed source; None for anything else."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError):
+def read_chain(code: str) -> OperatorChain | None:
+    """Return the chain of a source in the layout of composed tasks; None for any other source."""
+    source = SOURCE.fullmatch(code)
+    if source is None:
         return None
-    model = next(
-        (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None
+    steps = [_read_step(line) for line in source["lines"].splitlines()]
+    parameters = [PARAMETER.fullmatch(line) for line in source["init"].splitlines()]
+    if None in steps or None in parameters:
+        return None
+    names = [match[match.lastindex or 0] for match in parameters if match is not None]
+    tensors = [name for name in names if name in PER_COLUMN]
+    tensors += [tensor for name in names for tensor in MODULE_TENSORS.get(name, ())]
+    return OperatorChain(
+        tuple(step for step in steps if step is not None),
+        (*source["arguments"].split(", "), *tensors, "out"),
     )
-    methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)} if model else {}
-    if not {"__init__", "forward"} <= methods.keys():
-        return None
-    steps = []
-    for statement in methods["forward"].body[:-1]:
-        target, _, value = ast.unparse(statement).partition(" = ")
-        found = next(
-            ((name, match) for name, pattern in PATTERNS.items() if (match := pattern.fullmatch(value))), None
-        )
-        if target != "x" or found is None:
-            return None
-        steps.append(Step(found[0], found[1].groups()))
-    if not steps or ast.unparse(methods["forward"].body[-1]) != "return x":
-        return None
-    own, children = [], []
-    for statement in methods["__init__"].body[1:]:
-        name, _, value = ast.unparse(statement).removeprefix("self.").partition(" = ")
-        if value.startswith("nn.Parameter(") and name in PER_COLUMN:
-            own.append(name)
-        elif name == "layer_norm" and re.fullmatch(r"nn\.LayerNorm\(\d+\)", value):
-            children += ["weight", "bias"]
-        elif name == "rms_norm" and re.fullmatch(r"nn\.RMSNorm\(\d+, eps=1e-05\)", value):
-            children.append("gain")
-        else:
-            return None
-    inputs = [argument.arg for argument in methods["forward"].args.args[1:]]
-    if inputs not in (["x"], ["x", "y"]):
-        return None
-    return Chain(tuple(steps), (*inputs, *own, *children, "out"))
+
+
+def _read_step(line: str) -> Step | None:
+    expression = line.removeprefix("        x = ")
+    for name, pattern in PATTERNS.items():
+        if match := pattern.fullmatch(expression):
+            return Step(name, match.groups())
+    return None

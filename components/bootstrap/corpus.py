@@ -1,4 +1,4 @@
-"""The text that a policy made from scratch learns from: demonstrations as tokens, cut into the batches of every step."""
+"""The training text of a policy made from scratch: tokenised demonstrations, and their division into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from components.bootstrap.demonstrations import make_demonstration
-from components.bootstrap.tokenizer import pieces, train_tokenizer
+from components.bootstrap.tokenizer import Message, pieces, train_tokenizer
 from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import atomic_folder
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PER_TASK = 3
-"""Demonstrations of one task: composing a task costs ten times a demonstration, and several styles on one prompt teach
-that the style is free while the operators are not."""
+"""Demonstrations of one task: composing a task costs ten times as much as one demonstration of it."""
 TOKENIZER_CONVERSATIONS = 2000
+"""Conversations that the tokenizer is trained on."""
 MICROBATCHES = 4
-"""Micro-batches of one step, of equal size: each is of one length, the step of several; on cpu two or one for each core."""
+"""Micro-batches of one step. Sequences in one are of about equal length, those of one step are not."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised conversations: `ids` and `action_mask` [tokens] end to end, conversation i in offsets[i] : offsets[i + 1]."""
+    """Tokenised conversations, end to end in `ids` and `action_mask` [tokens]; conversation i is offsets[i]:offsets[i + 1]."""
 
     ids: Tensor
     action_mask: Tensor
@@ -45,9 +45,9 @@ class Corpus:
     def lengths(self) -> list[int]:
         return self.offsets.diff().tolist()
 
-    def rows(self, which: list[int]) -> tuple[Tensor, Tensor]:
-        """Ids and action_mask [rows, longest], padded on the right, where causal attention needs no mask."""
-        spans = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in which]
+    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return ids and action_mask [rows, longest] of these conversations, padded on the right."""
+        spans = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in indices]
         pad = int(self.tokenizer.pad_token_id)
         ids = torch.nn.utils.rnn.pad_sequence(
             [self.ids[span].long() for span in spans], batch_first=True, padding_value=pad
@@ -57,53 +57,63 @@ class Corpus:
 
 
 def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, progress: Progress) -> None:
-    """Write demonstrations of training tasks from `sources`, train the tokenizer on them, and store both in `folder`.
+    """Write demonstrations of the training tasks in `sources`, train the tokenizer on them, and store both in `folder`.
 
-    Held-out tasks are skipped; UserError when the sources run dry.
+    Raises UserError when `sources` holds too few tasks, or when no demonstration fits into the context window.
     """
+    context = params.policy.context
+    conversations = _write_conversations(params, sources, progress)
+    sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
+    tokenizer = train_tokenizer(sample, params.policy.vocabulary, context)
+    rows = _tokenize(tokenizer, conversations[: params.coldstart.demonstrations])
+    rows = [(ids, mask) for ids, mask in rows if len(ids) <= context]
+    if not rows:
+        raise UserError(f"policy.context: no demonstration fits into {context} tokens; raise it.")
+    tensors = {
+        "ids": torch.cat([ids for ids, _ in rows]),
+        "action_mask": torch.cat([mask for _, mask in rows]),
+        "offsets": torch.tensor([0, *(len(ids) for ids, _ in rows)]).cumsum(0),
+    }
+    with atomic_folder(folder) as temporary:
+        tokenizer.save_pretrained(temporary)
+        save_file(tensors, temporary / "tokens.safetensors")
+
+
+def _write_conversations(
+    params: Params, sources: Iterator[KernelTask], progress: Progress
+) -> list[list[Message]]:
+    """Return shuffled demonstrations of tasks that are not held out, PER_TASK of each task."""
     settings = params.coldstart
     rng = random.Random(settings.seed)
     count = -(-settings.demonstrations // PER_TASK)
-    conversations = []
+    conversations: list[list[Message]] = []
     for number, task in enumerate(islice((task for task in sources if task.split == "train"), count)):
         conversations += [make_demonstration(task, rng, settings, params.device) for _ in range(PER_TASK)]
         if number % 500 == 0:
             progress.update("coldstart", 0, settings.steps, demonstrations=len(conversations))
     if len(conversations) < settings.demonstrations:
         raise UserError(
-            f"coldstart.demonstrations: {settings.demonstrations} need {count} training tasks, the sources hold fewer; lower it."
+            f"coldstart.demonstrations: {settings.demonstrations} need {count} training tasks, "
+            "the sources hold fewer; lower it."
         )
     rng.shuffle(conversations)
-    sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
-    tokenizer = train_tokenizer(sample, params.policy.vocabulary, params.policy.context)
-    conversations = conversations[: settings.demonstrations]
-    texts = sorted({text for conversation in conversations for text, _ in pieces(conversation)})
-    tokens = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
-    parts = [[(tokens[text], own) for text, own in pieces(conversation)] for conversation in conversations]
-    parts = [
-        conversation
-        for conversation in parts
-        if sum(len(ids) for ids, _ in conversation) <= params.policy.context
-    ]
-    if not parts:
-        raise UserError(
-            f"policy.context: no demonstration fits into {params.policy.context} tokens; raise it."
+    return conversations
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return ids (int32) and action_mask of each conversation; equal pieces of text are tokenised once."""
+    split = [pieces(conversation) for conversation in conversations]
+    texts = sorted({text for conversation in split for text, _ in conversation})
+    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    return [
+        (
+            torch.tensor([token for text, _ in conversation for token in ids[text]], dtype=torch.int32),
+            torch.tensor([sampled for text, sampled in conversation for _ in ids[text]], dtype=torch.bool),
         )
-    with atomic_folder(folder) as temporary:
-        tokenizer.save_pretrained(temporary)
-        tensors = {
-            "ids": torch.tensor(
-                [token for conversation in parts for ids, _ in conversation for token in ids],
-                dtype=torch.int32,
-            ),
-            "action_mask": torch.tensor(
-                [own for conversation in parts for ids, own in conversation for _ in ids], dtype=torch.bool
-            ),
-            "offsets": torch.tensor(
-                [0, *(sum(len(ids) for ids, _ in conversation) for conversation in parts)]
-            ).cumsum(0),
-        }
-        save_file(tensors, temporary / "tokens.safetensors")
+        for conversation in split
+    ]
 
 
 def load_corpus(folder: Path) -> Corpus:
@@ -113,14 +123,13 @@ def load_corpus(folder: Path) -> Corpus:
 def plan_batches(
     lengths: list[int], *, steps: int, tokens_per_step: int, microbatches: int, seed: int
 ) -> list[list[list[int]]]:
-    """The conversations of every step's micro-batches: plan[step][microbatch] lists indices into `lengths`.
+    """Divide conversations into micro-batches: the result [step][microbatch] lists indices into `lengths`.
 
-    Every epoch is a new order. Conversations of like length share a micro-batch, which holds at most
-    tokens_per_step / microbatches tokens with padding (and at least one conversation); which lengths meet in a step is
-    left to chance.
+    Each epoch draws a new order. Conversations of similar length share a micro-batch, which holds at most
+    tokens_per_step / microbatches tokens with padding, and at least one conversation.
     """
     rng = random.Random(seed)
-    budget = tokens_per_step // microbatches
+    max_tokens = tokens_per_step // microbatches
     batches: list[list[int]] = []
     while len(batches) < steps * microbatches:
         order = list(range(len(lengths)))
@@ -129,7 +138,7 @@ def plan_batches(
         epoch: list[list[int]] = []
         current: list[int] = []
         for index in order:
-            if current and (len(current) + 1) * lengths[index] > budget:
+            if current and (len(current) + 1) * lengths[index] > max_tokens:
                 epoch.append(current)
                 current = []
             current.append(index)

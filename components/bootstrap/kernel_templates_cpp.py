@@ -1,7 +1,7 @@
-"""What each torch operator is in C++: shared by the cpu and the cuda writer.
+"""C++ code of each torch operator, shared by the templates for cpu and cuda.
 
-An operator is a line or two on `float v`, written with the names of vec.h. Text that does not depend on constants or
-shapes is the same in every kernel, so that a tokenizer with whole-line merges spends a token or two on it.
+An operator is a line or two on `float v`, written with the functions of vec.h. Text that does not depend on constants or
+shapes is equal in every kernel, so that the tokenizer merges it into a token or two.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One sweep over a row: an accumulator's declaration, what each element adds to it, and what the sum is turned into."""
+    """One loop over a row: declarations of accumulators, their update by each element, and the lines after the loop."""
 
     declare: tuple[str, ...]
     clause: str
     each: tuple[str, ...]
-    """Lines on `v`; `b[i] = v;` among them means that the row is rewritten."""
+    """Lines on `v`; `b[i] = v;` among them stores the row."""
     finish: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RowOperator:
-    """Sweeps over the row, then one line that every element still needs (none for a reduction)."""
+    """A row operator: reductions of the row, then `apply` to every element, or `result` for an operator of one value."""
 
     sweeps: tuple[Reduction, ...]
     apply: str = ""
     result: str = ""
-    """For a reduction: the row's value."""
 
 
 # Sums are in double: a float sum of 4,096 terms, one after another, is off by more than torch's cascaded one.
@@ -143,15 +142,14 @@ LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf"
 LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
 CUDA_MATH = {"vexp": "expf", "vlog1p": "log1pf", "vtanh": "tanhf", "verf": "erff"}
 CUDA_MATH |= {"vsqrt": "sqrtf", "vabs": "fabsf", "vmax": "fmaxf", "vmin": "fminf"}
-"""The standard library's fmax is no device function: nvcc refuses it."""
+"""Functions of vec.h and what replaces them; nvcc refuses std::fmax in device code."""
 
 
 def elementwise(step: Step) -> str:
-    """The operator's line with its constants."""
     return ELEMENTWISE[step.name].format(*step.constants)
 
 
-def plain(text: str, names: dict[str, str]) -> str:
-    """The same text with the functions `names` (LIBM or CUDA_MATH) instead of vec.h's."""
+def replace_functions(text: str, names: dict[str, str]) -> str:
+    """Replace the functions of vec.h by `names` (LIBM or CUDA_MATH)."""
     text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
     return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: names[match.group()], text)

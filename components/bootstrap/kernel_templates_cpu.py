@@ -1,15 +1,15 @@
-"""Kernels in C++ in three styles: one loop an operator, one fused loop, and fused loops that vectorise."""
+"""C++ kernels of operator chains in three styles: one loop for each operator, fused loops, and vectorised fused loops."""
 
 from __future__ import annotations
 
-from components.bootstrap.chain_parser import REDUCTIONS, Chain, Step
-from components.bootstrap.kernel_templates_cpp import LIBM, ROW, elementwise, plain
+from components.bootstrap.chain_parser import REDUCTIONS, OperatorChain, Step
+from components.bootstrap.kernel_templates_cpp import LIBM, ROW, elementwise, replace_functions
 
 COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
 
 
-def arguments(chain: Chain) -> list[str]:
-    """Declarations of the tensors, by the names that the operators' lines use."""
+def arguments(chain: OperatorChain) -> list[str]:
+    """Return declarations of the kernel's tensors."""
     lines = [
         f"  {'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
         for index, name in enumerate(chain.tensors)
@@ -19,8 +19,8 @@ def arguments(chain: Chain) -> list[str]:
     return lines
 
 
-def flat(chain: Chain, vectorised: bool) -> list[str]:
-    """Elementwise chains: one loop over all elements."""
+def fused_elements(chain: OperatorChain, vectorised: bool) -> list[str]:
+    """Return one loop over all elements, for a chain of elementwise operators."""
     pragma = ["  #pragma omp simd"] if vectorised else []
     body = [f"    {elementwise(step)}" for step in chain.steps]
     return [
@@ -34,7 +34,7 @@ def flat(chain: Chain, vectorised: bool) -> list[str]:
 
 
 def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[str]:
-    """One sweep over the columns of a row."""
+    """Return one loop over the columns of a row."""
     pragma = [f"    #pragma omp simd{f' reduction({clause})' if clause else ''}"] if vectorised else []
     return [
         *pragma,
@@ -45,9 +45,8 @@ def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[st
     ]
 
 
-def by_row(chain: Chain, vectorised: bool) -> list[str]:
-    """Chains with row operators: as few sweeps over the row as the operators allow, elementwise lines riding along."""
-    per_column = {"y": "y + r * cols"} if "y" in chain.tensors else {}
+def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
+    """Return fused loops for a chain with row operators; elementwise operators join the next loop over the row."""
     lines, pending, source, touched = [], [], "a", False
     tail: list[str] = []
     for step in chain.steps:
@@ -59,7 +58,7 @@ def by_row(chain: Chain, vectorised: bool) -> list[str]:
             operator = ROW[step.name]
             for sweep in operator.sweeps:
                 rewrites = "b[i] = v;" in sweep.each
-                # The row is stored once it differs from what is in memory, unless nobody reads it again.
+                # The row is stored when it differs from memory, unless no later loop reads it.
                 last = step.name in REDUCTIONS and sweep is operator.sweeps[-1]
                 store = ["b[i] = v;"] if pending and not rewrites and not last else []
                 lines += [f"    {line}" for line in sweep.declare]
@@ -82,32 +81,31 @@ def by_row(chain: Chain, vectorised: bool) -> list[str]:
     elif not tail:
         head.append("    float* b = out + r * cols;")
     buffer = ["  std::vector<float> row(cols);"] if touched and tail else []
-    head += [f"    const float* s = {value};" for value in per_column.values()]
+    if "y" in chain.tensors:
+        head.append("    const float* s = y + r * cols;")
     lines = [line.replace("y[i]", "s[i]") for line in lines]
     return [*buffer, "  for (int64_t r = 0; r < rows; ++r) {", *head, *lines, "  }"]
 
 
-def passes(chain: Chain) -> list[str]:
-    """One operator at a time over a copy of the input."""
+def separate_loops(chain: OperatorChain) -> list[str]:
+    """Return one loop for each operator, over a copy of the input."""
     lines = ["  std::vector<float> a(x, x + t[0].numel);"]
     for step in chain.steps:
-        line = plain(elementwise(step), LIBM) if step.name not in ROW else ""
+        line = replace_functions(elementwise(step), LIBM) if step.name not in ROW else ""
         if step.name in ROW:
-            lines += row_pass(step)
+            lines += row_operator_loops(step)
         elif "[i]" in line:
-            line = (
-                line.replace("v = v", "a[i] = a[i]").replace("[i];", "[i % cols];")
-                if "y[i]" not in line
-                else line.replace("v = v", "a[i] = a[i]")
-            )
+            line = line.replace("v = v", "a[i] = a[i]")
+            if "y[i]" not in line:
+                line = line.replace("[i];", "[i % cols];")
             lines.append(f"  for (int64_t i = 0; i < t[0].numel; ++i) {line}")
         else:
             lines.append(f"  for (float& v : a) {line}")
     return [*lines, "  std::copy(a.begin(), a.end(), out);"]
 
 
-def row_pass(step: Step) -> list[str]:
-    """One row operator over the copy, in place; a reduction leaves its value at the row's number and shortens the copy."""
+def row_operator_loops(step: Step) -> list[str]:
+    """Return the loops of one row operator over the copy, in place; a reduction stores one value a row and shrinks the copy."""
     operator = ROW[step.name]
     lines = ["  for (int64_t r = 0; r < rows; ++r) {", "    float* b = &a[r * cols];"]
     for sweep in operator.sweeps:
@@ -115,26 +113,22 @@ def row_pass(step: Step) -> list[str]:
         lines += loop("", "b", list(sweep.each), vectorised=False)
         lines += [f"    {line}" for line in sweep.finish]
     if operator.result:
-        return [
-            plain(line, LIBM)
-            for line in [*lines, f"    a[r] = {operator.result};", "  }", "  a.resize(rows);"]
-        ]
-    return [
-        plain(line, LIBM)
-        for line in [*lines, *loop("", "b", [operator.apply, "b[i] = v;"], vectorised=False), "  }"]
-    ]
+        lines += [f"    a[r] = {operator.result};", "  }", "  a.resize(rows);"]
+    else:
+        lines += [*loop("", "b", [operator.apply, "b[i] = v;"], vectorised=False), "  }"]
+    return [replace_functions(line, LIBM) for line in lines]
 
 
-def write(chain: Chain, style: str) -> str:
-    """The text of kernels/forward.cpp."""
+def write_kernel(chain: OperatorChain, style: str) -> str:
+    """Return the text of kernels/forward.cpp."""
     match style:
         case "passes":
-            body, header = passes(chain), "#include <cmath>"
+            body, header = separate_loops(chain), "#include <cmath>"
         case "fused":
-            body, header = (by_row if chain.by_row else flat)(chain, False), "#include <cmath>"
-            body = [plain(line, LIBM) for line in body]
+            body, header = (fused_rows if chain.by_row else fused_elements)(chain, False), "#include <cmath>"
+            body = [replace_functions(line, LIBM) for line in body]
         case "simd":
-            body, header = (by_row if chain.by_row else flat)(chain, True), '#include "vec.h"'
+            body, header = (fused_rows if chain.by_row else fused_elements)(chain, True), '#include "vec.h"'
         case _:
             raise ValueError(f"unknown style {style}")
     return "\n".join(

@@ -1,11 +1,11 @@
-"""Kernels in CUDA in three styles: one launch an operator, one fused kernel, and a fused kernel with wide accesses."""
+"""CUDA kernels of operator chains in three styles: one launch for each operator, one fused kernel, and wide accesses."""
 
 from __future__ import annotations
 
 import re
 
-from components.bootstrap.chain_parser import Chain, Step
-from components.bootstrap.kernel_templates_cpp import CUDA_MATH, ROW, elementwise, plain
+from components.bootstrap.chain_parser import OperatorChain, Step
+from components.bootstrap.kernel_templates_cpp import CUDA_MATH, ROW, elementwise, replace_functions
 
 BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
   __shared__ float part[256];
@@ -37,19 +37,19 @@ COMBINE = {
 LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
 
 
-def parameters(chain: Chain) -> str:
+def parameters(chain: OperatorChain) -> str:
     tensors = ", ".join(f"{'' if name == 'out' else 'const '}float* {name}" for name in chain.tensors)
     return f"{tensors}, int64_t {'cols' if chain.by_row else 'n'}"
 
 
-def launch(chain: Chain, name: str, grid: str, shared: str = "0") -> str:
+def launch(chain: OperatorChain, name: str, grid: str, shared: str = "0") -> str:
     tensors = ", ".join(f"f32(t[{index}])" for index in range(len(chain.tensors)))
     last = "t[0].size[1]" if chain.by_row else "t[0].numel"
     return f"  {name}<<<{grid}, 256, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
 
 
-def flat(chain: Chain) -> list[str]:
-    """One thread an element."""
+def element_kernel(chain: OperatorChain) -> list[str]:
+    """Return a kernel with one thread for each element."""
     body = [f"    {elementwise(step)}" for step in chain.steps]
     kernel = [
         "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
@@ -69,13 +69,11 @@ def flat(chain: Chain) -> list[str]:
     ]
 
 
-def wide(chain: Chain) -> list[str]:
-    """One thread four elements, read and written as float4; numel is a multiple of 16 in composed tasks."""
+def float4_kernel(chain: OperatorChain) -> list[str]:
+    """Return a kernel with one thread for four elements as float4; numel is a multiple of 16 in composed tasks."""
     names = [name for name in chain.tensors if name in ("x", "y")]
     loads = [f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names]
-    body = []
-    for lane in "xyzw":
-        body.append(f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});")
+    body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
     lines = [f"  {elementwise(step).replace('y[i]', 'y')}" for step in chain.steps]
     head = [
         f"__device__ float chain(float v{', float y' if 'y' in names else ''}) {{",
@@ -112,8 +110,8 @@ def loop(source: str, body: list[str]) -> list[str]:
     ]
 
 
-def sweep_lines(step: Step, pending: list[str], source: str, stored: bool) -> tuple[list[str], str]:
-    """The sweeps of a row operator over the block's row, and where the row is afterwards."""
+def row_operator_loops(step: Step, pending: list[str], source: str, stored: bool) -> tuple[list[str], str]:
+    """Return the loops of a row operator over the block's row, and the name of the array that holds the row afterwards."""
     operator, lines = ROW[step.name], []
     for sweep in operator.sweeps:
         rewrites = "b[i] = v;" in sweep.each
@@ -134,13 +132,13 @@ def sweep_lines(step: Step, pending: list[str], source: str, stored: bool) -> tu
     return lines, source
 
 
-def helpers(text: str, template: str) -> list[str]:
+def block_functions(text: str, template: str) -> list[str]:
     used = [name for name in ("sum", "max") if f"block_{name}(" in text]
     return [template.format(name=name, combine=COMBINE[name], lane=LANE[name]) for name in used]
 
 
-def by_row(chain: Chain, template: str) -> list[str]:
-    """One block a row, the row kept in shared memory between sweeps."""
+def row_kernel(chain: OperatorChain, template: str) -> list[str]:
+    """Return a kernel with one block for each row, which stays in shared memory between loops."""
     lines: list[str] = []
     pending: list[str] = []
     tail: list[str] = []
@@ -149,7 +147,7 @@ def by_row(chain: Chain, template: str) -> list[str]:
         line = "" if step.name in ROW else elementwise(step).replace("y[i]", "s[i]")
         if step.name in ROW:
             operator = ROW[step.name]
-            added, source = sweep_lines(step, pending, source, not operator.result)
+            added, source = row_operator_loops(step, pending, source, not operator.result)
             lines += added
             pending = [operator.apply]
             if operator.result:
@@ -167,12 +165,14 @@ def by_row(chain: Chain, template: str) -> list[str]:
     head += ["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []
     kernel = [f"__global__ void rows({parameters(chain)}) {{", *head, *lines, "}"]
     call = launch(chain, "rows", "t[0].size[0]", "t[0].size[1] * sizeof(float)")
-    return [*helpers("\n".join(kernel), template), *kernel, "KERNEL(forward) {", call, "}"]
+    return [*block_functions("\n".join(kernel), template), *kernel, "KERNEL(forward) {", call, "}"]
 
 
-def passes(chain: Chain) -> list[str]:
-    """One launch an operator through the output; a reduction takes the operators before it into its own launch, because
-    there is no place for the whole row in the output."""
+def separate_kernels(chain: OperatorChain) -> list[str]:
+    """Return one launch for each operator, with the output as the buffer between them.
+
+    A reduction and the operators before it share a launch: the output is too small for their rows.
+    """
     cut = next(
         (index + 1 for index, step in enumerate(chain.steps) if ROW.get(step.name) and ROW[step.name].result),
         0,
@@ -182,14 +182,13 @@ def passes(chain: Chain) -> list[str]:
         if cut
         else [[step] for step in chain.steps]
     )
-    kernels: list[str] = []
-    calls: list[str] = []
+    kernels, calls = [], []
     for index, group in enumerate(groups):
-        part = Chain(tuple(group), chain.tensors)
-        source = by_row(part, BLOCK_OPERATION) if part.by_row else flat(part)
+        part = OperatorChain(tuple(group), chain.tensors)
+        source = row_kernel(part, BLOCK_OPERATION) if part.by_row else element_kernel(part)
         split = source.index("KERNEL(forward) {")
         text, call = "\n".join(source[:split]), source[split + 1]
-        for helper in helpers(text, BLOCK_OPERATION):
+        for helper in block_functions(text, BLOCK_OPERATION):
             text = text.replace(helper + "\n", "")
         name = f"pass{index}"
         text = re.sub(r"\b(fused|rows)\(", f"{name}(", text)
@@ -200,18 +199,18 @@ def passes(chain: Chain) -> list[str]:
                 call = call.replace("t[0].numel", f"t[{len(chain.tensors) - 1}].numel")
         kernels.append(text)
         calls.append(call)
-    return [*helpers("\n".join(kernels), BLOCK_OPERATION), *kernels, "KERNEL(forward) {", *calls, "}"]
+    return [*block_functions("\n".join(kernels), BLOCK_OPERATION), *kernels, "KERNEL(forward) {", *calls, "}"]
 
 
-def write(chain: Chain, style: str) -> str:
-    """The text of kernels/forward.cu."""
+def write_kernel(chain: OperatorChain, style: str) -> str:
+    """Return the text of kernels/forward.cu."""
     match style:
         case "passes":
-            body = [plain(line, CUDA_MATH) for line in passes(chain)]
+            body = [replace_functions(line, CUDA_MATH) for line in separate_kernels(chain)]
         case "fused":
-            body = by_row(chain, BLOCK_OPERATION) if chain.by_row else flat(chain)
+            body = row_kernel(chain, BLOCK_OPERATION) if chain.by_row else element_kernel(chain)
         case "vector":
-            body = by_row(chain, WARP_OPERATION) if chain.by_row else wide(chain)
+            body = row_kernel(chain, WARP_OPERATION) if chain.by_row else float4_kernel(chain)
         case _:
             raise ValueError(f"unknown style {style}")
     header = "#include <cmath>" if style == "passes" else '#include "vec.h"'
