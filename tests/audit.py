@@ -2,7 +2,8 @@
 
     python tests/audit.py TASKS.parquet [--against FOLDER] [--device cuda] [--mix '{"torch#1": 0.1, ...}']
 
-Prints one JSON object: rows by fault. Sources are executed here, so audit only sets that this project composed.
+Prints one JSON object: rows by fault. Sources are executed here, so audit only sets that this project
+composed.
 """
 
 from __future__ import annotations

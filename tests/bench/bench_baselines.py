@@ -2,8 +2,8 @@
 
     python tests/bench/bench_baselines.py SUITE OUT.json --profile h200 --levels 1,2,3 --every 4 --set precision=tf32
 
-Every pass makes each task's runners anew, and the second begins when the first has ended. OUT.json is written after every
-task; a repeated command goes on where the last one ended.
+Every pass makes each task's runners anew, and the second begins when the first has ended. OUT.json is
+written after every task; a repeated command goes on where the last one ended.
 """
 
 from __future__ import annotations

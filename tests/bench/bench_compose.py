@@ -2,8 +2,9 @@
 
     python tests/bench/bench_compose.py [--seconds 20] [--processes 2] [--seeds FOLDER]
 
-Prints three lines: the rate of all processes together, composer and first look of the task_filter; the shares of the parts in
-one of them; and the named alternative, asking real tensors of the task's size what meta tensors are asked here.
+Prints three lines: the rate of all processes together, composer and first look of the task_filter; the
+shares of the parts in one of them; and the named alternative, asking real tensors of the task's size what
+meta tensors are asked here.
 """
 
 from __future__ import annotations

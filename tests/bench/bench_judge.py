@@ -1,8 +1,9 @@
 """Evaluations per hour of the judge against the naive cycle, and its latency by phase, in one run.
 
-The naive cycle is what the public workspace does for each candidate: a fresh Python that builds the kernel with
-`torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager, torch.compile and the candidate
-ten times each. Both judge the same kernel on the same task; the judge measures torch.compile for it too.
+The naive cycle is what the public workspace does for each candidate: a fresh Python that builds the kernel
+with `torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager,
+torch.compile and the candidate ten times each. Both judge the same kernel on the same task; the judge
+measures torch.compile for it too.
 
     python tests/bench/bench_judge.py [--device cuda]
 

@@ -1,8 +1,8 @@
 """What the agent's loop itself costs a turn, without model and judge, and whether 64 trajectories go on fairly.
 
-A policy that says prepared turns writes a kernel and measures it, turn after turn; the judge answers at once. What is
-left is the loop: histories, parsing, tools, observations, records. The shell's own CPU time is not counted, and in memory
-its folder costs no disk.
+A policy that says prepared turns writes a kernel and measures it, turn after turn; the judge answers at
+once. What is left is the loop: histories, parsing, tools, observations, records. The shell's own CPU time
+is not counted, and in memory its folder costs no disk.
 
     TMPDIR=/dev/shm python tests/bench/bench_loop.py
 """

@@ -2,10 +2,11 @@
 
     PYTHONPATH=.:tests/fixtures python tests/bench/bench_overhead.py HOME [--set KEY=VALUE]...
 
-The first run fills HOME (the reduced night of the tests) unless it has run there already. Then the record of the run is
-taken away and the command is given again, by a new interpreter: it imports, resolves, starts or finds Prefect's server, asks DVC, takes every stage
-from the cache and checks its files, logs to MLflow, decides, reports and stores. Prints one JSON object. With
-PREFECT_API_URL and `--set registry.tracking_uri=…` it measures a stack instead of the embedded defaults.
+The first run fills HOME (the reduced night of the tests) unless it has run there already. Then the record
+of the run is taken away and the command is given again, by a new interpreter: it imports, resolves, starts
+or finds Prefect's server, asks DVC, takes every stage from the cache and checks its files, logs to MLflow,
+decides, reports and stores. Prints one JSON object. With PREFECT_API_URL and `--set
+registry.tracking_uri=…` it measures a stack instead of the embedded defaults.
 """
 
 from __future__ import annotations

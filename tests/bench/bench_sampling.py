@@ -2,9 +2,10 @@
 
     python tests/bench/bench_sampling.py [CHECKPOINT] [--batch 96] [--sequences 96] [--limit 40]
 
-With a checkpoint of the smoke profile, prompts are composed tasks and turns end by themselves, at different lengths; a
-fresh policy never ends a turn, so that all ways do the same work. One line for each way: tokens per CPU second (one
-thread; wall time on a shared machine says little), and how many times as fast the sampler is.
+With a checkpoint of the smoke profile, prompts are composed tasks and turns end by themselves, at different
+lengths; a fresh policy never ends a turn, so that all ways do the same work. One line for each way: tokens
+per CPU second (one thread; wall time on a shared machine says little), and how many times as fast the
+sampler is.
 """
 
 from __future__ import annotations

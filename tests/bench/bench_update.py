@@ -2,11 +2,12 @@
 
     python tests/bench/bench_update.py [--profile smoke] [--device cpu] [--rows 96] [--longest 512] [--repeats 3] [--set KEY=VALUE]
 
-The plain loop is how TRL's PPO trainer goes through a batch: rows in the given order, a fixed number of them in each
-micro-batch, padded to the longest of all, logits of every position over the whole vocabulary, torch's AdamW. Ours packs
-micro-batches by tokens and computes logits of the policy's own tokens alone, under DeepSpeed. Rows are prompts, turns
-and observations of uneven length, a third of the tokens the policy's own. Counted are tokens that are no padding, by
-CPU seconds of one thread on cpu (wall time on a shared machine says little) and by wall time on cuda.
+The plain loop is how TRL's PPO trainer goes through a batch: rows in the given order, a fixed number of
+them in each micro-batch, padded to the longest of all, logits of every position over the whole vocabulary,
+torch's AdamW. Ours packs micro-batches by tokens and computes logits of the policy's own tokens alone,
+under DeepSpeed. Rows are prompts, turns and observations of uneven length, a third of the tokens the
+policy's own. Counted are tokens that are no padding, by CPU seconds of one thread on cpu (wall time on a
+shared machine says little) and by wall time on cuda.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/bench/bench_vec.py [ANOTHER_VEC_H]
 
-One line for each function: microseconds for 2^18 elements, and how many times as fast as eager, as libm in the same loop,
-and as another version of the file.
+One line for each function: microseconds for 2^18 elements, and how many times as fast as eager, as libm in
+the same loop, and as another version of the file.
 """
 
 from __future__ import annotations

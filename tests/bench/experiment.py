@@ -2,11 +2,12 @@
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
-Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold start and after
-each stage that changes it. The paper's ablations in miniature share the first seed's cold start. A repeated call
-goes on where the last one was stopped; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call with
-`--part training` and another with `--part evaluation`, which waits for each checkpoint, share the work, each with its own
-CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
+Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
+start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
+start. A repeated call goes on where the last one was stopped; `--table` prints what there is, and `--plot`
+draws it. On a host with two GPUs a call with `--part training` and another with `--part evaluation`, which
+waits for each checkpoint, share the work, each with its own CUDA_VISIBLE_DEVICES and, by taskset, its own
+cores.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/bench/judge_validity.py [REPEATS]
 
-Both arms of a comparison are candidates that repeat the same work a given number of times, each in a runner of its own,
-measured in the judge's own rounds and with its own estimator.
+Both arms of a comparison are candidates that repeat the same work a given number of times, each in a runner
+of its own, measured in the judge's own rounds and with its own estimator.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/bench/soak_judge.py [N]
 
-Prints resident memory, open descriptors, threads and living runners after the warm-up and at every tenth of the way. Few rounds:
-nothing here is a timing.
+Prints resident memory, open descriptors, threads and living runners after the warm-up and at every tenth of
+the way. Few rounds: nothing here is a timing.
 """
 
 from __future__ import annotations

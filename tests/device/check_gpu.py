@@ -2,8 +2,9 @@
 
     python tests/device/check_gpu.py [--seconds 580] [--out FOLDER]
 
-Run it as root, and the corpus is judged a second time as an ordinary account without a name, on a copy of the checkout that this
-account may read. Needs torch and this project, no pytest. Each check's output is FOLDER/NAME.log; ends with 1 unless all are OK.
+Run it as root, and the corpus is judged a second time as an ordinary account without a name, on a copy of
+the checkout that this account may read. Needs torch and this project, no pytest. Each check's output is
+FOLDER/NAME.log; ends with 1 unless all are OK.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [NAME...]
 
-Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured. Ends with 1
-unless every line is OK; lines marked `open` are exploits that are known to gain more than they may, and count apart.
+Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured.
+Ends with 1 unless every line is OK; lines marked `open` are exploits that are known to gain more than they
+may, and count apart.
 """
 
 from __future__ import annotations

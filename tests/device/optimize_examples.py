@@ -2,9 +2,9 @@
 
     python tests/device/optimize_examples.py [--device cuda] [--out DIR] [--set KEY=VALUE] [NAME...]
 
-The policy is scripted: a local server that speaks OpenAI's protocol and answers with the rule-written kernels of the cold
-start, the fastest style first. So the whole way from a module to a drop-in kernel is real but the writing. Needs torch and
-this project, no pytest.
+The policy is scripted: a local server that speaks OpenAI's protocol and answers with the rule-written
+kernels of the cold start, the fastest style first. So the whole way from a module to a drop-in kernel is
+real but the writing. Needs torch and this project, no pytest.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python tests/device/vllm_backends.py [--checkpoint FOLDER] [--sequences 256] [--limit 256]
 
-Needs a GPU, vllm (0.24; for ipc ray too) in this environment, and this project's base packages; no pytest, no DeepSpeed, no judge. Without
-a checkpoint a random policy of the base parameters' size is made. Each backend runs in a process of its own: it is
-opened on the checkpoint, the trainer's weights are then changed and pushed (the push checks the worker's fingerprint and
-fails when it differs), and everything is sampled once more. One line for each backend:
+Needs a GPU, vllm (0.24; for ipc ray too) in this environment, and this project's base packages; no pytest,
+no DeepSpeed, no judge. Without a checkpoint a random policy of the base parameters' size is made. Each
+backend runs in a process of its own: it is opened on the checkpoint, the trainer's weights are then changed
+and pushed (the push checks the worker's fingerprint and fails when it differs), and everything is sampled
+once more. One line for each backend:
 
     difference   mean absolute log-probability difference between sampler and trainer, nats per token, after a push
     stale        the same against weights that were not pushed: what a lost push would look like

@@ -48,7 +48,7 @@ def use(tools: Tools) -> Use:
     return call
 
 
-# --- the small policy's path -------------------------------------------------------------------------------------------
+# --- the small policy's path ----------------------------------------------------------------------
 
 
 def test_writing_and_measuring_says_what_trained_policies_have_seen_and_starts_no_shell(
@@ -86,7 +86,7 @@ def test_a_call_that_is_none_is_told_in_the_words_that_policies_know(tools: Tool
     )
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_todo_list_is_counted(use: Use) -> None:
     assert use("TodoWrite", todos="not a list").startswith("invalid tool call: TodoWrite: todos:")
 
 
-# --- shell -------------------------------------------------------------------------------------------------------------
+# --- shell ----------------------------------------------------------------------------------------
 
 
 def test_the_shell_keeps_directory_variables_and_functions(use: Use) -> None:

@@ -18,8 +18,8 @@ SETS = ["registry.model=policy", "registry.experiment=nights"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    # Prefect reads its settings when it is first imported, which another file's test may have done in this process:
-    # its own harness changes them for all threads and gives them back.
+    # Prefect reads its settings when it is first imported, which another file's test may have done in this
+    # process: its own harness changes them for all threads and gives them back.
     from prefect.testing.utilities import prefect_test_harness
 
     with prefect_test_harness(server_startup_timeout=180):

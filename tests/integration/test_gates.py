@@ -46,7 +46,8 @@ def verdict(
 
 GOOD = [task(i) for i in range(30)]
 FEWER_FAST = [task(i, compiled=2.0 if i % 10 < 8 else 0.9) for i in range(60)]
-# Thirty of thirty: the lower end is 0.884, for each level's fifteen 0.782; the geometric means are 2 without a spread.
+# Thirty of thirty: the lower end is 0.884, for each level's fifteen 0.782; the geometric means are 2
+# without a spread.
 REFUSALS: dict[str, Callable[[], Decision]] = {
     "pass_rate": lambda: verdict(GOOD, pass_rate=0.9),
     "faster_rate.eager": lambda: verdict(GOOD, faster_rate_eager=0.9),

@@ -181,7 +181,8 @@ def test_no_screen_of_the_syntax_tree(cold_judge: Judge, monkeypatch: pytest.Mon
 def test_runner_that_speaks_before_it_is_asked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner waits for the judge's word after every result. Who says all at once is ended; were it not, it would have answered for
     inputs that were not there yet."""
-    # Where it is held up between two messages its first answer is found to be wrong before the second is there.
+    # Where it is held up between two messages its first answer is found to be wrong before the second is
+    # there.
     assert any(verdict(cold_judge, "native_ahead").reason == "protocol" for _ in range(3))
     monkeypatch.setattr(Runner, "is_waiting", lambda self: True)
     assert verdict(cold_judge, "native_ahead").status == "wrong_output"

@@ -63,7 +63,7 @@ def search(lines: Lines, world: Any = None, attempts: int = 2, task: KernelTask 
     )
 
 
-# --- the search --------------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 def test_the_best_kernel_counts_also_when_a_trajectory_ends_worse() -> None:
@@ -143,7 +143,7 @@ def test_an_input_that_makes_no_difference_is_noted() -> None:
     assert outcome.found and "input 1 makes no difference" in outcome.notes[0]
 
 
-# --- what it takes -----------------------------------------------------------------------------------------------------
+# --- what it takes --------------------------------------------------------------------------------
 
 LAYER = """
 import torch.nn as nn
@@ -232,7 +232,7 @@ def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
         folder_policy(tmp_path, params(), frozenset())
 
 
-# --- what it leaves ----------------------------------------------------------------------------------------------------
+# --- what it leaves -------------------------------------------------------------------------------
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

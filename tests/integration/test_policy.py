@@ -85,7 +85,7 @@ def prompts(
     ]
 
 
-# --- tokenizer -----------------------------------------------------------------------------------------------------------
+# --- tokenizer ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_damaged_model_folder_is_one_sentence(
         load_tokenizer(folder), load_model(folder)
 
 
-# --- sampler -------------------------------------------------------------------------------------------------------------
+# --- sampler --------------------------------------------------------------------------------------
 
 
 def test_equal_seeds_give_equal_completions_and_others_differ(
@@ -266,7 +266,7 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
         assert draw(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)[0].item() == 1
 
 
-# --- cold start ----------------------------------------------------------------------------------------------------------
+# --- cold start -----------------------------------------------------------------------------------
 
 
 class Watch:

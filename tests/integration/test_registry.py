@@ -117,7 +117,8 @@ def test_a_stage_logged_twice_has_each_point_once(client: Any, home: Path) -> No
     )
     night = MlflowRun(client, PARAMS, home, "curves", "n")
     night.stage("warmup", "k", folder, {"reward_after": 1.5})
-    # As after a kill between the points and the end: the child is open again and everything is logged once more.
+    # As after a kill between the points and the end: the child is open again and everything is logged once
+    # more.
     child = night._find("stage", "warmup")
     client.update_run(child.info.run_id, status="RUNNING")
     night.stage("warmup", "k", folder, {"reward_after": 1.5})

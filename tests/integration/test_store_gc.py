@@ -122,7 +122,8 @@ def test_what_an_alias_or_a_night_refers_to_stays_whole_and_evidence_keeps_what_
     store_gc(profile="ci", home=str(home), as_json=False)
     assert stored(home) == ALL  # only said what would go
     store_gc(delete=True, profile="ci", home=str(home), as_json=False)
-    # Each champion was promoted by an entry of the chain, so that an alias that moves on leaves evidence behind.
+    # Each champion was promoted by an entry of the chain, so that an alias that moves on leaves evidence
+    # behind.
     assert stored(home)["agentic"] == set(NAMES) - {"undecided", "forgotten"}
     assert stored(home)["warm_up"] == {"predecessor", "champion", "running"}
 

@@ -100,7 +100,7 @@ def test_every_operator_of_a_composed_chain_matters() -> None:
     assert every_operator_matters((("gelu", ()), ("mul_constant", ("0.5",))))
 
 
-# --- contamination -----------------------------------------------------------------------------------------------------
+# --- contamination --------------------------------------------------------------------------------
 
 EVALUATION_PROGRAM = '''import torch
 import torch.nn as nn
@@ -171,7 +171,7 @@ def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> No
         EvaluationPrograms([str(tmp_path / "nowhere")])
 
 
-# --- the build ---------------------------------------------------------------------------------------------------------
+# --- the build ------------------------------------------------------------------------------------
 
 
 def test_the_funnel_adds_up_and_every_rejection_is_kept(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ def test_a_stage_trains_with_a_server_that_follows_every_update(
     result = warmup.run(made, episodes)
     assert result.stopped == "" and worker.asleep
     records = [json.loads(line) for line in (made.out / "metrics.jsonl").read_text().splitlines()]
-    # Only a sampler with the newest weights agrees with the trainer to rounding: the learning rate moves them by more.
+    # Only a sampler with the newest weights agrees with the trainer to rounding: the learning rate moves
+    # them by more.
     assert max(record["sampler_difference"] for record in records) < 1e-4
     assert all(record["seconds_publish"] > 0 for record in records)
     versions = [

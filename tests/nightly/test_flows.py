@@ -167,8 +167,8 @@ def test_the_data_sets_version_can_be_restored_from_the_remote(first: Done, home
 
 @pytest.mark.timeout(1800)
 def test_ten_kills_at_random_moments_change_no_artefact(survivor: Survivor, tmp_path: Path) -> None:
-    # A measured time never repeats. What does is everything made from the same verdicts, so the undisturbed run is
-    # given the journal of the killed one.
+    # A measured time never repeats. What does is everything made from the same verdicts, so the undisturbed
+    # run is given the journal of the killed one.
     shutil.copytree(survivor.verdicts, tmp_path / "verdicts")
     undisturbed = run(tmp_path, REDUCED)
     assert undisturbed.code == 0, undisturbed.stderr_console[-4000:]

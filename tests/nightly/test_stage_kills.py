@@ -31,7 +31,8 @@ def test_every_stage_killed_twice_ends_with_equal_bits(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     for name, record in read_json(tmp_path / "kills.json").items():
         first, second, last = record["codes"]
-        # The second moment may lie before what the first attempt had finished; the run is then simply complete.
+        # The second moment may lie before what the first attempt had finished; the run is then simply
+        # complete.
         assert first == -9 and second in (-9, 0) and last == 0, (name, record)
         whole, killed = (tmp_path / kind / name for kind in ("whole", "killed"))
         assert digest_tree(killed / "checkpoint") == digest_tree(whole / "checkpoint"), (name, record)

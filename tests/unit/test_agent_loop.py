@@ -80,7 +80,7 @@ def rollout_request(tasks: list[KernelTask], settings: Params, pool: Any, turns:
     )
 
 
-# --- interruption ------------------------------------------------------------------------------------------------------
+# --- interruption ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chats"])
@@ -121,7 +121,7 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
     assert len(judged) <= 10
 
 
-# --- tokens ------------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def test_a_trajectory_is_every_token_that_was_seen_and_said() -> None:
@@ -267,7 +267,7 @@ def test_old_records_and_new_ones_are_read_alike(tmp_path: Path) -> None:
     assert load_trajectories(tmp_path / "new")[0].turns[0].text == trajectory.turns[0].text
 
 
-# --- chats -------------------------------------------------------------------------------------------------------------
+# --- chats ----------------------------------------------------------------------------------------
 
 
 def test_native_calls_are_answered_one_by_one() -> None:
@@ -329,7 +329,7 @@ def test_a_chats_oldest_observations_are_shortened_first() -> None:
     ] * (6 - shortened)
 
 
-# --- the client --------------------------------------------------------------------------------------------------------
+# --- the client -----------------------------------------------------------------------------------
 
 
 def ask(

@@ -1,7 +1,8 @@
 """Claims about infra/: every file is valid by the tool or schema of its kind, and true to the project.
 
-Not held here, for want of the tool or of a network: that images build, that the cluster's operators accept the
-RayCluster (its schema is the operator's), that AWS accepts the plan (`terraform validate` fetches providers).
+Not held here, for want of the tool or of a network: that images build, that the cluster's operators accept
+the RayCluster (its schema is the operator's), that AWS accepts the plan (`terraform validate` fetches
+providers).
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
             )
 
         job = fill(template["job_configuration"]["job_manifest"])
-        # prefect-kubernetes refuses a template without these two, which the cluster ignores: they belong one level up.
+        # prefect-kubernetes refuses a template without these two, which the cluster ignores: they belong
+        # one level up.
         assert (
             job["spec"]["template"]["spec"].pop("completions")
             == job["spec"]["template"]["spec"].pop("parallelism")

@@ -1,6 +1,7 @@
 """Advantages, losses and batches against golden numbers and properties.
 
-Golden numbers were computed with independent public implementations (verl, OpenRLHF); see the cases' comments.
+Golden numbers were computed with independent public implementations (verl, OpenRLHF); see the cases'
+comments.
 """
 
 from __future__ import annotations

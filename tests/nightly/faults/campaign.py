@@ -4,11 +4,11 @@
     . STACK/environment
     PYTHONPATH=.:tests/fixtures python tests/nightly/faults/campaign.py STACK RECORD.jsonl --seconds 400
 
-Every night is the reduced one of the tests under its own seed and registered model. While it runs, faults come at
-random moments, each kind twice; a night that they end is started again by the same command, as a person would. A
-finished night is held against what must be true (`wrong`), every fourth also against an undisturbed night from the same
-verdicts in another home. RECORD has one line a fault, an end and a night; a repeated call goes on where the last one was stopped,
-and `--table` prints what a record amounts to.
+Every night is the reduced one of the tests under its own seed and registered model. While it runs, faults
+come at random moments, each kind twice; a night that they end is started again by the same command, as a
+person would. A finished night is held against what must be true (`wrong`), every fourth also against an
+undisturbed night from the same verdicts in another home. RECORD has one line a fault, an end and a night; a
+repeated call goes on where the last one was stopped, and `--table` prints what a record amounts to.
 
 The command runs in forks of this process: the imports, most of a short night's time, are made once.
 """
@@ -263,7 +263,8 @@ def wrong(night: PipelineRun) -> list[str]:
     assert isinstance(store, S3Store)
     found += [f"unfinished upload of {key}" for key, _ in store.abandoned(timedelta(0))]
     for entry in store.entries():
-        # DVC writes below the same address, and under names that are digests; its objects carry none beside that.
+        # DVC writes below the same address, and under names that are digests; its objects carry none beside
+        # that.
         actual, recorded = store.digests(entry.key)
         found += [f"{entry.key} damaged"] if recorded not in ("", actual) else []
     mine = f"{os.getpid()}-"
@@ -290,7 +291,8 @@ def to_the_end(night: PipelineRun, tell: Callable[..., None], left: list[str], c
         while (code := night.ended(chance.uniform(0.5, LONGEST_PAUSE) if left else 600)) is None:
             if not left:
                 raise SystemExit(f"night {night.seed}: no end after 600 s without a fault")
-            # The first of the hand that finds something to kill now; what finds nothing (no compiler runs) waits its turn.
+            # The first of the hand that finds something to kill now; what finds nothing (no compiler runs)
+            # waits its turn.
             for name in left:
                 if FAULTS[name](night, chance):
                     left.remove(name)
