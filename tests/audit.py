@@ -26,7 +26,7 @@ PLAIN = {
 
 
 def words(code: str) -> list[str]:
-    """Tokens without comments, layout and docstrings."""
+    """Return the tokens without comments, layout and docstrings."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     return [
         token.string
@@ -36,7 +36,7 @@ def words(code: str) -> list[str]:
 
 
 def shingles(code: str, numbers: bool) -> set[tuple[str, ...]]:
-    """Runs of five words of the model, variables kept and numbers erased unless asked for."""
+    """Return the runs of five words of the model, with numbers erased unless asked for."""
     start = code.find("class Model")
     text = words(code[start : code.find("def get_inputs")])
     text = text if numbers else ["0" if re.fullmatch(r"[\d.e+-]+", word) else word for word in text]
@@ -56,7 +56,7 @@ def mislabelled(ops: list[str], source: str, code: str) -> bool:
 
 
 def inert(code: str, device: str = "cpu") -> str:
-    """What of a task changes nothing: its output is constant, or does not depend on an input or a parameter."""
+    """Return why a task is inert: its output is constant, or independent of an input or parameter."""
     scope: dict = {"__name__": "audited"}
     exec(code, scope)
     torch.manual_seed(0)

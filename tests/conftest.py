@@ -28,7 +28,7 @@ LONGEST = (
     "test_data.py",
     "test_train_command.py",
 )
-"""Files that take longest: they begin first, so that all workers of pytest-xdist end at about the same time."""
+"""Files that take longest: they begin first, so that the workers of pytest-xdist end together."""
 DIVISIBLE = (
     "test_agent_tools.py",
     "test_cli.py",
@@ -39,7 +39,7 @@ DIVISIBLE = (
     "test_mutations.py",
     "test_surroundings.py",
 )
-"""Files whose tests share no more than the session's judge: they come last, one test at a time to the next free worker."""
+"""Files whose tests share only the session's judge: they come last, one by one to the free worker."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,13 +72,13 @@ def judge(ci_params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def no_compile_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no candidate be fast enough to be compared with torch.compile, whose start takes seconds for each task."""
+    """Compare no candidate with torch.compile, whose start takes seconds for each task."""
     monkeypatch.setattr(judge_module, "MARGIN", math.inf)
 
 
 @pytest.fixture
 def cold_judge(judge: Judge) -> Iterator[Judge]:
-    """The session's judge with benches of its own, so that no other test meets what a patch left in them."""
+    """Yield the session's judge with benches of its own, so that patches leave nothing to other tests."""
     other = copy.copy(judge)
     other.benches, other.bench_locks = OrderedDict(), {}
     yield other
@@ -88,7 +88,7 @@ def cold_judge(judge: Judge) -> Iterator[Judge]:
 
 @pytest.fixture(scope="session")
 def with_limits(judge: Judge) -> Callable[[float, float], Judge]:
-    """The same judge with other limits: (run_seconds, build_seconds). It shares runners, builds and benches with the first."""
+    """Return the session's judge with other limits: (run_seconds, build_seconds)."""
 
     def make(run_seconds: float, build_seconds: float) -> Judge:
         sandbox = judge.params.sandbox.model_copy(

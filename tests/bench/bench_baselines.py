@@ -33,7 +33,7 @@ PASSES = ("first", "second")
 
 
 def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
-    """Seconds of one call of eager and of the named modes of torch.compile, and what finding them out took."""
+    """Return seconds of a call of eager and of each named mode of torch.compile, and the time that took."""
     began = time.monotonic()
     roles = {"eager": "eager"} | {name: ROLES[judge.params.device][name] for name in modes}
     try:
@@ -52,7 +52,7 @@ def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
 
 
 def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By arm: tasks that both passes measured, and the relative difference of the two at the median and the 95th percentile."""
+    """Return per baseline the tasks measured in both passes and the relative difference of the two."""
     found: dict[str, list[float]] = {}
     for record in tasks.values():
         first, second = (record.get(name, {}).get("seconds", {}) for name in PASSES)

@@ -46,7 +46,7 @@ def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Calla
 def compose(
     params: Params, seeds: Path, seed: int, seconds: float, answer: Any = None
 ) -> tuple[int, Counter[str]]:
-    """How many tasks one process composes and looks at in so many seconds of CPU time, and what it spent them on."""
+    """Count the tasks that one process composes in `seconds` of CPU time, and what it spent them on."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     spent: Counter[str] = Counter()
@@ -73,7 +73,7 @@ def compose(
 
 
 def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
-    """Milliseconds of CPU for asking whether a form fits a task's size: of a meta tensor, and of a real one."""
+    """Return CPU milliseconds to find whether a form fits a size, with a meta and with a real tensor."""
     composer = torch_composer.TorchComposer(
         operator_table.load_operator_table(seeds, Quiet()), params.data, "cpu", modules=False
     )

@@ -135,7 +135,7 @@ def timed(record: list[float], call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, in_flight: int) -> list[float]:
-    """Seconds of `count` evaluations of kernels never seen before, `in_flight` at a time; prints p50 and p95 of each phase."""
+    """Evaluate `count` new kernels, `in_flight` at a time; print p50 and p95 of each phase."""
     records: dict[str, list[float]] = defaultdict(list)
     originals = {name: getattr(owner, method) for name, (owner, method) in PHASES.items()}
     for name, (owner, method) in PHASES.items():

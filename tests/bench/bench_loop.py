@@ -1,4 +1,4 @@
-"""What the agent's loop itself costs a turn, without model and judge, and whether 64 trajectories go on fairly.
+"""Cost of the agent's loop per turn, without model and judge, and fairness of 64 trajectories.
 
 A policy that says prepared turns writes a kernel and measures it, turn after turn; the judge answers at
 once. What is left is the loop: histories, parsing, tools, observations, records. The shell's own CPU time

@@ -1,4 +1,4 @@
-"""What Prefect, MLflow, DVC and the store cost a night: one in which everything is cached, so that nothing else is left.
+"""Cost of Prefect, MLflow, DVC and the store for a run in which every stage is cached.
 
     PYTHONPATH=.:tests/fixtures python tests/bench/bench_overhead.py HOME [--set KEY=VALUE]...
 

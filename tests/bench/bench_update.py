@@ -1,4 +1,4 @@
-"""Tokens per second of a PPO update of the actor against a plain loop, same policy, batch and loss, in one run.
+"""Tokens per second of a PPO update of the actor against a plain loop, in one run.
 
     python tests/bench/bench_update.py [--profile smoke] [--device cpu] [--rows 96] [--longest 512] [--repeats 3] [--set KEY=VALUE]
 
@@ -32,7 +32,7 @@ from components.training.ppo import Experience, update_actor
 
 
 def experience(params: Params, rows: int, longest: int) -> Experience:
-    """Random turns and observations; lengths between a tenth of `longest` and `longest`, short ones more often."""
+    """Draw turns and observations; lengths between a tenth of `longest` and `longest`, short ones more often."""
     source = random.Random(0)
     examples = []
     for _ in range(rows):

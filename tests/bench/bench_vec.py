@@ -1,4 +1,4 @@
-"""vec.h's functions in a loop, as candidates are built, against eager PyTorch and libm: the least times of one thread in one run.
+"""Functions of vec.h in a loop, built as candidates are, against eager PyTorch and libm.
 
     python tests/bench/bench_vec.py [ANOTHER_VEC_H]
 

@@ -1,4 +1,4 @@
-"""The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and what becomes of it without a part.
+"""The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
@@ -224,7 +224,7 @@ def table(out: Path, seeds: list[int]) -> None:
 
 
 def plot(out: Path, seeds: list[int], file: Path) -> None:
-    """Mean reward with its intervals, and pass rate (dashed) and share faster than torch.compile, by stage, a colour for each seed."""
+    """Draw mean reward with intervals, pass rate (dashed) and share faster than torch.compile, by stage."""
     reward, rates = [], []
     for seed, colour in zip(seeds, COLOURS, strict=False):
         found = {

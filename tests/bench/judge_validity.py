@@ -1,4 +1,4 @@
-"""How true the judge's figures are: equal code, a known difference, doubled work. Also for tests/device/judge_corpus.py.
+"""Validity of the judge's figures: equal code, a known difference, doubled work.
 
     python tests/bench/judge_validity.py [REPEATS]
 
@@ -89,7 +89,7 @@ def measured(judge: Judge, arms: list[TimedRunner]) -> Ratio:
 
 @dataclass(frozen=True)
 class Validity:
-    """Comparisons of candidates whose true ratio of work is `true`, by the pair of processes that they were measured in."""
+    """Comparisons of candidates whose true ratio of work is `true`, by their pair of processes."""
 
     true: float
     pairs: list[list[Ratio]]

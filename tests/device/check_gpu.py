@@ -1,4 +1,4 @@
-"""Everything that waits for a GPU, in at most ten minutes, as a table: what was checked, as whom, how it ended, in how many seconds.
+"""Every check that needs a GPU, in at most ten minutes, as a table: name, user, end, seconds.
 
     python tests/device/check_gpu.py [--seconds 580] [--out FOLDER]
 

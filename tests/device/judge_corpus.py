@@ -1,4 +1,4 @@
-"""The judge's corpus on a device: every honest candidate and every exploit, one line each, then how true the figures are.
+"""Every honest candidate and every exploit on a device, one line each, then the figures' validity.
 
     python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [NAME...]
 

@@ -1,4 +1,4 @@
-"""What a kernel user does, on a device: the template's three plain commands, then `cuda-agent optimize` on docs/examples.
+"""A kernel user's way on a device: the template's commands, then `cuda-agent optimize`.
 
     python tests/device/optimize_examples.py [--device cuda] [--out DIR] [--set KEY=VALUE] [NAME...]
 
@@ -37,7 +37,7 @@ OTHER_FORMS = {"normalised_mish": ("Block", "torch.randn(256, 1024)")}
 
 
 def script(code: str, device: Device) -> Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]]:
-    """The server's answers on one module: a kernel in each style, fastest first, each measured, then the end."""
+    """Return the server's answers on one module: a kernel in each style, fastest first, each measured."""
     chain = canonicalize(code)
     kernels = [write_kernel(chain, style, device) for style in reversed(STYLES[device])] if chain else []
 
@@ -70,7 +70,7 @@ def cuda_agent(*words: str) -> tuple[int, str, str]:
 
 
 def plain_commands() -> bool:
-    """A person's copy of the template: built, verified and profiled by the three commands and nothing else."""
+    """Build, verify and profile a copy of the template with its three commands."""
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(PROJECT / "agent_workdir", Path(folder) / "workspace")
         path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))

@@ -1,4 +1,4 @@
-"""Both vLLM backends on a GPU against the trainer's own network: agreement, speed, and the cost of new weights.
+"""vLLM backends on a GPU against the trainer's network: agreement, speed, cost of new weights.
 
     PYTHONPATH=. python tests/device/vllm_backends.py [--checkpoint FOLDER] [--sequences 256] [--limit 256]
 
@@ -48,7 +48,7 @@ from components.training.networks import Actor
 
 CASES = ("transformers", "vllm ipc", "vllm disk", "vllm-server ipc", "vllm-server disk")
 NOISE = 0.02
-"""Relative size of the change between pushes: large against rounding, small enough that sampling stays alike."""
+"""Relative size of the change between pushes: above rounding, but sampling stays alike."""
 
 
 def params_of(case: str, url: str, dtype: str) -> Params:
@@ -74,7 +74,7 @@ def make_checkpoint(folder: Path) -> None:
 
 @contextmanager
 def server(case: str, folder: Path, dtype: str, log: Path) -> Iterator[str]:
-    """The address of a vLLM server in a process of its own, started as docs/training.md says; empty for other backends."""
+    """Yield the address of a vLLM server in a process of its own, empty for other backends."""
     if not case.startswith("vllm-server"):
         yield ""
         return

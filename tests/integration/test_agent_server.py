@@ -1,4 +1,4 @@
-"""Claims about a policy behind a real server: `transformers serve` with a tiny Qwen3 that has learnt one conversation by heart."""
+"""A policy behind `transformers serve`: a tiny Qwen3 that has learnt one conversation by heart."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ shell.run('exec python3 -c "import ctypes, time; print(ctypes.CDLL(None).prctl(1
 
 
 def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
-    """Even the first process of the sandbox, which a command can be, cannot undo that it ends when its parent ends."""
+    """A command cannot keep its process after its parent, even as the sandbox's first process."""
 
     def detached() -> list[int]:
         found = []

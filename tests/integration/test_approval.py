@@ -1,4 +1,4 @@
-"""A person's decision asked for in Prefect, on a real server and a real MLflow store."""
+"""A person's decision on a promotion, on a real Prefect server and a real MLflow store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage that goes wrong ends at good weights with the reason, and one that is asked to end does so between two updates."""
+"""A collapsing stage ends at good weights with the reason; a stopped one ends between two updates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Data sets of others and versions of ours: every planted fault is refused for its own reason, an independent audit finds
-nothing in what we built, and a version comes back by its digest."""
+"""Imported data sets and our versions: planted faults are refused, each for its own reason.
+
+An independent audit finds nothing in what we built, and a version comes back by its digest.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,7 @@ def test_an_import_that_admits_nothing_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_build_killed_anywhere_comes_to_the_version_of_an_undisturbed_one(tmp_path: Path) -> None:
-    """kill -9 at five random moments; the undisturbed build has a journal of its own, so that it measures for itself."""
+    """Kill a build at five random moments; the undisturbed one measures for itself in another journal."""
     subprocess.run(
         [sys.executable, PROJECT / "tests" / "fixtures" / "build_process.py", tmp_path, "5"],
         check=True,

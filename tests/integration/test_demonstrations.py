@@ -1,4 +1,4 @@
-"""The rule-based kernel writer: its right kernels are right, its wrong ones wrong, and its episodes look like the real ones."""
+"""The rule-based kernel writer: right kernels are right, wrong ones wrong, episodes look real."""
 
 from __future__ import annotations
 

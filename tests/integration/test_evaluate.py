@@ -40,7 +40,7 @@ TASKS = [
 
 
 def verdict_of(candidate: Candidate) -> Verdict:
-    """A judge of a line: what stands in kernels/forward.cpp says what the candidate is."""
+    """Return the verdict that the first word of kernels/forward.cpp names."""
     word, _, number = dict(candidate.files)["kernels/forward.cpp"].partition(" ")
     status: Status = (
         "correct" if word == "correct" else "infrastructure" if word == "infrastructure" else "wrong_output"
@@ -58,7 +58,7 @@ def verdict_of(candidate: Candidate) -> Verdict:
 
 
 class LinePool:
-    """Judges by `verdict_of`, counts what it measured by epoch, and dies after `lives` final measurements."""
+    """A pool that judges by `verdict_of`, counts measurements, and is interrupted after `lives` of them."""
 
     def __init__(self, lives: int = 1000):
         self.lives = lives
@@ -81,7 +81,7 @@ class LinePool:
 
 
 class Script:
-    """A policy whose answers are written down: the line of each attempt on each task; counts how often it was asked."""
+    """A policy with one written line per attempt and task; counts how often it is asked."""
 
     name = version = digest = "script"
 
@@ -210,7 +210,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(
 
 
 class SlowPool(LinePool):
-    """Takes a moment for each judgement, and writes down which task it was and whether its result was there already."""
+    """Takes 50 ms for each judgement, and logs the task and whether its result existed already."""
 
     def __init__(self, out: Path):
         super().__init__()
@@ -329,7 +329,7 @@ def said(url: str, **sets: Any) -> Policy:
 def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(
     tmp_path: Path,
 ) -> None:
-    """Two turns are answered, then the server is gone: a batch that nobody answered is not kept, so that it is asked again."""
+    """A batch that the server left unanswered is not kept, so that it is asked again."""
     talk = [
         (
             200,

@@ -1,4 +1,4 @@
-"""Headroom: torch.compile's time over the physical floor, measured once, and what it does to a pass of training."""
+"""Headroom: torch.compile's time over the physical floor, and its use in a pass of training."""
 
 from __future__ import annotations
 

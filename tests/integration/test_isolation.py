@@ -1,4 +1,4 @@
-"""What untrusted code sees and can reach from inside a runner: it reports in the words of its own exception."""
+"""What untrusted code sees and reaches inside a runner, as it reports through an exception's text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PLACES = (
 
 
 def ask(judge: Judge, expression: str) -> Any:
-    """The value of `expression` in a candidate's runner, with the screens off: the walls alone must hold."""
+    """Return the value of `expression` in a candidate's runner, with the source screens off."""
     code = REPORT + "raise RuntimeError('<<' + json.dumps(" + expression + ") + '>>')\n"
     verdict = judge.verdict(world.TASK, world.files("honest", "simd") | {"model_new.py": code})
     assert verdict.status == "load_failed", (verdict.status, verdict.reason, verdict.log)
@@ -222,7 +222,7 @@ def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
 
 
 def test_a_thread_has_the_descriptors_of_its_process(judge: Judge) -> None:
-    """Threads with tables of their own would hold the limit of open files once each; nor may one be made later."""
+    """A thread cannot have its own descriptor table, whose open files no process limit would count."""
     clone, close_range = (
         "ctypes.CDLL(None).syscall(56, 0x50b00, 0, 0, 0, 0)",
         "ctypes.CDLL(None).syscall(436, 9000, 9001, 2)",

@@ -1,4 +1,4 @@
-"""What the judge says of honest and of mistaken candidates, which tasks it admits, and what its journal keeps."""
+"""Verdicts on honest and on mistaken candidates, admission of tasks, and the journal."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
 
 
 def called_faster(true: float, most: int) -> int:
-    """Of a hundred comparisons, with rounds that differ by a tenth as those of a millisecond on a GPU do, how many read 5 % faster."""
+    """Count how many of 100 comparisons read 5 % faster, with rounds that differ by 10 %."""
     noise, found = np.random.default_rng(0), 0
     for _ in range(100):
         pairs, count = true * np.exp(noise.normal(0, 0.1, most)), 0
@@ -195,7 +195,7 @@ def test_rounds_go_on_until_a_gain_is_told_from_noise() -> None:
 
 
 def covered(process_spread: float) -> int:
-    """Of 200 comparisons of equal code, each in two processes of its own that differ by 1.5 %, how many intervals hold 1."""
+    """Count how many of 200 intervals hold 1 for equal code in processes that differ by 1.5 %."""
     noise, found = np.random.default_rng(0), 0
     for _ in range(200):
         pairs = np.exp(noise.normal(0, 0.015) + noise.normal(0, 0.02, 60))
@@ -402,7 +402,7 @@ def test_task_that_hangs_later_hangs_nobody(
 
 
 def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every arm gets the same inputs, so a wrong mixture would go unnoticed: it is compared here with rolling whole tensors."""
+    """Compare the mixture with rolled whole tensors: all arms get the same one, so an error would not show."""
     bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
     for limit in (1 << 20, 0):
         monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", limit)
@@ -442,7 +442,7 @@ def test_a_large_task_has_fewer_families_and_is_judged(
 
 
 def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Params) -> None:
-    """A product whose operands keep 11 bits, against its float64 value: right at tf32, wrong where float32 is asked for."""
+    """A product of operands of 11 bits is right at tf32 and wrong at float32, against its float64 value."""
     exact = torch.randn(256, 512, dtype=torch.float64) @ torch.randn(512, 256, dtype=torch.float64)
     rounded = (exact * (1 + 5e-4 * torch.randn_like(exact))).float()
     cases: tuple[tuple[Precision, bool], ...] = (("tf32", True), ("strict-fp32", False))

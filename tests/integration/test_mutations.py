@@ -1,4 +1,4 @@
-"""With any one defence of the judge switched off, an exploit of the corpus begins to succeed: so each is needed, and tested."""
+"""With one defence of the judge switched off an exploit succeeds, so each is needed and tested."""
 
 from __future__ import annotations
 
@@ -179,8 +179,7 @@ def test_no_screen_of_the_syntax_tree(cold_judge: Judge, monkeypatch: pytest.Mon
 
 
 def test_runner_that_speaks_before_it_is_asked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runner waits for the judge's word after every result. Who says all at once is ended; were it not, it would have answered for
-    inputs that were not there yet."""
+    """A runner waits for the judge's message after every result; one that answers ahead is ended."""
     # Where it is held up between two messages its first answer is found to be wrong before the second is
     # there.
     assert any(verdict(cold_judge, "native_ahead").reason == "protocol" for _ in range(3))

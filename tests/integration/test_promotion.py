@@ -1,4 +1,4 @@
-"""Claims about promotion, on a real MLflow store: a person decides in time, by command, and what was done is told."""
+"""Promotion on a real MLflow store: a person decides in time, by command, and the result is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about the artifact store, on a folder and two S3 servers: moto, in this process, and Swift, which checks signatures and keeps what it has."""
+"""The artifact store on a folder and two S3 servers: moto in this process, and a real Swift."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about retention: what an alias, an unfinished night or an audit entry refers to stays, whatever its age."""
+"""Retention: what an alias, an unfinished run or an audit entry refers to stays, whatever its age."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checkpoint(folder: Path, store: FolderStore, content: str) -> str:
 
 
 def publish(home: Path, store: FolderStore, name: str) -> str:
-    """A night's run and its two checkpoints as it leaves them, ninety days old; the last checkpoint's digest."""
+    """Make a run of ninety days ago with its two checkpoints, and return the last one's digest."""
     folder = home / "made" / name
     digest, warm_up = (
         checkpoint(folder / "agentic", store, name),
@@ -62,7 +62,7 @@ def key_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with a champion, its predecessor, a version that a person declined, one that nobody decided, and a night that goes on."""
+    """Make a home with champion, predecessor, a declined and an undecided version, and an unfinished run."""
     tmp_path = tmp_path_factory.mktemp("made")
     registry = resolve("ci").params.registry
     client, store = connect(registry, tmp_path), FolderStore(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""The surroundings that ordinary people have: each passes, or ends in one sentence that names the mend. Nothing here needs root."""
+"""Surroundings of ordinary users: commands pass, or end in one sentence that names the remedy."""
 
 from __future__ import annotations
 

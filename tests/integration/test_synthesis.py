@@ -1,4 +1,4 @@
-"""Making the data set: composed tasks are sound and reproducible, the held-out split is clean, and the funnel adds up."""
+"""The data set: tasks are sound and reproducible, the held-out split is clean, the funnel adds up."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_nothing_is_judged_that_is_not_needed(tmp_path: Path) -> None:
 
 
 def test_the_pool_is_kept_busy_behind_a_slow_head_and_never_flooded(tmp_path: Path) -> None:
-    """What is given to the pool late, such as a resized candidate that all wait for, must not stand behind the whole window there."""
+    """A job that all wait for, given to the pool late, does not stand behind the whole window."""
     params = parameters("sandbox.build_workers=2")
 
     class Slow(InProcess):
@@ -251,7 +251,7 @@ def test_the_pool_is_kept_busy_behind_a_slow_head_and_never_flooded(tmp_path: Pa
 
 
 def test_those_that_replace_refused_ones_are_judged_side_by_side(tmp_path: Path) -> None:
-    """Seen on a GPU: the last 35 of 1,040 tasks came one every two seconds, each asked for when the window had come to it."""
+    """The last tasks of a build are asked for together, not one after another."""
 
     class Half(InProcess):
         beside = 0

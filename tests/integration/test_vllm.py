@@ -1,4 +1,7 @@
-"""Sampling through a vLLM server: the same tokens as in-process, new weights after every push, and a check that sees a lost one."""
+"""Sampling through a vLLM server: the same tokens as in process, and new weights after every push.
+
+A check notices a push that was lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about deployments, held against a real Prefect server: the schedule makes runs, a second deploy changes nothing."""
+"""Deployments on a real Prefect server: schedules make runs, a second deploy changes nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def stopped(server: dict[str, str], deployed: dict[str, Any]) -> str:
-    """A night's run that sent one heartbeat: host, worker and process went down together. Its time passes while other tests run."""
+    """Make a run that sends one heartbeat, as of a host that went down; its time passes beside other tests."""
     (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
     run = ask(server, f"/deployments/{night['id']}/create_flow_run")["id"]
     ask(server, f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)

@@ -1,7 +1,7 @@
-"""Claims about the whole night, on one real run (reduced, and killed ten times) and what is done to its home afterwards: a run
-that is killed again and again ends with the artefacts of a run that nobody disturbed.
+"""A whole reduced pipeline run that is killed ten times, and what is done to its home afterwards.
 
-The tests share the home and stand in order: the last ones change it.
+A run that is killed again and again ends with the artefacts of an undisturbed one. The tests share the home and
+stand in order: the last ones change it.
 """
 
 from __future__ import annotations

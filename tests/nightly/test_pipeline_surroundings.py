@@ -1,4 +1,4 @@
-"""Whole commands in the surroundings that ordinary people have: each succeeds there. Nothing here needs root."""
+"""Whole commands succeed in the surroundings of ordinary users. Nothing here needs root."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_o
 
 
 def test_a_night_on_a_small_system_behind_a_proxy(outside_tmp: Path) -> None:
-    """A checkout that cannot be written, /tmp without execution, 64 MB of shared memory, no HOME, 1,024 descriptors, the locale C and a
-    proxy that does not answer."""
+    """Run the pipeline from a read-only checkout, with /tmp noexec, 64 MB of shared memory and no HOME.
+
+    Also 1,024 descriptors, the locale C and a proxy that does not answer.
+    """
     around = Surroundings(
         bound=KEPT,
         read_only=(str(PROJECT),),

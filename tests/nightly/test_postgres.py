@@ -1,4 +1,4 @@
-"""Prefect and MLflow on a real PostgreSQL: they make their tables, and a back-up brings back what was in them."""
+"""Prefect and MLflow on a real PostgreSQL: tables are made, and a backup restores their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray: the pool's claims, held by judges of this machine and by judges of a cluster with two nodes; ranks over both nodes."""
+"""The judge pool on Ray, with judges of this machine and of a cluster of two nodes; ranks on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kill -9` at random moments of each stage, and a rank that dies: what is made in the end is the same to the last bit."""
+"""Stages killed with SIGKILL and a rank that ends: the results are the same to the last bit."""
 
 from __future__ import annotations
 

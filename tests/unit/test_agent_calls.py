@@ -1,4 +1,4 @@
-"""Claims about reading tool calls: three textual forms and native calls are read, what was meant as one and cannot be read is told."""
+"""Tool calls in three textual forms and native ones are read; unreadable ones are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about the loop: what ends a trajectory, that its record is complete, and that one bad neighbour disturbs nobody."""
+"""The agent loop: what ends a trajectory, that its record is complete, that others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about faults and alarms: which faults are tried again and how long, what a stage tells, what Prometheus reads."""
+"""Faults and alarms: which faults are retried and how long, events of a stage, Prometheus metrics."""
 
 from __future__ import annotations
 

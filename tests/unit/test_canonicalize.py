@@ -1,4 +1,4 @@
-"""A person's module is recognised as the chain that it is, however it is written, and what only looks like one is not."""
+"""A person's module is recognised as a chain however it is written, and a look-alike is not."""
 
 from __future__ import annotations
 

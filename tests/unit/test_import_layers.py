@@ -1,4 +1,4 @@
-"""Imports run from a higher layer to a lower one only, and components know no orchestrator; held over every file."""
+"""Imports lead from a higher layer to a lower one only, and components know no orchestrator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = (
 )
 """From the lowest to the highest; packages of one layer do not import each other."""
 EXCEPTIONS = {("components.judge", "components.agent.reward")}
-"""Imports of a higher module allowed: reward.py defines the milestone that verdicts carry, and imports nothing."""
+"""Allowed imports of a higher module: reward.py defines milestones and imports nothing."""
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 FILES = sorted(
     path

@@ -36,7 +36,7 @@ LEAST = {
     "appArmorProfile": {"type": "Unconfined"},
     "procMount": "Unmasked",
 }
-"""What the judge needs of its container in a pod with a user namespace of its own (infra/containers/worker.Containerfile)."""
+"""Capabilities that the judge needs of its container in a pod with a user namespace."""
 
 
 def deploy_options() -> set[str]:

@@ -1,4 +1,4 @@
-"""The figures of components.evaluation.metrics against a second implementation that shares nothing with it, on random tables."""
+"""Evaluation metrics against a second implementation without common code, on random tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLES = 1000
 
 
 def random_table(chance: random.Random, kind: str) -> list[dict[str, Any]]:
-    """Rows as results.json has them; ratios may be missing, zero, infinite, not a number, or tied with a threshold."""
+    """Draw rows of results.json; ratios may be missing, zero, infinite, NaN, or equal to a threshold."""
     size = 0 if kind == "empty" else chance.choice([1, 2, 3, 7, 20, 60])
 
     def ratio() -> float | None:
@@ -136,7 +136,7 @@ def test_a_share_grows_no_smaller_as_p_grows_smaller() -> None:
 
 
 def test_intervals_of_shares_cover_what_they_should() -> None:
-    """Of many tables drawn with a known share, the 95 % interval holds it about as often as the normal theory says."""
+    """The 95 % interval holds a known share about as often as the normal theory says."""
     chance, share, size = random.Random(7), 0.7, 60
     held = 0
     for _ in range(200):

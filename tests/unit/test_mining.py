@@ -1,4 +1,4 @@
-"""The mined table: large enough, every form fits, every name that is left out has its reason; and chains that are composed from it."""
+"""The mined operator table, its reasons for what is left out, and the chains composed from it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_size_is_searched_by_what_was_measured(table: OperatorTable) -> None
 
 
 def test_most_chains_find_their_size_on_a_gpu(table: OperatorTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What launches take does not grow with the size: a guess that let it grow found a size for one chain in six."""
+    """Launch time does not grow with the size; a guess that grows finds a size for few chains."""
     data = mined_parameters("data.eager_seconds=[0.0001, 0.05]", "data.numel=[1048576, 67108864]").data
     composer, sized = TorchComposer(table, data, "cuda", modules=False), []
     likely = composer._likely

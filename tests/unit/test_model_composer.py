@@ -1,4 +1,4 @@
-"""Tasks that a language model composed: the same task_filter, bad answers counted by reason, and a journal that makes a rerun equal."""
+"""Tasks composed by a language model: filtered alike, bad answers counted, reruns equal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def composed(address: str, *sets: str) -> Params:
 
 
 class Model:
-    """Writes what it is asked for, and now and then something else; by the request's seed, so in any order."""
+    """A composer that sometimes answers something else, by the request's seed, in any order."""
 
     def __init__(self) -> None:
         self.asked = 0

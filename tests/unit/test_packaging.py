@@ -1,4 +1,4 @@
-"""The application installs as an editable checkout only; the hooks and the workflow call what the Makefile calls."""
+"""The application installs as an editable checkout only; hooks and workflow call the Makefile."""
 
 from __future__ import annotations
 

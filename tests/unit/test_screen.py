@@ -1,4 +1,4 @@
-"""What is refused of a candidate's files before anything of it runs, and that looking at them holds nobody up."""
+"""Screens refuse a candidate's files before anything runs, and hold no other thread up."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_symbols_behind_a_megabyte_of_others_are_not_overlooked(judge: Judge) ->
 
 @pytest.mark.timeout(60)
 def test_a_source_of_line_ends_holds_nobody_up(judge: Judge) -> None:
-    """The judge looks for an include of torch's with every other thread waiting: at 100,000 lines that took half a minute."""
+    """The look for an include of torch is quick at 100,000 lines: other threads wait for it."""
     assert judge.verdict(world.TASK, SIMD | {KERNEL: SIMD[KERNEL] + "\n" * 1_000_000}).status == "correct"
 
 

@@ -1,7 +1,6 @@
-"""Advantages, losses and statistics against a second implementation of the formulas, written in numpy one number at a time.
+"""Advantages, losses and statistics against numpy formulas written one number at a time.
 
-knowledge/training.md, section A, has the formulas and where public trainers go wrong. The oracle shares no
-line with the code: advantages are summed forward from their definition, not by the recursion.
+The second implementation shares no code with the first.
 """
 
 from __future__ import annotations

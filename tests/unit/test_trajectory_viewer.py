@@ -1,4 +1,4 @@
-"""Claims about trajectories for people: the page needs no other file and escapes everything, and a replay finds what differs."""
+"""Trajectory pages need no other file and escape everything; a replay finds what differs."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def kill_service(*names: str) -> Callable[[PipelineRun, random.Random], bool]:
 
 
 def skew_clock(night: PipelineRun, chance: random.Random) -> bool:
-    """Prefect's server or MLflow with a clock minutes off until it is started the next time. Only where libfaketime is installed."""
+    """Start Prefect's server or MLflow with a clock minutes off. Only where libfaketime is installed."""
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
     if library is None:
         return False
@@ -307,7 +307,7 @@ def to_the_end(night: PipelineRun, tell: Callable[..., None], left: list[str], c
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Faults of finished nights by kind: how often the night went on by itself, and how often the same command continued it."""
+    """Count faults of finished runs by kind: continued by themselves, or by the same command."""
     nights = [line for line in lines if "wrong" in line]
     done = {line["seed"] for line in nights}
     went_on, ended = Counter[str](), Counter[str]()

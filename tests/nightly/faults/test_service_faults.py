@@ -47,7 +47,7 @@ flow.from_source(source=sys.argv[1], entrypoint="world.py:nightly").deploy(name=
 
 @pytest.mark.timeout(300)
 def test_a_night_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -> None:
-    """About 40 s on an idle machine: the pool and the automations are the project's, the flow is a small one of the same name."""
+    """The pool and the automations are the project's; the flow is a small one of the same name."""
     (tmp_path / "world.py").write_text(FLOW)
     (tmp_path / "prefect").mkdir()
     with prefect_server(tmp_path / "prefect") as environment:

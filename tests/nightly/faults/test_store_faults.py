@@ -1,4 +1,4 @@
-"""Faults of the store, each with real servers and processes: what was published is whole, once, and what is left continues."""
+"""Faults of the object store: what was published is whole, once, and the rest continues."""
 
 from __future__ import annotations
 
