@@ -1,7 +1,7 @@
-"""The data set: DVC decides what to make anew, this module asks it and keeps every version.
+"""The data set: DVC decides what to make anew; this module runs it and keeps every version.
 
-DVC works in a workspace of its own in the home folder, with the run's resolved parameters, and has one writer at a
-time: it fails at once when another one holds its lock, so it is asked again a few times before a person is.
+DVC works in a workspace of its own in the home folder, with the run's resolved parameters. It allows one writer at a
+time and fails at once when its lock is held, so a command is tried a few times before the run fails.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,22 +21,30 @@ from prefect.cache_policies import NO_CACHE
 
 from components.core.config import PROJECT, Params
 from components.core.errors import IsolationUnavailable, StageFailed, UserError
-from components.core.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
+from components.core.files import (
+    atomic_folder,
+    atomic_write,
+    digest_file,
+    digest_json,
+    read_json,
+    write_changed,
+)
 from components.core.progress import Progress
 from components.core.task import dataset_version
 from components.synthesis.dvc_stages import ERROR_PREFIX
 from components.synthesis.operator_table import library_versions
-from flows.dataset_remote import holds, initialised, keep_pointer
+from flows.dataset_remote import has_version, keep_pointer
+from flows.dvc import initialise_workspace, run_dvc
 from flows.run_context import Busy, PipelineRun, digest_sources
-from flows.steps import Record
+from flows.steps import DatasetRecord
 
 OUTPUT = Path("data") / "tasks"
-BUSY = ("Unable to acquire lock", "is busy, it is being blocked")
-TORN = "Unable to read RWLock-file"
-"""DVC notes who reads and writes in a file that it does not replace in one step, and reads it under a lock: one that cannot be read is what a
-killed DVC left."""
+LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
+LOCK_DAMAGED = "Unable to read RWLock-file"
+"""DVC notes its readers and writers in a file that it does not replace in one step, and reads it under a lock: a file
+that cannot be read was left by a DVC process that was killed."""
 RETRY_SECONDS = (2.0, 5.0, 15.0)
-STEP = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
+PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
 """A progress line of components.synthesis.dvc_stages: step, total, figures."""
 EXITED = re.compile(r"exited with (\d+)")
 BAD_INPUT, NO_ISOLATION = 2, 3
@@ -48,51 +54,49 @@ MAKERS = ("components/synthesis", "components/core/task.py")
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
-def dataset(night: PipelineRun, progress: Progress) -> Record:
+def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     """Reproduce the data set, keep its version beside its lock file, and push it to the remote."""
     started = time.monotonic()
-    workspace = prepare_workspace(night)
-    before, wanted = _lock(workspace), made_by(night)
+    workspace = prepare_workspace(run)
+    before, maker = _lock_digest(workspace), maker_digest(run)
     # DVC sees parameters and outputs; the program that makes the data set lies outside of its workspace.
-    force = before != "" and _marker(workspace, "made_by") != wanted
-    dvc(workspace, ["repro", *(["--force"] if force else [])], night, progress)
-    atomic_write(workspace / ".dvc" / "made_by", wanted)
-    after = _lock(workspace)
+    force = before != "" and _marker(workspace, "made_by") != maker
+    dvc(workspace, ["repro", *(["--force"] if force else [])], run, progress)
+    atomic_write(workspace / ".dvc" / "made_by", maker)
+    after = _lock_digest(workspace)
     if _marker(workspace, "pushed") != after:
-        dvc(workspace, ["push"], night, progress)
+        dvc(workspace, ["push"], run, progress)
         atomic_write(workspace / ".dvc" / "pushed", after)
-    kept = keep_version(night, workspace)
-    keep_pointer(night.params, night.home, kept["version"], workspace / "dvc.lock", OUTPUT.as_posix())
-    return kept | {"cached": after == before and not force, "seconds": round(time.monotonic() - started, 3)}
-
-
-def made_by(night: PipelineRun) -> str:
-    """What makes a data set beside its parameters: the program, and the wish to make it once more."""
-    files = {
-        place: digest_json(digest_sources(PROJECT / place))
-        if (PROJECT / place).is_dir()
-        else digest_file(PROJECT / place)
-        for place in MAKERS
-    }
-    return digest_json(
-        [
-            files,
-            library_versions(),
-            night.redo.number if night.redo is not None and night.redo.reaches("dataset") else 0,
-        ]
+    folder = keep_version(run, workspace)
+    keep_pointer(run.params, run.home, folder.name, workspace / "dvc.lock", OUTPUT.as_posix())
+    return DatasetRecord(
+        version=folder.name,
+        folder=folder.relative_to(run.home).as_posix(),
+        figures=read_json(folder / "metrics.json"),
+        cached=after == before and not force,
+        seconds=round(time.monotonic() - started, 3),
     )
 
 
-def prepare_workspace(night: PipelineRun) -> Path:
-    """The DVC project of this home: dvc.yaml as it is in the source, params.yaml as it was resolved, the remote."""
-    workspace = initialised(night.home / "dvc", night.params, night.home)
-    _write(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
-    _write(workspace / "params.yaml", yaml.safe_dump(_absolute(night.params), sort_keys=False))
+def maker_digest(run: PipelineRun) -> str:
+    """Return the digest of the data set's sources, the library versions and the rerun's number."""
+    files = {
+        name: digest_json(digest_sources(path)) if path.is_dir() else digest_file(path)
+        for name, path in ((name, PROJECT / name) for name in MAKERS)
+    }
+    return digest_json([files, library_versions(), run.rerun_number("dataset")])
+
+
+def prepare_workspace(run: PipelineRun) -> Path:
+    """Prepare the home's DVC project: dvc.yaml of the sources, params.yaml with the run's values, the remote."""
+    workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
+    write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
+    write_changed(workspace / "params.yaml", yaml.safe_dump(_absolute(run.params), sort_keys=False))
     return workspace
 
 
 def _absolute(params: Params) -> dict[str, Any]:
-    """The parameters with paths that mean the same from the workspace."""
+    """Return the parameters with absolute paths, since the workspace is another folder."""
     values: dict[str, Any] = params.model_dump(mode="json")
     values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
     if params.policy.source != "scratch":
@@ -100,109 +104,81 @@ def _absolute(params: Params) -> dict[str, Any]:
     return values
 
 
-def keep_version(night: PipelineRun, workspace: Path) -> Record:
-    """Copy the data set to `datasets/<version>`; equal versions are kept once."""
+def keep_version(run: PipelineRun, workspace: Path) -> Path:
+    """Copy the data set to `datasets/<version>` in the home unless it is there, and return that folder."""
     version = dataset_version(workspace / OUTPUT / "tasks.parquet")
-    folder = night.home / "datasets" / version
-    if not holds(folder, version):
+    folder = run.home / "datasets" / version
+    if not has_version(folder, version):
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
             shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")
-    figures: dict[str, Any] = read_json(folder / "metrics.json")
-    return {"version": version, "folder": folder.relative_to(night.home).as_posix(), "figures": figures}
+    return folder
 
 
-def dvc(workspace: Path, arguments: Sequence[str], night: PipelineRun, progress: Progress | None) -> None:
-    """Run one DVC command in the workspace. UserError when its lock stays busy, or with the sentence of what it ran; StageFailed names the log of
-    any other failure."""
-    for wait in (*RETRY_SECONDS, None):
-        lines, code = _run(workspace, arguments, night, progress)
-        if code == 0:
-            return
-        text = "\n".join(lines)
-        if TORN in text:
-            (workspace / ".dvc" / "tmp" / "rwlock").unlink(missing_ok=True)
-        elif not any(sign in text for sign in BUSY):
-            break
-        if wait is None:
-            raise Busy(
-                f"{workspace}: another DVC command holds the lock; wait until it ends, then run the same command again."
-            )
-        time.sleep(wait)
-    told = next(
-        (line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.startswith(ERROR_PREFIX)), ""
-    )
-    code = next((int(found[1]) for found in map(EXITED.search, reversed(lines)) if found), 1)
-    if code == NO_ISOLATION:
-        raise IsolationUnavailable(told)
-    if code == BAD_INPUT and told:
-        raise UserError(told)
-    if "No space left on device" in text:
-        raise UserError(
-            f"{workspace}: the disk is full; free some space or give another folder with --home, then run the same command again."
-        )
-    log = workspace / ".dvc" / "failed.log"
-    atomic_write(log, text + "\n")
-    said = told or next((line for line in reversed(lines) if line), "it said nothing")
-    raise StageFailed(
-        f"dataset: dvc {arguments[0]} failed: {said.removeprefix('ERROR: ')[:500]}; all that it printed is in {log}, and the same command goes on."
-    )
+def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
+    """Run a DVC command in the workspace, again while its lock is held.
 
+    Raises:
+        Busy: the lock stays held.
+        UserError, IsolationUnavailable: with the sentence of the stage that DVC ran.
+        StageFailed: any other failure; it names the log.
+    """
 
-def _run(
-    workspace: Path, arguments: Sequence[str], night: PipelineRun, progress: Progress | None
-) -> tuple[list[str], int]:
-    """One attempt: its output lines, read for progress on the way, and its exit status."""
-    environment = os.environ | {
-        "DVC_NO_ANALYTICS": "1",
-        "CUDA_AGENT_VERDICTS": str(night.home / "verdicts"),
-        # dvc.yaml says `python`: the one of this environment, with this project's modules.
+    def report(line: str) -> None:
+        step = PROGRESS_LINE.match(line)
+        if step and progress is not None:
+            figures = {name: float(value) for name, value in (pair.split("=") for pair in step[3].split())}
+            progress.update("dataset", int(step[1]), int(step[2]), **figures)
+
+    environment = {
+        "CUDA_AGENT_VERDICTS": str(run.home / "verdicts"),
+        # dvc.yaml runs `python`: that of this environment, with this project's modules.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH", "")))),
         "PYTHONUNBUFFERED": "1",
     }
-    command = [sys.executable, "-m", "dvc", *arguments]
-    lines: list[str] = []
-    # A session of its own: DVC, what it runs, and the judge below that are stopped together.
-    process = subprocess.Popen(
-        command,
-        cwd=workspace,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+    for wait in (*RETRY_SECONDS, None):
+        status, lines = run_dvc(workspace, arguments, environment=environment, on_line=report)
+        if status == 0:
+            return
+        text = "\n".join(lines)
+        if LOCK_DAMAGED in text:
+            (workspace / ".dvc" / "tmp" / "rwlock").unlink(missing_ok=True)
+        elif not any(sign in text for sign in LOCK_HELD):
+            break
+        if wait is None:
+            raise Busy(
+                f"{workspace}: another DVC command holds the lock; "
+                "wait until it ends, then run the same command again."
+            )
+        time.sleep(wait)
+    raise _failure(workspace, arguments[0], lines)
+
+
+def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
+    """Return the exception for a failed DVC command, by its output; StageFailed keeps the output in a log."""
+    newest = lines[::-1]
+    sentence = next((line.removeprefix(ERROR_PREFIX) for line in newest if line.startswith(ERROR_PREFIX)), "")
+    status = next((int(match[1]) for match in map(EXITED.search, newest) if match), 1)
+    if status == NO_ISOLATION:
+        return IsolationUnavailable(sentence)
+    if status == BAD_INPUT and sentence:
+        return UserError(sentence)
+    if any("No space left on device" in line for line in lines):
+        return UserError(
+            f"{workspace}: the disk is full; free some space or give another folder with --home, "
+            "then run the same command again."
+        )
+    log = workspace / ".dvc" / "failed.log"
+    atomic_write(log, "\n".join(lines) + "\n")
+    reason = sentence or next(filter(None, newest), "it printed nothing")
+    return StageFailed(
+        f"dataset: dvc {command} failed: {reason.removeprefix('ERROR: ')[:500]}; "
+        f"all that it printed is in {log}, and the same command continues."
     )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            found = STEP.match(line)
-            if found and progress is not None:
-                figures = dict(pair.split("=") for pair in found[3].split())
-                progress.update(
-                    "dataset",
-                    int(found[1]),
-                    int(found[2]),
-                    **{name: float(value) for name, value in figures.items()},
-                )
-        process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    return lines, process.returncode
 
 
-def _write(path: Path, text: str) -> None:
-    """Leave an equal file untouched, so that DVC sees no change."""
-    if not path.is_file() or path.read_text() != text:
-        atomic_write(path, text)
-
-
-def _lock(workspace: Path) -> str:
+def _lock_digest(workspace: Path) -> str:
     path = workspace / "dvc.lock"
     return digest_file(path) if path.is_file() else ""
 

@@ -1,14 +1,14 @@
-"""The flows that a worker starts (prefect.yaml): the night, its data set, the champion measured anew, and the approval.
+"""The flows that a worker starts (prefect.yaml): the pipeline, its data set, the champion measured anew, the approval.
 
-Each does what a command does, in the home that its deployment names. Flows that write in the home take turns: a slot
-with a short lease, so that a killed run gives it back within a minute (slots of tag limits leak for minutes), and
-below it the home's own lock.
+Each does what a command does, in the home that its deployment names. One flow at a time writes in a home: a concurrency
+slot with a short lease, which a killed run gives back within a minute, and below it the home's own lock. (Slots of tag
+limits stay occupied for minutes after a kill.)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,43 +35,54 @@ from flows.nightly import nightly_pipeline
 from flows.progress import DiskGuard
 from flows.retry_policy import retry_by_kind
 from flows.run_context import PipelineRun
-from flows.steps import Record
 from flows.training_events import EventProgress
 
+FlowResult = dict[str, Any]
 LEASE_SECONDS = 60.0
 LAST_ATTEMPT = 4
-"""A run that crashed so often (killed for memory, say) would crash for ever: it fails, and a person looks."""
+"""Attempts of one flow run; a cause such as too little memory would crash it for ever."""
 
 
-def settings(profile: str, sets: list[str] | None, home: str, *more: str) -> Resolved:
-    return resolve(profile, (*more, *(sets or ()), *((f"home={json.dumps(home)}",) if home else ())))
+def with_home(sets: Sequence[str] | None, home: str) -> list[str]:
+    """Return the `--set` words of a deployment, its home among them when it names one."""
+    return [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
 
 
-def at_work(night: PipelineRun, work: Callable[[Progress], Record]) -> Record:
-    """Do `work` as the only flow in the home, again after faults that pass."""
+def settings(profile: str, sets: list[str] | None, home: str, *first: str) -> Resolved:
+    return resolve(profile, (*first, *with_home(sets, home)))
+
+
+def scheduled_day() -> str:
+    """Return the day that the flow run was scheduled for, as YYYYMMDD in UTC."""
+    return f"{flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"
+
+
+def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> FlowResult:
+    """Do `work` as the only flow in the home, and again after faults that pass by themselves."""
     from components.core.progress_view import ProgressView
 
-    attempt, logger = flow_run.run_count or 1, get_run_logger()
-    if attempt > LAST_ATTEMPT:
+    logger = get_run_logger()
+    if (flow_run.run_count or 1) > LAST_ATTEMPT:
         raise UserError(
-            f"{night.folder}: this flow run crashed {LAST_ATTEMPT} times; see why, then start the deployment again: it goes on where it was."
+            f"{run.folder}: this flow run crashed {LAST_ATTEMPT} times; see why, "
+            "then start the deployment again: it continues where it was."
         )
-    run_context.check_environment(night)
-    # Killed, this process takes DVC, the judge and what they started with it: they would hold locks against its next attempt.
+    run_context.check_environment(run)
+    # When this process is killed, so are DVC, the judge and what they started: they would hold locks.
     process_reaper.start_reaper()
 
     with ProgressView(Console(stderr=True)) as view:
-        progress = EventProgress(view, night.params, night.home, str(flow_run.id))
+        progress = EventProgress(view, run.params, run.home, str(flow_run.id))
 
-        def once() -> Record:
+        def attempt() -> FlowResult:
             with (
                 concurrency(run_context.HOME_SLOT, occupy=1, lease_duration=LEASE_SECONDS),
-                run_context.home_lock(night.home),
-                tags(night.run_id),
+                run_context.home_lock(run.home),
+                tags(run.run_id),
             ):
                 return work(progress)
 
-        return retry_by_kind(once, logger.warning)
+        return retry_by_kind(attempt, logger.warning)
 
 
 @flow(name="nightly", persist_result=False)
@@ -82,94 +93,84 @@ def nightly(
     dated: bool = True,
     redo_from: str = "",
 ) -> dict[str, Any]:
-    """What `cuda-agent run` does. `dated` makes the day it was scheduled for the seed: a retry of a night is the same run."""
-    day = [f"seed={flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"] if dated else []
-    night = run_context.open_run(settings(profile, sets, home, *day), redo_from)
+    """Do what `cuda-agent run` does.
 
-    chosen = [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
+    With `dated` the day that the run was scheduled for is the seed, so a retry continues the same run.
+    """
+    day = [f"seed={scheduled_day()}"] if dated else []
+    run = run_context.open_run(settings(profile, sets, home, *day), redo_from)
 
-    def work(progress: Progress) -> Record:
-        record = nightly_pipeline(night, progress)
+    def work(progress: Progress) -> FlowResult:
+        record = nightly_pipeline(run, progress)
         version = record["model"]["version"]
-        if record["gate"]["verdict"] == "waiting" and not ask(version, profile, chosen):
+        if record["gate"]["verdict"] == "waiting" and not ask(version, profile, with_home(sets, home)):
             get_run_logger().warning(
                 f"cuda-agent models approve {version}, or refuse, decides: the approval flow is not deployed."
             )
         return record
 
-    return run_context.finished(night) or at_work(night, work)
+    return run_context.finished(run) or work_in_home(run, work)
 
 
 @flow(name="data", persist_result=False)
 def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """The data set that the next night will ask for; with nothing changed it is there at once."""
-    night = PipelineRun(settings(profile, sets, home))
-    return at_work(night, lambda progress: dataset(night, DiskGuard(progress, night.home)))
+    """Make the data set that the next run will use; when nothing changed it is there already."""
+    run = PipelineRun(settings(profile, sets, home))
+    return work_in_home(run, lambda progress: dataset(run, DiskGuard(progress, run.home)).model_dump())
 
 
 @flow(name="evaluation", persist_result=False)
 def evaluation(
     profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", version: str = "champion"
 ) -> dict[str, Any]:
-    """Measure a model version anew on the run's suite; its figures stand beside those it was registered with."""
-    night = PipelineRun(settings(profile, sets, home))
+    """Measure a model version anew on the run's suite, and show its figures beside those of its registration."""
+    run = PipelineRun(settings(profile, sets, home))
 
-    def work(progress: Progress) -> Record:
-        client, model = connect(night.params.registry, night.home), night.params.registry.model
-        found = models.describe(client, model, version)
-        day = f"{flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"
-        folder = night.home / "evaluations" / f"{model}-{found['version']}-{day}"
-        checkpoint = models.checkpoint(client, model, found["version"], folder / "checkpoint")
+    def work(progress: Progress) -> FlowResult:
+        client, model, day = (
+            connect(run.params.registry, run.home),
+            run.params.registry.model,
+            scheduled_day(),
+        )
+        described = models.describe(client, model, version)
+        number, registered = described["version"], described["tags"]
+        folder = run.home / "evaluations" / f"{model}-{number}-{day}"
+        checkpoint = models.checkpoint(client, model, number, folder / "checkpoint")
         newest = max(
-            (night.home / "datasets").glob("*/tasks.parquet"),
+            (run.home / "datasets").glob("*/tasks.parquet"),
             key=lambda path: path.stat().st_mtime,
-            default=night.home / "datasets",
+            default=run.home / "datasets",
         )
-        suite, pool = (
-            load_suite(night.params, newest.parent),
-            open_pool(night.params, night.home / "verdicts"),
-        )
+        suite = load_suite(run.params, newest.parent)
+        pool = open_pool(run.params, run.home / "verdicts")
         try:
-            policy = checkpoint_policy(checkpoint, night.params)
             measured = evaluate(
-                policy,
+                checkpoint_policy(checkpoint, run.params),
                 suite,
                 pool,
                 folder / "results",
                 epoch=folder.name,
                 progress=progress,
-                seed=night.params.seed,
+                seed=run.params.seed,
             )
         finally:
             pool.close()
         now = figures(measured.overall)
-        before = {
-            key.removeprefix("figure."): value
-            for key, value in found["tags"].items()
-            if key.startswith("figure.")
-        }
         rows = [
-            {"figure": name, "registered": before.get(name, ""), "now": value}
+            {"figure": name, "registered": registered.get(f"figure.{name}", ""), "now": value}
             for name, value in sorted(flatten(now).items())
         ]
-        create_table_artifact(
-            rows, key="evaluation", description=f"{model} version {found['version']}, {day}"
-        )
-        return {
-            "model": model,
-            "version": found["version"],
-            "figures": now,
-            "results": str(folder / "results"),
-        }
+        create_table_artifact(rows, key="evaluation", description=f"{model} version {number}, {day}")
+        return {"model": model, "version": number, "figures": now, "results": str(folder / "results")}
 
-    return at_work(night, work)
+    return work_in_home(run, work)
 
 
 @flow(name="promotion", persist_result=False)
 def promotion(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """Ask a person about the version that still waits, and settle it as told: a reminder, should the night's own question be lost."""
-    night = PipelineRun(settings(profile, sets, home))
-    client, model = connect(night.params.registry, night.home), night.params.registry.model
+    """Ask a person about the version that still waits, in case nobody answered the question of its own run."""
+    run = PipelineRun(settings(profile, sets, home))
+    client, model = connect(run.params.registry, run.home), run.params.registry.model
     version = models.aliases(client, model).get(models.CANDIDATE)
     if version is None or models.describe(client, model, version)["decision"] != "waiting":
         return {"model": model, "version": version, "verdict": "nothing waits"}

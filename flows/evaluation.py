@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from prefect import task
 
 from components.agent.policies import checkpoint_policy
 from components.core.files import digest_file, digest_json
@@ -16,65 +13,59 @@ from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool
 from flows.progress import RenamedProgress
-from flows.steps import SAMPLING, Context, Record
+from flows.steps import SAMPLING, Context, EvaluationRecord
 
 
-@task(persist_result=True, result_serializer="json")
-def evaluate_policy(folder: Path, call: Callable[[Path], Record]) -> Record:
-    """One evaluation in its folder."""
-    return call(folder)
+def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
+    """Evaluate a checkpoint, as its path relative to the home and its digest, on the run's suite.
 
+    `title` tells people the evaluations of one run apart. The same policy measured under another title is the same
+    evaluation, so the title is no part of the key.
+    """
+    run = context.run
+    suite = load_suite(run.params, context.dataset_folder)
 
-def evaluate_checkpoint(context: Context, name: str, policy: Record) -> Record:
-    """Evaluate a checkpoint on the run's suite; `name` tells the evaluations of one night apart."""
-    night = context.night
-    suite = load_suite(night.params, context.dataset_folder)
-    digests = {"policy": policy["digest"], "suite": digest_json([kernel.task_id for kernel in suite])}
-
-    def call(folder: Path) -> Record:
+    def work(folder: Path) -> EvaluationRecord:
         evaluation = evaluate(
-            checkpoint_policy(night.home / policy["checkpoint"], night.params),
+            checkpoint_policy(run.home / checkpoint, run.params),
             suite,
             context.pool,
             folder,
-            # The judge measures anew for every evaluation, and gives a resumed one what it measured already.
+            # The journal's verdicts count within one epoch: every evaluation is measured anew, a resumed one continues.
             epoch=folder.name,
-            progress=RenamedProgress(context.progress, name),
-            seed=night.params.seed,
+            progress=RenamedProgress(context.progress, title),
+            seed=run.params.seed,
             admit=context.pool.admit if isinstance(context.pool, LocalPool) else None,
         )
         results = folder / RESULTS
-        return {
-            "results": results.relative_to(night.home).as_posix(),
-            "digest": digest_file(results),
-            "figures": figures(evaluation.overall),
-        }
+        return EvaluationRecord(
+            results=results.relative_to(run.home).as_posix(),
+            digest=digest_file(results),
+            figures=figures(evaluation.overall),
+        )
 
-    # Under one name in the key: the same policy measured for another purpose is the same evaluation.
-    return context.step(
-        evaluate_policy, "evaluation", (*SAMPLING, "evaluation"), digests, call, name="evaluation", title=name
+    return context.stage(
+        "evaluation",
+        (*SAMPLING, "evaluation"),
+        {"policy": digest, "suite": digest_json([kernel.task_id for kernel in suite])},
+        work,
+        EvaluationRecord,
+        title=title,
     )
 
 
-def load(context: Context, record: Record) -> Evaluation:
-    return load_evaluation(context.night.home / record["results"])
+def load(context: Context, record: EvaluationRecord) -> Evaluation:
+    return load_evaluation(record.output(context.run.home))
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """The evaluation's figures as `cuda-agent run --json` gives them (DESIGN §12)."""
-    return {
-        "pass_rate": summary.pass_rate,
-        "faster_rate": summary.faster_rate.model_dump(),
-        "geomean": summary.geomean.model_dump(),
-        "mean_reward": summary.mean_reward,
-        "attempts_mean_reward": summary.attempts_mean_reward,
-        "tasks": summary.tasks,
-        "errors": summary.errors,
-    }
+    """Return the evaluation's figures as `cuda-agent run --json` prints them."""
+    names = {"pass_rate", "faster_rate", "geomean", "mean_reward", "attempts_mean_reward", "tasks", "errors"}
+    return summary.model_dump(include=names)
 
 
 def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
-    """One row per task: what is compared between runs."""
+    """Return one row per task: the table by which runs are compared in MLflow."""
     return [
         {
             "task_id": row.task_id,

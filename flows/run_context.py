@@ -1,12 +1,12 @@
-"""What a run is: its identity, its folders, and the rule that one run works in a home at a time.
+"""A run: its identity, its folders, and the lock by which one run at a time works in a home.
 
-Nothing here imports Prefect, MLflow or torch, so that a finished run is answered in an instant.
+Nothing here imports Prefect, MLflow or torch, so that a finished run is reported in an instant.
 
-    home/lock                       one run at a time
+    home/lock                       held by the run that works in the home
     home/dvc, home/remote           the data set's workspace and its DVC remote
     home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
     home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, state, stage.json, record.json
-    home/verdicts                   every judgement, so that a resumed stage sees the same ones
+    home/verdicts                   the journal of every verdict, which a resumed stage reads
     home/prefect, home/mlflow       their databases
     home/runs/<run_id>/             run.json (written last), manifest.json, report.html, report.json, settings.json
     home/champions, home/evaluations/<epoch>/    champions' checkpoints, evaluations by hand
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,59 +34,57 @@ from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, free_bytes, read_json, verify_files, write_json
 
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
-"""In order; `--from` takes one of these."""
+"""Stages in their order; `--from` takes one of these."""
 SOURCES = ("components", "flows", "agent_workdir")
 RUN_FILE = "run.json"
 HOME_SLOT = "cuda-agent-home"
-"""Prefect's global concurrency limit of one: the deployed flow that holds it works in the home."""
-MANIFEST = "manifest.json"
-"""Of a run: the digest of everything that it made."""
+"""Prefect's global concurrency limit of one, held by the deployed flow that works in the home."""
 LEAST_FREE_BYTES = 256 * 2**20
+"""Free disk space without which no run is started."""
 LOCK_SECONDS = 3.0
-"""A killed run's children die a moment after it and may hold the lock until then."""
-
-
-@functools.cache
-def code_revision() -> str:
-    """Digest of the sources that a result depends on: a change of any of them makes a new revision."""
-    return digest_json({room: digest_sources(PROJECT / room) for room in SOURCES})
+"""Wait for the home's lock: the children of a killed run are killed a moment after it and may hold it until then."""
 
 
 def digest_sources(folder: Path) -> dict[str, str]:
-    """Digest of every source file below `folder`, compiled ones left out."""
+    """Return the digest of every source file below `folder`, compiled ones left out."""
     return {name: digest for name, digest in digest_tree(folder).items() if "__pycache__" not in name}
+
+
+@functools.cache
+def source_digests() -> dict[str, str]:
+    """Return the digest of every source that a result depends on, by its path in the project."""
+    return {
+        f"{top}/{name}": digest for top in SOURCES for name, digest in digest_sources(PROJECT / top).items()
+    }
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """A wish to do a stage, and what follows it, once more. `number` tells one wish from the next."""
+    """A request to do a stage, and all that follow it, once more. `number` tells one request from the next."""
 
     stage: str
     number: int
 
-    def reaches(self, stage: str) -> bool:
-        return STAGES.index(stage) >= STAGES.index(self.stage)
-
 
 class Busy(UserError):
-    """Somebody else holds what is needed; waiting mends it."""
+    """A lock that another process holds; the same command succeeds once it is released."""
 
 
 class PipelineRun:
-    """One run: parameters, code and wish give its key, wherever its home is."""
+    """One run: parameters, code and rerun request determine its key, wherever its home is."""
 
-    def __init__(self, resolved: Resolved, redo: Rerun | None = None):
+    def __init__(self, resolved: Resolved, rerun: Rerun | None = None):
         self.params: Params = resolved.params
         self.sources = resolved.sources
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
-        self.code = code_revision()
-        self.redo = redo
+        self.code = digest_json(source_digests())
+        self.rerun = rerun
         self.base_key = digest_json(
             {"params": self.params.model_dump(mode="json", exclude={"home"}), "code": self.code}
         )
         self.key = digest_json(
-            {"base": self.base_key, "redo": None if redo is None else [redo.stage, redo.number]}
+            {"base": self.base_key, "redo": None if rerun is None else [rerun.stage, rerun.number]}
         )
 
     @property
@@ -97,68 +95,77 @@ class PipelineRun:
     def folder(self) -> Path:
         return self.home / "runs" / self.run_id
 
+    def rerun_number(self, stage: str) -> int:
+        """Return how often the stage was requested once more; 0 when the request starts at a later stage."""
+        if self.rerun is None or STAGES.index(stage) < STAGES.index(self.rerun.stage):
+            return 0
+        return self.rerun.number
+
     def stage_key(self, stage: str, name: str, sections: tuple[str, ...], upstream: dict[str, str]) -> str:
-        """Digest of everything that the result of `name` (a part of `stage`) depends on: sections of the parameters, inputs, code."""
-        values = {
-            section: value
-            for section, value in self.params.model_dump(mode="json").items()
-            if section in sections
-        }
-        number = self.redo.number if self.redo is not None and self.redo.reaches(stage) else 0
+        """Return the digest of everything that the result of `name`, a part of `stage`, depends on."""
         return digest_json(
-            {"name": name, "params": values, "upstream": upstream, "code": self.code, "redo": number}
+            {
+                "name": name,
+                "params": self.params.model_dump(mode="json", include=set(sections)),
+                "upstream": upstream,
+                "code": self.code,
+                "redo": self.rerun_number(stage),
+            }
         )
 
     def stage_folder(self, name: str, key: str) -> Path:
         return self.home / "stages" / f"{name}-{key[:12]}"
 
 
-def open_run(resolved: Resolved, redo_from: str = "") -> PipelineRun:
-    """The run that these parameters mean in their home.
+def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
+    """Return the run that these parameters mean in their home.
 
-    With `redo_from` the stage and all that follow are to be done once more. The wish is kept in the home, so that a
-    killed redo is continued, by the same command or without `--from`, and a finished one makes room for the next.
+    With `rerun_from` that stage and all that follow are to be done once more. The request is kept in the home, so a
+    killed rerun is continued by the same command, also without `--from`; once it has finished, `--from` requests
+    the next one.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"
-    wishes: dict[str, Any] = read_json(file) if file.is_file() else {}
-    found = wishes.get(first.base_key)
-    redo = Rerun(**found) if found else None
-    if not redo_from:
-        return PipelineRun(resolved, redo)
-    if redo_from not in STAGES:
-        raise UserError(f"--from {redo_from}: no such stage; give one of {', '.join(STAGES)}.")
-    night = PipelineRun(resolved, redo)
-    if redo is not None and redo.stage == redo_from and not (night.folder / RUN_FILE).is_file():
-        return night
-    if redo is None and not (night.folder / RUN_FILE).is_file() and not any(first.home.glob("stages/*")):
-        raise UserError(f"--from {redo_from}: nothing was run in {first.home} yet; run without --from first.")
-    redo = Rerun(redo_from, redo.number + 1 if redo else 1)
+    requests: dict[str, Any] = read_json(file) if file.is_file() else {}
+    request = requests.get(first.base_key)
+    run = PipelineRun(resolved, Rerun(**request)) if request else first
+    if not rerun_from:
+        return run
+    if rerun_from not in STAGES:
+        raise UserError(f"--from {rerun_from}: no such stage; give one of {', '.join(STAGES)}.")
+    is_finished = (run.folder / RUN_FILE).is_file()
+    if run.rerun is not None and run.rerun.stage == rerun_from and not is_finished:
+        return run
+    if run.rerun is None and not is_finished and not any(first.home.glob("stages/*")):
+        raise UserError(
+            f"--from {rerun_from}: nothing was run in {first.home} yet; run without --from first."
+        )
+    rerun = Rerun(rerun_from, run.rerun.number + 1 if run.rerun else 1)
     prepare_home(first.home)
-    write_json(file, wishes | {first.base_key: {"stage": redo.stage, "number": redo.number}})
-    return PipelineRun(resolved, redo)
+    write_json(file, requests | {first.base_key: asdict(rerun)})
+    return PipelineRun(resolved, rerun)
 
 
-def finished(night: PipelineRun) -> dict[str, Any] | None:
-    """The record of this run if it is complete and its final artefacts are what they were; None if it is not complete.
+def finished(run: PipelineRun) -> dict[str, Any] | None:
+    """Return the record of this run if it is complete and its checkpoints are there; None otherwise.
 
-    Raises UserError when a checkpoint of the finished run was damaged since.
+    Raises UserError when a checkpoint of the finished run was damaged.
     """
-    if not (night.folder / RUN_FILE).is_file():
+    if not (run.folder / RUN_FILE).is_file():
         return None
-    from components.evaluation.results import read_record  # numpy comes with it
+    from components.evaluation.results import read_record  # imports numpy
 
-    record = read_record(night.folder / RUN_FILE)
+    record = read_record(run.folder / RUN_FILE)
     for stage in record["stages"]:
         folder = Path(stage["checkpoint"])
-        if not folder.is_dir() or not folder.is_relative_to(night.home):
+        if not folder.is_dir() or not folder.is_relative_to(run.home):
             return None
         verify_files(folder)
     return record
 
 
 def prepare_home(home: Path) -> None:
-    """Make the home folder and see that it can be written; UserError otherwise."""
+    """Make the home folder; UserError when it cannot be written or the disk has too little space."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home) as probe:
@@ -166,21 +173,22 @@ def prepare_home(home: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"{home}: the disk is full; free some space or give another folder with --home, then run the same command again."
+                f"{home}: the disk is full; free some space or give another folder with --home, "
+                "then run the same command again."
             ) from error
         raise UserError(
             f"{home}: the home folder cannot be written ({error.strerror}); give another one with --home."
         ) from error
     if free_bytes(home) < LEAST_FREE_BYTES:
-        needed = f"a run needs {LEAST_FREE_BYTES / 2**20:.0f} MiB"
         raise UserError(
-            f"{home}: the disk has {free_bytes(home) / 2**20:.0f} MiB left and {needed}; free some space or give another folder with --home."
+            f"{home}: the disk has {free_bytes(home) / 2**20:.0f} MiB left and a run needs "
+            f"{LEAST_FREE_BYTES / 2**20:.0f} MiB; free some space or give another folder with --home."
         )
 
 
 @contextlib.contextmanager
 def home_lock(home: Path) -> Iterator[None]:
-    """Hold the home for this process; UserError names the process that holds it already."""
+    """Lock the home for this process; Busy names the process that holds the lock."""
     prepare_home(home)
     with (home / "lock").open("a+") as file:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -195,7 +203,8 @@ def home_lock(home: Path) -> Iterator[None]:
                     file.seek(0)
                     holder = file.read().strip() or "unknown"
                     raise Busy(
-                        f"{home}: another run (process {holder}) works here; wait for it, stop it, or give another folder with --home."
+                        f"{home}: another run (process {holder}) works here; "
+                        "wait for it, stop it, or give another folder with --home."
                     ) from error
                 time.sleep(0.1)
         file.truncate(0)
@@ -207,41 +216,42 @@ def home_lock(home: Path) -> Iterator[None]:
             file.truncate(0)
 
 
-def check_environment(night: PipelineRun) -> None:
-    """See, before anything is started, that the programs a run cannot do without are installed, and that what its last steps read
-    and write is named right: a night later is late to learn it. UserError otherwise."""
-    from components.evaluation.suites import (  # pyarrow: a finished run is told without it
-        HELD_OUT,
-        load_suite,
-    )
+def check_environment(run: PipelineRun) -> None:
+    """Raise UserError unless the needed programs are installed and the store and the suite can be opened.
+
+    Called before anything is started: the run itself would find out hours later.
+    """
+    from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
     from components.storage.factory import open_store
 
-    params = night.params
+    params = run.params
     needed = {"g++": "g++"} | ({"nvcc": "the CUDA toolkit (nvcc)"} if params.device == "cuda" else {})
     for program, package in needed.items():
         if shutil.which(program) is None:
             raise UserError(
-                f"device {params.device}: {program} is not installed, so no kernel can be built; install {package}, for instance with apt-get."
+                f"device {params.device}: {program} is not installed, so no kernel can be built; "
+                f"install {package}, for instance with apt-get."
             )
     check_isolation(params.sandbox, params.device)
-    open_store(params.store, night.home)
+    open_store(params.store, run.home)
     if params.evaluation.suite != HELD_OUT:
         load_suite(params, Path())
 
 
-def interface_commands(night: PipelineRun) -> dict[str, str]:
-    """What opens MLflow's and Prefect's own interfaces on this home."""
+def interface_commands(run: PipelineRun) -> dict[str, str]:
+    """Return the commands that open MLflow's and Prefect's own pages on this home, by name."""
     programs = Path(sys.executable).parent
-    tracking = night.params.registry.tracking_uri or f"sqlite:///{night.home / 'mlflow' / 'mlflow.db'}"
+    tracking = run.params.registry.tracking_uri or f"sqlite:///{run.home / 'mlflow' / 'mlflow.db'}"
     return {
         "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri {tracking}   then http://127.0.0.1:5000",
-        "prefect": f"PREFECT_HOME={night.home / 'prefect'} {programs / 'prefect'} server start   then http://127.0.0.1:4200",
+        "prefect": f"PREFECT_HOME={run.home / 'prefect'} {programs / 'prefect'} server start   "
+        "then http://127.0.0.1:4200",
     }
 
 
 def prepare_environment(home: Path) -> None:
-    """Settings of the embedded defaults; call before Prefect or MLflow is imported. What a person has set is kept."""
+    """Set the variables that Prefect and MLflow read when they are imported; those that are set already stay."""
     defaults = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
@@ -255,7 +265,7 @@ def prepare_environment(home: Path) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if "PREFECT_API_URL" not in os.environ:
-        # The embedded server: its database and its settings belong to this home alone.
+        # The run starts a server of its own, whose database and settings belong to this home.
         os.environ["PREFECT_HOME"] = str(home / "prefect")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

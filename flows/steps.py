@@ -1,17 +1,17 @@
-"""How a stage becomes a Prefect task: cached by the digests of its inputs, checked against the files it left.
+"""A stage as a Prefect task: cached by the digests of its inputs, checked against the files that it left.
 
 A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect keeps it under
-the stage's key, so the same inputs give the same record at once. The record is only as good as its files: when they are
-gone the task runs again; when they are damaged the run stops and says which file.
+the stage's key, so the same inputs give the same record at once. When the files of a record are gone the task runs
+again; when they are damaged the run stops and names the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from prefect import Task
+from prefect import task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -27,27 +27,104 @@ from prefect.context import FlowRunContext
 from prefect.states import Crashed, State, StateType
 
 from components.core.errors import UserError
-from components.core.files import digest_file, read_json, write_json
+from components.core.files import digest_file, read_json, verify_files, write_json
 from components.core.progress import Progress
+from components.core.records import FrozenModel
 from components.judge.pool import JudgePool
 from components.registry.tracking import MlflowRun
-from flows.run_context import PipelineRun, verify_files
+from flows.run_context import PipelineRun
 
-Record = dict[str, Any]
 RECORD = "record.json"
-"""In a stage's folder: its record, written when Prefect has it, so its presence means that both belong together."""
+"""A stage's record in its folder. Written after Prefect has cached the record, so both exist when it does."""
 
 SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
-"""Sections of the parameters that everything depends on that samples a policy and judges what it wrote."""
+"""Sections of the parameters that every stage depends on which samples a policy and has its kernels judged."""
+
+
+class DatasetRecord(FrozenModel):
+    """A version of the data set; `folder` is relative to the home."""
+
+    version: str
+    folder: str
+    figures: dict[str, Any]
+    cached: bool
+    seconds: float
+
+
+class StageRecord(FrozenModel):
+    """What a stage hands on. `Context.stage` fills in the last three; the others are cached."""
+
+    digest: str
+    figures: dict[str, Any]
+    cached: bool = False
+    key: str = ""
+    """Digest of everything that the result depends on."""
+    folder: str = ""
+    """The stage's folder, relative to the home."""
+
+    def cacheable(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"cached", "key", "folder"})
+
+
+class CheckpointRecord(StageRecord):
+    """A checkpoint, as a path relative to the home, and what training it gained."""
+
+    checkpoint: str
+    reward_before: float | None
+    reward_after: float | None
+    seconds: float
+    stopped: str
+    """Why the stage ended before its last step; empty when it did not."""
+
+    def output(self, home: Path) -> Path:
+        return home / self.checkpoint
+
+    def verify(self, home: Path) -> None:
+        """Raise UserError unless the checkpoint is the one that the stage made."""
+        if verify_files(self.output(home)) != self.digest:
+            raise UserError(
+                f"{self.output(home)}: holds another checkpoint than the one this run made; "
+                "delete the folder and run again."
+            )
+
+
+class EvaluationRecord(StageRecord):
+    """The results file of an evaluation, as a path relative to the home; `digest` is that of the file."""
+
+    results: str
+
+    def output(self, home: Path) -> Path:
+        return home / self.results
+
+    def verify(self, home: Path) -> None:
+        """Raise UserError unless the results are those that the stage measured."""
+        if digest_file(self.output(home)) != self.digest:
+            raise UserError(
+                f"{self.output(home)}: is not what this run measured; delete its folder and run again."
+            )
+
+
+R = TypeVar("R", CheckpointRecord, EvaluationRecord)
+
+
+@task(persist_result=True, result_serializer="json")
+def run_in_folder(folder: Path, work: Callable[[Path], R]) -> dict[str, Any]:
+    """Run one stage in its folder. Every stage runs this task under its own name and cache key."""
+    return work(folder).cacheable()
 
 
 class Context:
-    """What the tasks of one night share. A plain class: Prefect looks into dataclasses among a task's arguments."""
+    """What the tasks of one run share. Not a dataclass: Prefect would search it for futures at every task call."""
 
     def __init__(
-        self, night: PipelineRun, progress: Progress, pool: JudgePool, tracking: MlflowRun, dataset: Record
+        self,
+        run: PipelineRun,
+        progress: Progress,
+        pool: JudgePool,
+        tracking: MlflowRun,
+        dataset: DatasetRecord,
     ):
-        self.night = night
+        self.run = run
         self.progress = progress
         self.pool = pool
         self.tracking = tracking
@@ -55,68 +132,47 @@ class Context:
 
     @property
     def dataset_folder(self) -> Path:
-        return self.night.home / self.dataset["folder"]
+        return self.run.home / self.dataset.folder
 
-    def step(
+    def stage(
         self,
-        work: Task[..., Any],
         stage: str,
         sections: tuple[str, ...],
         upstream: dict[str, str],
-        call: Callable[[Path], Record],
+        work: Callable[[Path], R],
+        record_type: type[R],
         *,
         name: str = "",
         title: str = "",
-    ) -> Record:
-        """Run `call` in the stage's folder as Prefect task `work`, or take its record from the cache.
+    ) -> R:
+        """Run `work` in the stage's folder as a Prefect task, or return its cached record.
 
-        Its result depends on these `sections` of the parameters, the `upstream` digests, the data set and the code.
-        `name` goes into the key and names the folder; people see `title`.
+        The result depends on these `sections` of the parameters, the `upstream` digests, the data set and the code.
+        `name` goes into the key and names the folder; people see `title`. Both default to the stage's name.
         """
         name = name or stage
         title = title or name
-        key = self.night.stage_key(stage, name, sections, upstream | {"dataset": self.dataset["version"]})
-        folder = self.night.stage_folder(name, key)
-        task = work.with_options(
-            name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not self._kept(folder)
+        home = self.run.home
+        key = self.run.stage_key(stage, name, sections, upstream | {"dataset": self.dataset.version})
+        folder = self.run.stage_folder(name, key)
+        # Prefect's cache outlives the folder. After the folder was deleted, the cached record would name files that
+        # another run, killed on its way, has only begun to make: so the last file that a stage makes must exist.
+        file = folder / RECORD
+        is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
+        stage_task = run_in_folder.with_options(
+            name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not is_kept
         )
-        state: Any = task(folder, call, return_state=True)
-        record: Record = state.result()
+        state: State[Any] = stage_task(folder, work, return_state=True)
+        record = record_type.model_validate(state.result())
         cached = state.name == "Cached"
         if cached:
-            check(self.night.home, record)
+            record.verify(home)
             self.progress.update(title, 1, 1)
         else:
-            write_json(folder / RECORD, record)
-        self.tracking.stage(
-            title,
-            key,
-            folder,
-            {figure: value for figure, value in record.items() if figure != "figures"} | record["figures"],
-        )
-        return record | {"cached": cached, "key": key, "folder": f"stages/{folder.name}"}
-
-    def _kept(self, folder: Path) -> bool:
-        """Whether what the stage made last is there. Prefect's cache outlives the folder: after that was deleted, it knows a record
-        of files that another night, killed on its way, has only begun to make."""
-        if not (folder / RECORD).is_file():
-            return False
-        record: Record = read_json(folder / RECORD)
-        return (self.night.home / record["checkpoint" if "checkpoint" in record else "results"]).exists()
-
-
-def check(home: Path, record: Record) -> None:
-    """See that the files of a cached record are what they were."""
-    if "checkpoint" in record:
-        found = verify_files(home / record["checkpoint"])
-        if found != record["digest"]:
-            raise UserError(
-                f"{home / record['checkpoint']}: holds another checkpoint than the one this run made; delete the folder and run again."
-            )
-    elif digest_file(home / record["results"]) != record["digest"]:
-        raise UserError(
-            f"{home / record['results']}: is not what this run measured; delete its folder and run again."
-        )
+            write_json(file, record.cacheable())
+        figures = record.model_dump(exclude={"figures", "cached", "key", "folder"}) | record.figures
+        self.tracking.stage(title, key, folder, figures)
+        return record.model_copy(update={"cached": cached, "key": key, "folder": f"stages/{folder.name}"})
 
 
 def mark_crashed_runs(tag: str) -> None:

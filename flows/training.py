@@ -4,60 +4,51 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-
-from prefect import task
 
 from components.core.files import MANIFEST, atomic_folder, digest_json, digest_tree, write_json
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.run_stage import run_stage, training_sources
 from components.training.stage import Stage, StageName, StageResult
-from flows.steps import SAMPLING, Context, Record
+from flows.steps import SAMPLING, CheckpointRecord, Context
 
 CHECKPOINT = "checkpoint"
 
 
-@task(persist_result=True, result_serializer="json")
-def make_checkpoint(folder: Path, call: Callable[[Path], Record]) -> Record:
-    """One stage in its folder; every stage runs this under its own name and cache key."""
-    return call(folder)
-
-
-def cold_start(context: Context) -> Record:
-    """The policy that training starts from: made from scratch, or the Hugging Face folder that policy.source names."""
-    params = context.night.params
+def cold_start(context: Context) -> CheckpointRecord:
+    """Make the first policy: trained from scratch, or copied from the folder that policy.source names."""
+    params = context.run.params
     if params.policy.source != "scratch":
         return adopt(context, Path(params.policy.source))
 
-    def call(folder: Path) -> Record:
-        from components.bootstrap.cold_start import coldstart  # torch comes with it
+    def work(folder: Path) -> CheckpointRecord:
+        from components.bootstrap.cold_start import coldstart  # imports torch
 
         started = time.monotonic()
-        context.pool.prepare()  # training leaves it a core
+        context.pool.prepare()  # training leaves one core free for it
         out = folder / CHECKPOINT
         if (out / MANIFEST).is_file():
             digest = verify_checkpoint(out).digest
         else:
-            sources = training_sources(params, params.coldstart.seed)
             digest = coldstart(
                 params,
-                sources,
+                training_sources(params, params.coldstart.seed),
                 out,
-                dataset=context.dataset["version"],
-                code=context.night.code,
+                dataset=context.dataset.version,
+                code=context.run.code,
                 progress=context.progress,
             ).digest
-        return record(context, folder, digest, seconds=time.monotonic() - started)
+        return checkpoint_record(context, folder, digest, time.monotonic() - started)
 
-    return context.step(make_checkpoint, "coldstart", ("device", "policy", "coldstart", "data"), {}, call)
+    sections = ("device", "policy", "coldstart", "data")
+    return context.stage("coldstart", sections, {}, work, CheckpointRecord)
 
 
-def adopt(context: Context, source: Path) -> Record:
-    """A Hugging Face folder as the first checkpoint: a copy that carries a manifest, so that what follows can name it."""
+def adopt(context: Context, source: Path) -> CheckpointRecord:
+    """Copy a Hugging Face folder as the first checkpoint, with the manifest by which later stages name it."""
     files = digest_tree(source, exclude=(MANIFEST,))
 
-    def call(folder: Path) -> Record:
+    def work(folder: Path) -> CheckpointRecord:
         started = time.monotonic()
         with atomic_folder(folder / CHECKPOINT) as copy:
             for name in files:
@@ -67,65 +58,65 @@ def adopt(context: Context, source: Path) -> Record:
                 stage="adopted",
                 files=files,
                 digest=digest_json(files),
-                dataset=context.dataset["version"],
-                code=context.night.code,
+                dataset=context.dataset.version,
+                code=context.run.code,
             )
             write_json(copy / MANIFEST, manifest.model_dump())
-        return record(
-            context, folder, verify_checkpoint(folder / CHECKPOINT).digest, seconds=time.monotonic() - started
-        )
+        digest = verify_checkpoint(folder / CHECKPOINT).digest
+        return checkpoint_record(context, folder, digest, time.monotonic() - started)
 
-    return context.step(
-        make_checkpoint, "coldstart", (), {"source": digest_json(files)}, call, name="adopted"
-    )
+    upstream = {"source": digest_json(files)}
+    return context.stage("coldstart", (), upstream, work, CheckpointRecord, name="adopted")
 
 
-def stage_one(context: Context, policy: Record) -> Record:
-    """Single-turn PPO."""
+def stage_one(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
+    """Train with single-turn PPO."""
     return train(context, "warmup", ("warmup",), policy)
 
 
-def stage_two(context: Context, policy: Record) -> Record:
-    """Rejection fine-tuning; a policy from scratch is shown some of its demonstrations again."""
+def stage_two(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
+    """Fine-tune on the best of the policy's own trajectories, with some of the cold start's demonstrations mixed in."""
     return train(context, "rejection", ("rejection", "coldstart", "data"), policy)
 
 
-def stage_three(context: Context, policy: Record, sampled: list[Record]) -> Record:
-    """Value pretraining on everything that the stages before it sampled."""
+def stage_three(
+    context: Context, policy: CheckpointRecord, sampled: list[CheckpointRecord]
+) -> CheckpointRecord:
+    """Pretrain the critic on the trajectories that the stages in `sampled` have written."""
     return train(context, "critic", ("critic",), policy, sampled=sampled)
 
 
-def stage_four(context: Context, policy: Record, values: Record) -> Record:
-    """Multi-turn PPO from the actor of stage 2 and the critic of stage 3."""
-    return train(context, "agentic", ("agentic",), policy, values=values)
+def stage_four(context: Context, policy: CheckpointRecord, critic: CheckpointRecord) -> CheckpointRecord:
+    """Train with multi-turn PPO, from the actor of stage 2 and the critic of stage 3."""
+    return train(context, "agentic", ("agentic",), policy, critic=critic)
 
 
 def train(
     context: Context,
     name: StageName,
     sections: tuple[str, ...],
-    policy: Record,
+    policy: CheckpointRecord,
     *,
-    values: Record | None = None,
-    sampled: list[Record] | None = None,
-) -> Record:
-    """One training stage as a task: a function from the digests of its inputs to the digest of a checkpoint."""
-    home, inputs = context.night.home, sampled or []
-    upstream = {"policy": policy["digest"]} | ({"critic": values["digest"]} if values else {})
-    upstream |= {f"trajectories.{place}": earlier["key"] for place, earlier in enumerate(inputs)}
+    critic: CheckpointRecord | None = None,
+    sampled: list[CheckpointRecord] | None = None,
+) -> CheckpointRecord:
+    """Run one training stage as a task: a function from the digests of its inputs to the digest of a checkpoint."""
+    home, inputs = context.run.home, sampled or []
+    upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
+    upstream |= {f"trajectories.{index}": earlier.key for index, earlier in enumerate(inputs)}
 
-    def call(folder: Path) -> Record:
+    def work(folder: Path) -> CheckpointRecord:
         stage = Stage(
             name=name,
-            params=context.night.params,
-            actor=home / policy["checkpoint"],
+            params=context.run.params,
+            actor=policy.output(home),
             dataset=context.dataset_folder,
             out=folder,
             pool=context.pool,
             progress=context.progress,
-            code=context.night.code,
-            critic=home / values["checkpoint"] if values else None,
-            trajectories=tuple(home / earlier["folder"] / "trajectories" for earlier in inputs),
+            code=context.run.code,
+            critic=critic.output(home) if critic else None,
+            trajectories=tuple(home / earlier.folder / "trajectories" for earlier in inputs),
         )
         if stage.params.engine.ranks:
             from components.training.ray_launcher import run_on_ray
@@ -133,21 +124,21 @@ def train(
             result = run_on_ray(stage, home / "verdicts")
         else:
             result = run_stage(stage)
-        return record(context, folder, result.digest, seconds=result.seconds, result=result)
+        return checkpoint_record(context, folder, result.digest, result.seconds, result)
 
-    return context.step(make_checkpoint, name, (*SAMPLING, *sections), upstream, call)
+    return context.stage(name, (*SAMPLING, *sections), upstream, work, CheckpointRecord)
 
 
-def record(
-    context: Context, folder: Path, digest: str, *, seconds: float, result: StageResult | None = None
-) -> Record:
-    """What a task hands on: where the checkpoint lies, what it is, and what the stage earned."""
-    return {
-        "checkpoint": (folder / CHECKPOINT).relative_to(context.night.home).as_posix(),
-        "digest": digest,
-        "reward_before": result.reward_before if result else None,
-        "reward_after": result.reward_after if result else None,
-        "seconds": round(seconds, 3),
-        "figures": result.figures if result else {},
-        "stopped": result.stopped if result else "",
-    }
+def checkpoint_record(
+    context: Context, folder: Path, digest: str, seconds: float, result: StageResult | None = None
+) -> CheckpointRecord:
+    """Return the record of the checkpoint in a stage's folder; without a result it was not trained by rewards."""
+    return CheckpointRecord(
+        checkpoint=(folder / CHECKPOINT).relative_to(context.run.home).as_posix(),
+        digest=digest,
+        reward_before=result.reward_before if result else None,
+        reward_after=result.reward_after if result else None,
+        seconds=round(seconds, 3),
+        figures=result.figures if result else {},
+        stopped=result.stopped if result else "",
+    )

@@ -142,6 +142,12 @@ def write_json(path: Path, value: Any) -> None:
     atomic_write(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def write_changed(path: Path, text: str) -> None:
+    """Write a text file unless it has this content, so that programs which look at its time see no change."""
+    if not path.is_file() or path.read_text() != text:
+        atomic_write(path, text)
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 

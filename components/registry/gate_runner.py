@@ -1,4 +1,4 @@
-"""Gates of a version from its files: what the nightly flow asks after an evaluation, and a person may ask again later."""
+"""Gates of a version from its files: run by the nightly flow after an evaluation, and again whenever a person asks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,43 @@ COMPARED = "compared"
 """Tags compared.version, compared.evaluation, compared.digest: the champion's evaluation that the gates used."""
 
 
+def run_gates(
+    params: Params,
+    after: Evaluation,
+    champion: Evaluation | None,
+    pool: JudgePool,
+    progress: Progress,
+    *,
+    checkpoint: Path,
+    registered_digest: str,
+    report: Path,
+    epoch: str,
+) -> Decision:
+    """Hold an evaluation against the thresholds and the champion, and the judge against a sample of exploits.
+
+    The only place that gathers a decision's evidence. A decision that passes says `promoted` or, where
+    gate.approval is `person`, `waiting`.
+
+    Args:
+        after: the version's evaluation.
+        champion: the champion's evaluation on the same tasks; None when there is no champion.
+        checkpoint: the folder of the version's checkpoint, whose files are verified.
+        registered_digest: the checkpoint's digest when the version was registered.
+        report: the HTML report, which must be complete.
+        epoch: names the judge's measurements of the exploits; those of another epoch are not used again.
+    """
+    sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
+    found = evaluate_gates(
+        params.gate,
+        after,
+        champion,
+        sample,
+        digests_match=verify_files(checkpoint) == registered_digest == after.policy_digest,
+        report_complete=is_complete(report),
+    )
+    return gates.decide(found, params.gate.approval)
+
+
 def evaluate_gates(
     thresholds: GateThresholds,
     after: Evaluation,
@@ -34,40 +71,42 @@ def evaluate_gates(
     digests_match: bool,
     report_complete: bool,
 ) -> list[Gate]:
-    """Every gate of one evaluation. `champion` is the champion's evaluation on the same tasks, None when there is none."""
+    """Return every gate of one evaluation; `champion` is the champion's on the same tasks, None without one."""
     found = gates.floors(after.overall, after.levels, thresholds)
     if champion is not None:
         found += gates.regression(after.tasks, champion.tasks, thresholds)
-    measured_on = {str(row.evidence["device"]) for row in after.tasks if "device" in row.evidence}
+    other_devices = {str(row.evidence["device"]) for row in after.tasks if "device" in row.evidence}
+    other_devices -= {sample.device}
     wrong = list(sample.wrong)
-    if measured_on - {sample.device} and sample.device:
-        wrong.append(f"the sample ran on {sample.device}, the evaluation on {', '.join(sorted(measured_on))}")
-    exploits = gates.exploits_gate(
-        0 if measured_on - {sample.device} else sample.refused, sample.tried, wrong, thresholds
-    )
-    isolated = all(row.evidence.get("isolation", "bubblewrap") != "none" for row in after.tasks)
+    if other_devices and sample.device:
+        wrong.append(
+            f"the sample ran on {sample.device}, the evaluation on {', '.join(sorted(other_devices))}"
+        )
     return found + gates.integrity(
         after.overall,
         thresholds,
         digests_match=digests_match,
-        isolated=isolated,
+        isolated=all(row.evidence.get("isolation", "bubblewrap") != "none" for row in after.tasks),
         report_complete=report_complete,
-        exploits=exploits,
+        exploits=gates.exploits_gate(0 if other_devices else sample.refused, sample.tried, wrong, thresholds),
     )
 
 
-def complete(report: Path) -> bool:
-    """Whether a report was written to its end."""
+def is_complete(report: Path) -> bool:
+    """Return whether a report was written to its end."""
     return report.is_file() and "</html>" in report.read_text()[-200:]
 
 
 def gate_again(
     params: Params, client: MlflowClient, home: Path, version: str, pool: JudgePool, progress: Progress
 ) -> tuple[str, Decision, str | None]:
-    """Hold a registered version against today's thresholds and today's champion: its number, the decision, the champion.
+    """Hold a registered version against the present thresholds and champion.
 
-    Its own figures are those that were measured; the champion is measured on the same tasks where that was not done yet,
-    and the sample of exploits is tried anew. A decision that passes says `waiting`: a person asked, a person decides.
+    The version's figures are those of its evaluation. The champion is measured on the same tasks unless that was
+    done before, and the sample of exploits is tried anew. A decision that passes says `waiting`, never `promoted`.
+
+    Returns:
+        The version's number, the decision, and the champion's version (None without one).
     """
     model = params.registry.model
     found = models.find(client, model, version)
@@ -75,35 +114,34 @@ def gate_again(
     after = _evaluation(home, tags, number)
     if after.device != params.device or after.precision != params.precision:
         raise UserError(
-            f"version {number}: was measured on {after.device} in {after.precision}; give --set device={after.device} and its precision."
+            f"version {number}: was measured on {after.device} in {after.precision}; "
+            f"give --set device={after.device} and its precision."
         )
-    reigning = models.aliases(client, model)
-    champion = reigning.get(models.CHAMPION)
-    champion = reigning.get(models.PREVIOUS) if champion == number else champion
+    champion = models.champion_besides(models.aliases(client, model), number)
+    by_person = params.model_copy(update={"gate": params.gate.model_copy(update={"approval": "person"})})
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
-        digest = verify_files(models.checkpoint(client, model, number, Path(scratch)))
-        against = None
-        if champion is not None:
-            against = _champion(params, client, home, champion, tags, after, pool, progress, Path(scratch))
-    epoch = digest_json([number, after.epoch, champion])[:12]
-    sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
-    matching = digest == after.policy_digest == tags.get("checkpoint.digest")
-    rules = evaluate_gates(
-        params.gate,
-        after,
-        against,
-        sample,
-        digests_match=matching,
-        report_complete=complete(Path(tags.get("report", ""))),
-    )
-    return number, gates.decide(rules, "person"), champion
+        decision = run_gates(
+            by_person,
+            after,
+            _champion(params, client, home, champion, tags, after, pool, progress, Path(scratch))
+            if champion is not None
+            else None,
+            pool,
+            progress,
+            checkpoint=models.checkpoint(client, model, number, Path(scratch)),
+            registered_digest=tags.get("checkpoint.digest", ""),
+            report=Path(tags.get("report", "")),
+            epoch=digest_json([number, after.epoch, champion])[:12],
+        )
+    return number, decision, champion
 
 
 def _evaluation(home: Path, tags: dict[str, Any], version: str) -> Evaluation:
     results = home / tags.get("evaluation", "")
     if not results.is_file() or digest_file(results) != tags.get("evaluation.digest"):
         raise UserError(
-            f"{results}: the evaluation of version {version} is missing or changed; restore it, or run the night again."
+            f"{results}: the evaluation of version {version} is missing or changed; "
+            "restore it, or run the night again."
         )
     return load_evaluation(results)
 
@@ -119,7 +157,7 @@ def _champion(
     progress: Progress,
     scratch: Path,
 ) -> Evaluation:
-    """The champion on the candidate's tasks: as the night measured it, or measured now."""
+    """Return the champion's evaluation on the candidate's tasks: the one that its tags name, or a new one."""
     if tags.get(f"{COMPARED}.version") == champion:
         results = home / tags[f"{COMPARED}.evaluation"]
         if results.is_file() and digest_file(results) == tags[f"{COMPARED}.digest"]:
@@ -127,14 +165,8 @@ def _champion(
     tasks = [KernelTask(code=row.source, ops=row.ops, name=row.name, level=row.level) for row in after.tasks]
     folder = models.checkpoint(client, params.registry.model, champion, scratch)
     policy = checkpoint_policy(folder, params)
-    epoch = digest_json(
-        [
-            policy.digest,
-            after.suite_digest,
-            after.epoch,
-            params.model_dump(mode="json", exclude={"home", "gate"}),
-        ]
-    )[:12]
+    settings = params.model_dump(mode="json", exclude={"home", "gate"})
+    epoch = digest_json([policy.digest, after.suite_digest, after.epoch, settings])[:12]
     return evaluate(
         policy, tasks, pool, home / "evaluations" / epoch, epoch=epoch, progress=progress, seed=params.seed
     )

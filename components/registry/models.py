@@ -86,6 +86,15 @@ def aliases(client: MlflowClient, model: str) -> dict[str, str]:
     return {name: str(version) for name, version in found.aliases.items()} if found is not None else {}
 
 
+def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
+    """Return the champion that `version` is compared with; None when there is none.
+
+    When the version itself is champion, as in a run continued after its promotion, that is the one before it.
+    """
+    champion = aliases.get(CHAMPION)
+    return aliases.get(PREVIOUS) if champion == version else champion
+
+
 def tags(client: MlflowClient, model: str) -> dict[str, str]:
     """The registered model's own tags."""
     found = _registered(client, model)

@@ -297,14 +297,15 @@ def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     data.dvc(workspace, ["commit", "--force"], night, None)
     data.dvc(workspace, ["push"], night, None)
     kept = data.keep_version(night, workspace)
+    version = kept.name
     dataset_remote.keep_pointer(
-        night.params, night.home, kept["version"], workspace / "dvc.lock", data.OUTPUT.as_posix()
+        night.params, night.home, version, workspace / "dvc.lock", data.OUTPUT.as_posix()
     )
-    before = (night.home / kept["folder"] / "tasks.parquet").read_bytes()
+    before = (kept / "tasks.parquet").read_bytes()
     shutil.rmtree(night.home / "datasets")
     shutil.rmtree(workspace)
-    folder = dataset_remote.pull(night.params, night.home, kept["version"][:8])
-    assert folder.name == kept["version"] and (folder / "tasks.parquet").read_bytes() == before
+    folder = dataset_remote.pull(night.params, night.home, version[:8])
+    assert folder.name == version and (folder / "tasks.parquet").read_bytes() == before
 
 
 def test_what_lies_where_a_data_set_shall_be_written_stays(tmp_path: Path) -> None:

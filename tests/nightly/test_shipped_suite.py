@@ -17,7 +17,7 @@ from components.evaluation.suites import load_suite
 from components.judge.judge import Judge
 from components.judge.pool import LocalPool
 from components.judge.verdict import Verdict
-from components.registry.gate_runner import complete
+from components.registry.gate_runner import is_complete
 
 GELU = {
     "model_new.py": """import torch
@@ -101,4 +101,4 @@ def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(
     assert {row.name: row.degenerate for row in found.tasks if row.degenerate} == {}, (
         "no cheat could pass on a task that we ship"
     )
-    assert complete(write_evaluation_report(tmp_path / "out", found))
+    assert is_complete(write_evaluation_report(tmp_path / "out", found))
