@@ -1,4 +1,6 @@
-"""Approval in Prefect: the flow pauses with a form and the report's address, and acts on what the person answers.
+"""Approval in Prefect.
+
+The flow pauses with a form and the report's address, and acts on what the person answers.
 
 The commands `cuda-agent models approve` and `refuse` do the same without it; whoever is first decides.
 """
@@ -68,7 +70,10 @@ def approval(
 
 
 def ask(version: str, profile: str, sets: list[str]) -> bool:
-    """Start the deployed flow for a version that waits; False where nobody deployed it, so that the commands remain."""
+    """Start the deployed flow for a version that waits.
+
+    False where nobody deployed it, so that the commands remain.
+    """
     try:
         run_deployment(
             DEPLOYMENT,

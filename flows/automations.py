@@ -1,7 +1,8 @@
 """Prefect's automations as code: zombies, resumption, and the alarms of an operator.
 
-An alarm sends a notification where `cuda-agent deploy --alert` names a notification block; without one it still stands
-in Prefect's event feed. Times are in seconds and belong to nights of hours; a deployment of minutes has them too.
+An alarm sends a notification where `cuda-agent deploy --alert` names a notification block; without one it
+still stands in Prefect's event feed. Times are in seconds and belong to nights of hours; a deployment of
+minutes has them too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from flows.training_events import COLLAPSING, PROGRESS
 HEARTBEATS_SECONDS = 90
 """Three heartbeats of 30 s (infra/prefect/pools.yaml) missed in a row.
 
-Prefect looks at a trigger when its open bucket ends, or, with none open, once in the trigger's own time; and it sweeps away a
-bucket 60 s after its end. A heartbeat that reaches the server more than a minute late is therefore never missed.
-"""
+Prefect looks at a trigger when its open bucket ends, or, with none open, once in the trigger's own time; and
+it sweeps away a bucket 60 s after its end. A heartbeat that reaches the server more than a minute late is
+therefore never missed."""
 START_SECONDS = 15 * 60
 STALL_SECONDS = 60 * 60
 NIGHT_SECONDS = 26 * 3600
@@ -59,7 +60,8 @@ def automations(block: UUID | None) -> list[AutomationCore]:
     return [
         AutomationCore(
             name="cuda-agent-zombie",
-            description="No heartbeat for 90 s: the run was killed and nobody said so; it is marked as crashed.",
+            description="No heartbeat for 90 s: the run was killed and nobody said so; "
+            "it is marked as crashed.",
             trigger=unless(
                 after={"prefect.flow-run.heartbeat"},
                 expect={"prefect.flow-run.heartbeat", *ENDS, "prefect.flow-run.AwaitingRetry"},
@@ -76,7 +78,8 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         ),
         AutomationCore(
             name="cuda-agent-resume",
-            description="A crashed night goes back to a worker, which continues it where it was. A run that crashes again and again ends itself.",
+            description="A crashed night goes back to a worker, which continues it where it was. A run "
+            "that crashes again and again ends itself.",
             trigger=when(match_related=of_deployment("nightly"), expect={"prefect.flow-run.Crashed"}),
             actions=[
                 ChangeFlowRunState(
@@ -95,7 +98,8 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         ),
         AutomationCore(
             name="cuda-agent-late",
-            description="A scheduled run was late and did not start within 15 minutes: no worker serves its pool, or the one before it is not done.",
+            description="A scheduled run was late and did not start within 15 minutes: no worker serves "
+            "its pool, or the one before it is not done.",
             trigger=unless(
                 after={"prefect.flow-run.Late"},
                 expect={"prefect.flow-run.Running", "prefect.flow-run.Pending", "prefect.flow-run.Cancelled"},
@@ -124,7 +128,8 @@ def automations(block: UUID | None) -> list[AutomationCore]:
         ),
         AutomationCore(
             name="cuda-agent-collapsing",
-            description="Training begins to collapse: entropy, length-clipped share or explained variance near their limits.",
+            description="Training begins to collapse: entropy, length-clipped share or explained "
+            "variance near their limits.",
             trigger=when(expect={COLLAPSING}),
             actions=[alarm],
         ),

@@ -1,7 +1,8 @@
 """The data set: DVC decides what to make anew; this module runs it and keeps every version.
 
-DVC works in a workspace of its own in the home folder, with the run's resolved parameters. It allows one writer at a
-time and fails at once when its lock is held, so a command is tried a few times before the run fails.
+DVC works in a workspace of its own in the home folder, with the run's resolved parameters. It allows one
+writer at a time and fails at once when its lock is held, so a command is tried a few times before the run
+fails.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from flows.steps import DatasetRecord
 OUTPUT = Path("data") / "tasks"
 LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
 LOCK_DAMAGED = "Unable to read RWLock-file"
-"""DVC notes its readers and writers in a file that it does not replace in one step, and reads it under a lock: a file
-that cannot be read was left by a DVC process that was killed."""
+"""DVC notes its readers and writers in a file that it does not replace in one step, and reads it under a
+lock: a file that cannot be read was left by a DVC process that was killed."""
 RETRY_SECONDS = (2.0, 5.0, 15.0)
 PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
 """A progress line of components.synthesis.dvc_stages: step, total, figures."""

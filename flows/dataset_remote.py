@@ -1,7 +1,8 @@
 """Versions of data sets in the remote: pushed and restored by their digest, by DVC alone.
 
-A version's pointer (in DVC's words a .dvc file) lies in the artifact store as `datasets/<version>/data.dvc`; its bytes
-lie in the DVC remote, equal files once. So any version of any run comes back without a repository and its lock file.
+A version's pointer (in DVC's words a .dvc file) lies in the artifact store as `datasets/<version>/data.dvc`;
+its bytes lie in the DVC remote, equal files once. So any version of any run comes back without a repository
+and its lock file.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: s
 
 
 def pull(params: Params, home: Path, version: str) -> Path:
-    """Return the folder `datasets/<version>` in the home, restored from the remote when it is missing or damaged.
+    """Return the folder `datasets/<version>` in the home, restored from the remote when it is missing or
+    damaged.
 
-    The version's first 8 digits are enough. Raises UserError when no such version was pushed, or when the remote
-    returns other bytes.
+    The version's first 8 digits are enough. Raises UserError when no such version was pushed, or when the
+    remote returns other bytes.
     """
     store = open_store(params.store, home)
     home.mkdir(parents=True, exist_ok=True)

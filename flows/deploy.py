@@ -55,7 +55,8 @@ def deploy(choices: Choices) -> Record:
     url = PREFECT_API_URL.value()
     if not url:
         raise UserError(
-            "PREFECT_API_URL is not set: deployments need a server that stays; start one (prefect server start) and name its address."
+            "PREFECT_API_URL is not set: deployments need a server that stays; "
+            "start one (prefect server start) and name its address."
         )
     file = deployments_file(choices)
     with get_client(sync_client=True) as client:
@@ -63,7 +64,8 @@ def deploy(choices: Choices) -> Record:
             client.hello()
         except httpx.HTTPError as error:
             raise UserError(
-                f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it or mend the address."
+                f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); "
+                "start it or mend the address."
             ) from error
         block = notification_block(choices.alert)
         pools = make_pools(client, choices.workers)
@@ -95,7 +97,10 @@ def deploy(choices: Choices) -> Record:
 
 
 def deployments_file(choices: Choices) -> Record:
-    """prefect.yaml with the choices laid over it; UserError when a parameter or the cron line is not accepted."""
+    """prefect.yaml with the choices laid over it.
+
+    UserError when a parameter or the cron line is not accepted.
+    """
     values: Record = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
     values.pop("definitions", None)
     for entry in values["deployments"]:
@@ -125,13 +130,15 @@ def deployments_file(choices: Choices) -> Record:
                 CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
             except ValidationError as error:
                 raise UserError(
-                    f"schedule of {entry['name']}: {error.errors()[0]['msg']}; give another with --cron or --timezone."
+                    f"schedule of {entry['name']}: {error.errors()[0]['msg']}; "
+                    "give another with --cron or --timezone."
                 ) from error
     known = read_pools()
     for entry in values["deployments"]:
         if entry["work_pool"]["name"] not in known:
             raise UserError(
-                f"prefect.yaml: {entry['name']} names the work pool {entry['work_pool']['name']}; give one of {', '.join(known)}."
+                f"prefect.yaml: {entry['name']} names the work pool {entry['work_pool']['name']}; "
+                f"give one of {', '.join(known)}."
             )
     return values
 
@@ -141,7 +148,8 @@ def pairs(variables: Sequence[str]) -> dict[str, str]:
     for variable in variables:
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", variable):
             raise UserError(
-                f"--env {variable}: NAME=VALUE is expected, for instance RAY_ADDRESS=ray://judges-head-svc:10001."
+                f"--env {variable}: NAME=VALUE is expected, for instance "
+                "RAY_ADDRESS=ray://judges-head-svc:10001."
             )
     return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
 
@@ -158,7 +166,10 @@ def read_pools() -> Record:
 
 
 def base_job_template(pool: str, workers: Workers) -> Record:
-    """The pool's template: infra/prefect/<workers>.json with this pool's values as the defaults of its variables."""
+    """The pool's template.
+
+    Infra/prefect/<workers>.json with this pool's values as the defaults of its variables.
+    """
     template: Record = json.loads((PREFECT / f"{workers}.json").read_text())
     variables = template["variables"]["properties"]
     values = {"env": environment()} | (
@@ -167,7 +178,8 @@ def base_job_template(pool: str, workers: Workers) -> Record:
     for name, value in values.items():
         if name not in variables:
             raise UserError(
-                f"{PREFECT / 'pools.yaml'}: pool {pool} sets {name}, which {workers}.json does not know; give one of {', '.join(variables)}."
+                f"{PREFECT / 'pools.yaml'}: pool {pool} sets {name}, which {workers}.json does not know; "
+                f"give one of {', '.join(variables)}."
             )
         variables[name]["default"] = value
     return template
@@ -182,7 +194,8 @@ def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
             present = workers
         if present != workers:
             raise UserError(
-                f"work pool {name}: on the server it is of type {present}, which cannot change its type; run prefect work-pool delete {name} first."
+                f"work pool {name}: on the server it is of type {present}, which cannot change its type; "
+                f"run prefect work-pool delete {name} first."
             )
         client.create_work_pool(
             WorkPoolCreate(
@@ -224,7 +237,8 @@ def make_deployments(values: Record) -> None:
     ]
     if done.returncode or missing:
         raise UserError(
-            f"prefect.yaml: {', '.join(missing) or 'a deployment'} was not accepted: {' '.join((done.stdout + done.stderr).split())[-600:]}"
+            f"prefect.yaml: {', '.join(missing) or 'a deployment'} was not accepted: "
+            f"{' '.join((done.stdout + done.stderr).split())[-600:]}"
         )
 
 
@@ -248,5 +262,6 @@ def notification_block(name: str) -> Any:
         return block._block_document_id
     except ValueError as error:
         raise UserError(
-            f"--alert {name}: the server has no such block; make one (prefect block create slack-webhook) and give it as type/name."
+            f"--alert {name}: the server has no such block; "
+            "make one (prefect block create slack-webhook) and give it as type/name."
         ) from error

@@ -1,8 +1,10 @@
-"""The flows that a worker starts (prefect.yaml): the pipeline, its data set, the champion measured anew, the approval.
+"""The flows that a worker starts (prefect.yaml).
 
-Each does what a command does, in the home that its deployment names. One flow at a time writes in a home: a concurrency
-slot with a short lease, which a killed run gives back within a minute, and below it the home's own lock. (Slots of tag
-limits stay occupied for minutes after a kill.)
+The pipeline, its data set, the champion measured anew, the approval.
+
+Each does what a command does, in the home that its deployment names. One flow at a time writes in a home: a
+concurrency slot with a short lease, which a killed run gives back within a minute, and below it the home's
+own lock. (Slots of tag limits stay occupied for minutes after a kill.)
 """
 
 from __future__ import annotations

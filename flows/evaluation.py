@@ -19,8 +19,8 @@ from flows.steps import SAMPLING, Context, EvaluationRecord
 def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
     """Evaluate a checkpoint, as its path relative to the home and its digest, on the run's suite.
 
-    `title` tells people the evaluations of one run apart. The same policy measured under another title is the same
-    evaluation, so the title is no part of the key.
+    `title` tells people the evaluations of one run apart. The same policy measured under another title is the
+    same evaluation, so the title is no part of the key.
     """
     run = context.run
     suite = load_suite(run.params, context.dataset_folder)
@@ -31,7 +31,8 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
             suite,
             context.pool,
             folder,
-            # The journal's verdicts count within one epoch: every evaluation is measured anew, a resumed one continues.
+            # The journal's verdicts count within one epoch: every evaluation is measured anew, a resumed
+            # one continues.
             epoch=folder.name,
             progress=RenamedProgress(context.progress, title),
             seed=run.params.seed,

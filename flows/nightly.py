@@ -1,7 +1,7 @@
 """The nightly pipeline: data, cold start, four stages, evaluation, registration, gate.
 
-Read `nightly_pipeline` from top to bottom. Each step is a Prefect task, cached by the digests of its inputs: a second
-run does only what changed, and a killed one continues where it was.
+Read `nightly_pipeline` from top to bottom. Each step is a Prefect task, cached by the digests of its inputs:
+a second run does only what changed, and a killed one continues where it was.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def publish(
 def store_artifacts(run: PipelineRun, policy: CheckpointRecord, dataset_folder: Path) -> str:
     """Put what must outlive this machine into the store; return the address of the run's folder there.
 
-    Objects are immutable. A checkpoint is stored under its digest; the run's files under a digest of their content,
-    so a run that was continued after a repair leaves a second folder beside its first.
+    Objects are immutable. A checkpoint is stored under its digest; the run's files under a digest of their
+    content, so a run that was continued after a repair leaves a second folder beside its first.
     """
     store = open_store(run.params.store, run.home)
     put_checkpoint(store, policy.digest, policy.output(run.home))

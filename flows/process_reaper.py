@@ -1,9 +1,9 @@
 """A leash: when the run dies, by whatever signal, everything that it started dies too.
 
-A killed process cannot clean up, and its children (DVC and what DVC runs, Prefect's embedded server, compile workers)
-would go on, hold locks and write files under the resumed run's feet. So the run starts this file as a process of its
-own before anything else, with one end of a pipe. When the other end closes, the run is gone, and every process that
-carries the run's mark in its environment is killed.
+A killed process cannot clean up, and its children (DVC and what DVC runs, Prefect's embedded server, compile
+workers) would go on, hold locks and write files under the resumed run's feet. So the run starts this file as
+a process of its own before anything else, with one end of a pipe. When the other end closes, the run is gone,
+and every process that carries the run's mark in its environment is killed.
 
     python leash.py MARK        (standard input is the pipe)
 """
@@ -21,12 +21,16 @@ VARIABLE = "CUDA_AGENT_LEASH"
 
 
 def start_reaper() -> None:
-    """Mark every process that this one starts from now on, and have them killed when this one ends. Once a process."""
+    """Mark every process that this one starts from now on, and have them killed when this one ends.
+
+    Once a process.
+    """
     if VARIABLE in os.environ and os.environ[VARIABLE].startswith(f"{os.getpid()}-"):
         return
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     read_end, write_end = os.pipe()
-    # A session of its own: Ctrl-C in the terminal must reach the run, not the leash. -S -E: up in a few milliseconds.
+    # A session of its own: Ctrl-C in the terminal must reach the run, not the leash. -S -E: up in a few
+    # milliseconds.
     subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, mark],
         stdin=read_end,

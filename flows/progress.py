@@ -22,7 +22,8 @@ FULL_BYTES = 16 * 2**20
 class DiskGuard:
     """A `Progress` that raises UserError when the home's disk is full.
 
-    It raises before a write fails in the middle, so finished work stays whole and the same command continues it.
+    It raises before a write fails in the middle, so finished work stays whole and the same command continues
+    it.
     """
 
     def __init__(self, progress: Progress, home: Path):
@@ -48,7 +49,8 @@ class MetricsProgress:
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
-        # The stage's metrics file has more than people are shown, such as tokens per second and gradient norms.
+        # The stage's metrics file has more than people are shown, such as tokens per second and gradient
+        # norms.
         telemetry.set_stage_progress(stage, step, total, newest_figures(self.home, stage) | figures)
         if step == total or time.monotonic() - self.written > WRITE_SECONDS:
             self.written = time.monotonic()

@@ -1,7 +1,7 @@
 """Registration and promotion: a model version for each run, its gates, and the move of the aliases.
 
-Each task may be repeated after a kill: the version is found by the run's key, a decision is written again with the
-same content, and a champion that is the version already stays as it is.
+Each task may be repeated after a kill: the version is found by the run's key, a decision is written again
+with the same content, and a champion that is the version already stays as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which faults pass by themselves, and how long each kind is given: retries with back-off by kind of fault.
 
-The clients below retry too (boto3, MLflow, Prefect: seconds to a minute). What arrives here outlasted them. Everything
-else (bad input, a stage that failed, a mistake in the code) is not tried again: it would fail in the same way.
+The clients below retry too (boto3, MLflow, Prefect: seconds to a minute). What arrives here outlasted them.
+Everything else (bad input, a stage that failed, a mistake in the code) is not tried again: it would fail in
+the same way.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ T = TypeVar("T")
 def retry_by_kind(
     call: Callable[[], T], tell: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
 ) -> T:
-    """Call until it succeeds, with the back-off of the fault's kind; raises the last error when the kind's delays are used up.
+    """Call until it succeeds, with the back-off of the fault's kind.
+
+    Raises the last error when the kind's delays are used up.
 
     `call` must be safe to repeat: a night is, since every step of it is found again by its digests.
     """
@@ -84,7 +87,8 @@ def retry_by_kind(
             delay = kind.delays[used.get(kind, 0)]
             used[kind] = used.get(kind, 0) + 1
             tell(
-                f"{kind.name} fault, try {used[kind] + 1} of {len(kind.delays) + 1} in {delay:g} s: {' '.join(str(error).split())[:300]}"
+                f"{kind.name} fault, try {used[kind] + 1} of {len(kind.delays) + 1} in {delay:g} s: "
+                f"{' '.join(str(error).split())[:300]}"
             )
         sleep(delay)
 

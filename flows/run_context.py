@@ -42,7 +42,8 @@ HOME_SLOT = "cuda-agent-home"
 LEAST_FREE_BYTES = 256 * 2**20
 """Free disk space without which no run is started."""
 LOCK_SECONDS = 3.0
-"""Wait for the home's lock: the children of a killed run are killed a moment after it and may hold it until then."""
+"""Wait for the home's lock: the children of a killed run are killed a moment after it and may hold it until
+then."""
 
 
 def digest_sources(folder: Path) -> dict[str, str]:
@@ -120,9 +121,9 @@ class PipelineRun:
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     """Return the run that these parameters mean in their home.
 
-    With `rerun_from` that stage and all that follow are to be done once more. The request is kept in the home, so a
-    killed rerun is continued by the same command, also without `--from`; once it has finished, `--from` requests
-    the next one.
+    With `rerun_from` that stage and all that follow are to be done once more. The request is kept in the
+    home, so a killed rerun is continued by the same command, also without `--from`; once it has finished,
+    `--from` requests the next one.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"

@@ -1,11 +1,12 @@
 """Prefect's API server for one run, on the database of the run's home folder.
 
-Prefect can start a temporary server by itself, but only when the first flow runs, and only after importing the whole
-server into the flow's process. Started here, as a process of its own and before anything else, the server comes up
-while the run is still importing what it needs. A run with PREFECT_API_URL in its environment uses that server instead.
+Prefect can start a temporary server by itself, but only when the first flow runs, and only after importing
+the whole server into the flow's process. Started here, as a process of its own and before anything else, the
+server comes up while the run is still importing what it needs. A run with PREFECT_API_URL in its environment
+uses that server instead.
 
-Making the tables of a new database takes as long as the rest of the start, so a copy of the empty database is kept in
-the user's cache, one for each version of Prefect.
+Making the tables of a new database takes as long as the rest of the start, so a copy of the empty database is
+kept in the user's cache, one for each version of Prefect.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SERVER_SETTINGS = {
         "TRIGGERS",
     )
 } | {"PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "", "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false"}
-"""Switches off every background service except the task run recorder, which writes the task runs that clients report
-as events; the others serve deployments."""
+"""Switches off every background service except the task run recorder, which writes the task runs that clients
+report as events; the others serve deployments."""
 
 
 class Server:
@@ -68,7 +69,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}/api"
         command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
         with self.log.open("wb") as log:
-            # A session of its own: a signal to the run's whole process group would end the server first, and the
+            # A session of its own: a signal to the run's whole process group would end the server first,
+            # and the
             # run would then retry its last calls for a minute.
             self.process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
@@ -99,8 +101,9 @@ class Server:
     def wait_for_task_runs(self) -> None:
         """Block until the states of all finished flow runs' tasks are recorded, at most RECORD_SECONDS.
 
-        Tasks report their states as events, which this process sends and the server records in the background.
-        The server is done when every task run is in a final state and nothing changes between two looks.
+        Tasks report their states as events, which this process sends and the server records in the
+        background. The server is done when every task run is in a final state and nothing changes between two
+        looks.
         """
         if "prefect" not in sys.modules or self.process.poll() is not None:
             return  # no flow was run, or nothing records its tasks any more
@@ -158,7 +161,9 @@ class Server:
 
 @contextlib.contextmanager
 def prefect_server(home: Path) -> Iterator[Server | None]:
-    """Start a server on this home and name it in PREFECT_API_URL; yield None when a server is named there already.
+    """Start a server on this home and name it in PREFECT_API_URL.
+
+    Yield None when a server is named there already.
 
     Enter before Prefect is imported, which reads the variable.
     """
@@ -173,7 +178,8 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
     except Exception as error:
         if server.caused(error):
             raise UserError(
-                f"{server.log}: Prefect's server ended under the run, for instance by a signal to all processes; "
+                f"{server.log}: Prefect's server ended under the run, for instance by a signal to all "
+                "processes; "
                 "nothing is lost: run the same command again."
             ) from error
         server.wait_for_task_runs()

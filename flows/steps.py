@@ -1,8 +1,8 @@
 """A stage as a Prefect task: cached by the digests of its inputs, checked against the files that it left.
 
-A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect keeps it under
-the stage's key, so the same inputs give the same record at once. When the files of a record are gone the task runs
-again; when they are damaged the run stops and names the file.
+A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect
+keeps it under the stage's key, so the same inputs give the same record at once. When the files of a record
+are gone the task runs again; when they are damaged the run stops and names the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ RECORD = "record.json"
 """A stage's record in its folder. Written after Prefect has cached the record, so both exist when it does."""
 
 SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
-"""Sections of the parameters that every stage depends on which samples a policy and has its kernels judged."""
+"""Sections of the parameters that every stage depends on which samples a policy and has its kernels judged.
+"""
 
 
 class DatasetRecord(FrozenModel):
@@ -114,7 +115,10 @@ def run_in_folder(folder: Path, work: Callable[[Path], R]) -> dict[str, Any]:
 
 
 class Context:
-    """What the tasks of one run share. Not a dataclass: Prefect would search it for futures at every task call."""
+    """What the tasks of one run share.
+
+    Not a dataclass: Prefect would search it for futures at every task call.
+    """
 
     def __init__(
         self,
@@ -147,16 +151,19 @@ class Context:
     ) -> R:
         """Run `work` in the stage's folder as a Prefect task, or return its cached record.
 
-        The result depends on these `sections` of the parameters, the `upstream` digests, the data set and the code.
-        `name` goes into the key and names the folder; people see `title`. Both default to the stage's name.
+        The result depends on these `sections` of the parameters, the `upstream` digests, the data set and the
+        code. `name` goes into the key and names the folder; people see `title`. Both default to the stage's
+        name.
         """
         name = name or stage
         title = title or name
         home = self.run.home
         key = self.run.stage_key(stage, name, sections, upstream | {"dataset": self.dataset.version})
         folder = self.run.stage_folder(name, key)
-        # Prefect's cache outlives the folder. After the folder was deleted, the cached record would name files that
-        # another run, killed on its way, has only begun to make: so the last file that a stage makes must exist.
+        # Prefect's cache outlives the folder. After the folder was deleted, the cached record would name
+        # files that
+        # another run, killed on its way, has only begun to make: so the last file that a stage makes must
+        # exist.
         file = folder / RECORD
         is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
         stage_task = run_in_folder.with_options(

@@ -1,7 +1,7 @@
 """What a deployed run tells Prefect's automations: that a stage moves, and that training begins to collapse.
 
-Prefect sees states of runs, not what happens inside a stage of many hours. These events say it; flows/automations.py
-holds the alarms that listen.
+Prefect sees states of runs, not what happens inside a stage of many hours. These events say it;
+flows/automations.py holds the alarms that listen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ PROGRESS = "cuda-agent.progress"
 COLLAPSING = "cuda-agent.training.collapsing"
 PROGRESS_SECONDS = 60.0
 WARN_AT = 0.8
-"""An alarm comes at this share of the limit at which the stage stops itself: in the paper's run one step separated good from lost (step 17)."""
+"""An alarm comes at this share of the limit at which the stage stops itself: in the paper's run one step
+separated good from lost (step 17)."""
 CRITIC_STEPS = 5
 """A critic that explains less than nothing for so many steps in a row has lost the policy."""
 

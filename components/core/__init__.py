@@ -1,4 +1,7 @@
-"""What every other package uses: parameters, the kernel task, files with digests, errors, progress, telemetry.
+"""What every other package uses.
 
-Imports nothing else of this project. Start with `config.py` (all parameters) and `task.py` (what is made faster).
+Parameters, the kernel task, files with digests, errors, progress, telemetry.
+
+Imports nothing else of this project. Start with `config.py` (all parameters) and `task.py` (what is made
+faster).
 """

@@ -1,12 +1,14 @@
-"""Every parameter, typed, with its meaning.
+"""Every parameter with its type, its meaning and the values that it may take, and how a run's values are
+resolved.
 
-`params.yaml` is the only source of values: a base section, and profiles that overlay it. This file says what each
-parameter means and which values it may take; it holds no value of its own.
+All values come from `params.yaml`: a base section, and profiles that overlay it. This file has no defaults.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -35,7 +37,8 @@ class Data(Section):
     held_out: Tasks = Field(description="admitted held-out tasks to make; never seen in any stage")
     seed: Natural = Field(description="seed of the composer")
     operators: Literal["core", "torch", "all"] = Field(
-        description="what tasks are made of: core (a small table that a policy from scratch knows), torch (mined from it), all (and transformers)"
+        description="what tasks are made of: core (a small table that a policy from scratch knows), "
+        "torch (mined from it), all (and transformers)"
     )
     transformers_share: Share = Field(
         description="share of tasks that are a module of transformers; counts where data.operators is all"
@@ -50,13 +53,15 @@ class Data(Section):
         description="window for the elements of the input tensor; sizes are searched inside it"
     )
     headroom: bool = Field(
-        description="measure torch.compile of every admitted task: its time over the physical floor is the task's headroom"
+        description="measure torch.compile of every admitted task: its time over the physical floor is "
+        "the task's headroom"
     )
     weigh_by_headroom: bool = Field(
         description="train more often on tasks with headroom; needs data.headroom"
     )
     composer: str = Field(
-        description="OpenAI-compatible server that composes, such as http://127.0.0.1:8000/v1; empty composes without one"
+        description="OpenAI-compatible server that composes, such as http://127.0.0.1:8000/v1; "
+        "empty composes without one"
     )
     composer_model: str = Field(description="the model that is asked; its answers are kept by this name")
     max_similarity: Share = Field(
@@ -67,7 +72,8 @@ class Data(Section):
 
 class Sandbox(Section):
     isolation: Literal["bubblewrap", "none"] = Field(
-        description="isolation of candidates; none must be written by a person and is recorded in every verdict"
+        description="isolation of candidates; none must be written by a person and is recorded in every "
+        "verdict"
     )
     build_seconds: Positive = Field(description="wall-clock limit of one build, seconds")
     run_seconds: Positive = Field(
@@ -84,7 +90,8 @@ class Sandbox(Section):
         description="timed rounds per arm at most, while its ratio to the baseline is uncertain"
     )
     process_spread: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        description="standard deviation of the log-ratio of two processes of the same code, part of every interval (tests/bench/judge_validity.py)"
+        description="standard deviation of the log-ratio of two processes of the same code, part of "
+        "every interval (tests/bench/judge_validity.py)"
     )
     sets_per_round: Count = Field(description="fresh secret input sets in one timed round")
     round_seconds: Positive = Field(
@@ -97,7 +104,8 @@ class Sandbox(Section):
         description="ceiling of the error that is ever accepted, relative to the output's scale"
     )
     tf32_tolerance: Positive = Field(
-        description="that ceiling where precision is tf32: its products keep 11 bits (NVIDIA A100 white paper)"
+        description="that ceiling where precision is tf32: its products keep 11 bits (NVIDIA A100 white "
+        "paper)"
     )
     build_workers: Count = Field(description="builds that run in parallel")
     warm_tasks: Count = Field(description="tasks whose baselines are kept warm")
@@ -130,13 +138,15 @@ class Policy(Section):
         description="root of the vLLM server for the backend vllm-server, such as http://127.0.0.1:8000"
     )
     weight_transfer: Literal["ipc", "disk"] = Field(
-        description="how new weights reach vLLM: ipc, CUDA memory of the same GPU; disk, a folder that the server can read"
+        description="how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
+        "disk, a folder that the server can read"
     )
     gpu_memory_share: Share = Field(
         description="share of the GPU's memory for the backend vllm; the trainer needs the rest"
     )
     sleep: bool = Field(
-        description="vLLM gives its memory back while the policy is trained; a server needs --enable-sleep-mode"
+        description="vLLM gives its memory back while the policy is trained; "
+        "a server needs --enable-sleep-mode"
     )
 
 
@@ -146,15 +156,14 @@ class Coldstart(Section):
     tokens_per_step: Count = Field(description="tokens of one optimizer step")
     learning_rate: Positive = Field(description="peak learning rate of AdamW (embeddings, norms)")
     matrix_learning_rate: Positive = Field(description="peak learning rate of Muon (matrices)")
-    wrong_share: Share = Field(
-        description="share of demonstrations that are deliberately wrong (knowledge: .15 to .2)"
-    )
+    wrong_share: Share = Field(description="share of demonstrations that are deliberately wrong")
     fast_share: Share = Field(description="share of demonstrations in a fast style")
     multi_turn_share: Share = Field(
         description="share of demonstrations that repair or speed up a first attempt"
     )
     second_fast_share: Share = Field(
-        description="share of those second attempts in a fast style; as fast_share, a measurement teaches nothing"
+        description="share of those second attempts in a fast style; "
+        "as fast_share, a measurement teaches nothing"
     )
     seed: Natural = Field(description="seed of demonstrations, initial weights and order")
 
@@ -169,7 +178,8 @@ class Rollouts(Section):
 
 class Ppo(Section):
     reward: Literal["milestone", "speedup"] = Field(
-        description="what a trajectory earns: the paper's milestones, or the bare ratio to eager (its ablation)"
+        description="what a trajectory earns: the paper's milestones, or the bare ratio to eager (its "
+        "ablation)"
     )
     steps: Count = Field(description="updates of this stage")
     learning_rate: Positive = Field(description="actor's learning rate; the paper uses 3e-6")
@@ -207,14 +217,16 @@ class Ppo(Section):
     )
     max_truncated: Share = Field(description="a stage whose length-clipped share passes this has collapsed")
     min_effective_share: Share = Field(
-        description="lowest effective sample size of the importance weights between sampler and trainer, as a share of the tokens"
+        description="lowest effective sample size of the importance weights between sampler and trainer, "
+        "as a share of the tokens"
     )
     min_explained_variance: float | None = Field(
         description="the stage stops when the critic explains less on three steps in a row; null is off"
     )
     checkpoint_every: Count = Field(description="steps between resumable states")
     solve_rate_share: Share = Field(
-        description="share of a step's tasks drawn by how often the policy solves them, half the time most; the others come in passes over all"
+        description="share of a step's tasks drawn by how often the policy solves them, half the time "
+        "most; the others come in passes over all"
     )
     rollouts: Rollouts = Field(description="how trajectories are sampled")
 
@@ -254,7 +266,8 @@ class Engine(Section):
         description="longest wait of a rank for the others; rank 0 samples while they wait"
     )
     ranks: Annotated[int, Field(ge=0)] = Field(
-        description="ranks of a stage that Ray Train places on its cluster; 0 trains in the night's own process"
+        description="ranks of a stage that Ray Train places on its cluster; "
+        "0 trains in the night's own process"
     )
     resource: str = Field(
         description="Ray resource that each of those ranks takes one of, for instance H20; empty is none"
@@ -263,7 +276,8 @@ class Engine(Section):
 
 class Evaluation(Section):
     suite: str = Field(
-        description="held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet"
+        description="held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or "
+        "parquet"
     )
     levels: list[Count] = Field(description="levels of the suite that are evaluated; empty is all of them")
     numel: Count = Field(description="elements of the largest input of a task of the shipped suite")
@@ -278,7 +292,8 @@ class Registry(Section):
     experiment: str = Field(description="MLflow experiment")
     model: str = Field(description="MLflow registered model")
     audit: str = Field(
-        description="folder of the audit chain and its lock; empty is in the home folder. Machines that promote in one registry share it"
+        description="folder of the audit chain and its lock; "
+        "empty is in the home folder. Machines that promote in one registry share it"
     )
 
 
@@ -292,15 +307,18 @@ class GateThresholds(Section):
         description="the same for single levels of the suite, by level"
     )
     geomean_eager: Annotated[float, Field(ge=0)] = Field(
-        description="least lower end of the geometric mean of the speed-up against eager over correct solutions"
+        description="least lower end of the geometric mean of the speed-up against eager over correct "
+        "solutions"
     )
     geomean_compile: Annotated[float, Field(ge=0)] = Field(description="the same against torch.compile")
     regression: Share = Field(
-        description="largest drop of a rate below the champion on the same tasks; a drop that is within the noise does not count"
+        description="largest drop of a rate below the champion on the same tasks; "
+        "a drop that is within the noise does not count"
     )
     measured: Share = Field(description="least share of tasks that the judge could measure")
     exploits: Share = Field(
-        description="least share of the sample of exploits that the measuring device's judge refuses; the honest answers have to pass"
+        description="least share of the sample of exploits that the measuring device's judge refuses; "
+        "the honest answers have to pass"
     )
     approval: Literal["automatic", "person"] = Field(description="who decides when the gates pass")
     approval_seconds: Positive = Field(
@@ -310,7 +328,8 @@ class GateThresholds(Section):
 
 class StoreParams(Section):
     url: str = Field(
-        description="artifact store: empty is a folder in the home folder; s3://bucket/prefix needs boto3's usual settings"
+        description="artifact store: empty is a folder in the home folder; "
+        "s3://bucket/prefix needs boto3's usual settings"
     )
     endpoint: str = Field(description="S3 endpoint; empty is AWS")
 
@@ -336,7 +355,7 @@ class Params(Section):
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of the model with its field, sections included."""
+    """Return the field of every dotted key of the model, sections included."""
     keys: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         keys[prefix + name] = field
@@ -349,7 +368,7 @@ KNOWN = _known_keys(Params)
 
 
 def _accepts_any_key(dotted: str) -> bool:
-    """Whether `dotted` lies inside a parameter that is itself a mapping, such as data.operator_mix.2."""
+    """Return whether `dotted` lies inside a parameter that is a mapping, such as data.operator_mix.2."""
     parent = dotted.rpartition(".")[0]
     return parent in KNOWN and get_origin(KNOWN[parent].annotation) is dict
 
@@ -363,11 +382,6 @@ def _flatten(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[dotted] = value
     return flat
-
-
-def _unknown(key: str, origin: str) -> UserError:
-    nearest = difflib.get_close_matches(key, list(KNOWN), n=1, cutoff=0.0)[0]
-    return UserError(f"{origin}: unknown parameter {key}; the nearest known one is {nearest}.")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -386,67 +400,30 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
+@dataclass(frozen=True)
 class Resolved:
-    """The full parameters of one run and where each value came from."""
+    """The full parameters of one run, and by dotted key where each value comes from."""
 
-    def __init__(self, params: Params, sources: dict[str, str], profile: str):
-        self.params = params
-        self.sources = sources
-        self.profile = profile
+    params: Params
+    sources: dict[str, str]
+    profile: str
 
 
 def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT / "params.yaml") -> Resolved:
-    """Base values, then the profile's, then each KEY=VALUE of `sets`; the first mistake is raised as UserError."""
-    base = _read(path)
-    profiles = base.pop("profiles", {})
-    if profile and profile not in profiles:
-        raise UserError(
-            f"{path}: unknown profile {profile}; give one of {', '.join(profiles) or 'none: it has no profiles'}."
-        )
-    layers: list[tuple[str, dict[str, Any]]] = [(path.name, _flatten(base))]
-    if profile:
-        layers.append((f"{path.name}: profiles.{profile}", _flatten(profiles[profile] or {})))
-    chosen: list[tuple[str, dict[str, Any]]] = []
-    for item in sets:
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
-        try:
-            chosen.append((f"--set {item}", _flatten({key: yaml.safe_load(text)})))
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {item}: the value is not valid YAML; quote it.") from error
-    device = [values["device"] for _, values in (*layers, *chosen) if "device" in values][-1:]
-    sizes = f"{profile}-{device[0]}" if device else ""
-    if (
-        sizes in profiles
-    ):  # what fits a core does not fit a GPU: smoke-cuda overlays smoke when the device is cuda
-        layers.append((f"{path.name}: profiles.{sizes}", _flatten(profiles[sizes] or {})))
-    layers += chosen
+    """Return the base values, overlaid by the profile's, then by each KEY=VALUE of `sets`.
 
-    flat: dict[str, Any] = {}
+    The first mistake is raised as UserError, with its origin and the parameter's meaning.
+    """
+    values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for origin, values in layers:
-        for key, value in values.items():
+    for origin, layer in _layers(profile, sets, path):
+        for key, value in layer.items():
             if key not in KNOWN and not _accepts_any_key(key):
-                raise _unknown(key, origin)
-            if isinstance(value, str) and key in KNOWN and _is_number(KNOWN[key].annotation):
-                value = _number(value)
-            flat[key] = value
-            sources[key] = origin
-
-    nested: dict[str, Any] = {}
-    for key in sorted(flat, key=lambda k: k.count(".")):
-        node, parts = nested, key.split(".")
-        for index, part in enumerate(parts[:-1]):
-            if not isinstance(node.get(part, {}), dict):
-                raise UserError(
-                    f"{sources['.'.join(parts[: index + 1])]}: {'.'.join(parts[: index + 1])} is a section; give its fields."
-                )
-            node = node.setdefault(part, {})
-        last: Any = int(parts[-1]) if _accepts_any_key(key) and parts[-1].isdigit() else parts[-1]
-        node[last] = flat[key]
+                nearest = difflib.get_close_matches(key, list(KNOWN), n=1, cutoff=0.0)[0]
+                raise UserError(f"{origin}: unknown parameter {key}; the nearest known one is {nearest}.")
+            values[key], sources[key] = _number(key, value), origin
     try:
-        params = Params.model_validate(nested)
+        params = Params.model_validate(_nested(values, sources))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -454,10 +431,61 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
             key = key.rpartition(".")[0]
         meaning = KNOWN[key].description if key in KNOWN else ""
         raise UserError(
-            f"{sources.get(key, path.name)}: {key} = {flat.get(key)!r} is not accepted ({first['msg']}); it is the {meaning}."
+            f"{sources.get(key, path.name)}: {key} = {values.get(key)!r} is not accepted ({first['msg']}); "
+            f"it is the {meaning}."
         ) from error
-    _check(params, sources)
+    _check_combinations(params, sources)
     return Resolved(params, sources, profile)
+
+
+def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the layers of values by dotted key with their origins, each overlaying those before it.
+
+    A profile PROFILE-DEVICE of the file, such as smoke-cuda, overlays PROFILE when the device is DEVICE:
+    sizes for one processor core do not suit a GPU.
+    """
+    base = _read(path)
+    profiles = base.pop("profiles", {})
+    if profile and profile not in profiles:
+        raise UserError(
+            f"{path}: unknown profile {profile}; "
+            f"give one of {', '.join(profiles) or 'none: it has no profiles'}."
+        )
+
+    def layer(name: str) -> tuple[str, dict[str, Any]]:
+        return f"{path.name}: profiles.{name}", _flatten(profiles[name] or {})
+
+    layers = [(path.name, _flatten(base)), *([layer(profile)] if profile else [])]
+    options = [_option(item) for item in sets]
+    devices = [values["device"] for _, values in (*layers, *options) if "device" in values]
+    sizes = f"{profile}-{devices[-1]}" if devices else ""
+    return [*layers, *([layer(sizes)] if sizes in profiles else []), *options]
+
+
+def _option(item: str) -> tuple[str, dict[str, Any]]:
+    """Return the layer of one `--set` option, KEY=VALUE with the value as YAML."""
+    key, equals, text = item.partition("=")
+    if not equals:
+        raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
+    try:
+        return f"--set {item}", _flatten({key: yaml.safe_load(text)})
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {item}: the value is not valid YAML; quote it.") from error
+
+
+def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
+    """Return values by dotted key as nested mappings; UserError for a section whose value is no mapping."""
+    nested: dict[str, Any] = {}
+    for key in sorted(values, key=lambda key: key.count(".")):
+        node, parts = nested, key.split(".")
+        for depth, part in enumerate(parts[:-1], 1):
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                section = ".".join(parts[:depth])
+                raise UserError(f"{sources[section]}: {section} is a section; give its fields.")
+        last: Any = int(parts[-1]) if _accepts_any_key(key) and parts[-1].isdigit() else parts[-1]
+        node[last] = values[key]
+    return nested
 
 
 def _is_number(annotation: Any) -> bool:
@@ -466,16 +494,16 @@ def _is_number(annotation: Any) -> bool:
     return annotation in (int, float)
 
 
-def _number(text: str) -> Any:
-    """YAML 1.1 reads 3e-6 as a string; a number is meant."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _number(key: str, value: Any) -> Any:
+    """Return the value, as a number where the parameter is one: YAML 1.1 reads 3e-6 as a string."""
+    if isinstance(value, str) and key in KNOWN and _is_number(KNOWN[key].annotation):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
-def _check(params: Params, sources: dict[str, str]) -> None:
-    """Rules that tie several parameters together."""
+def _check_combinations(params: Params, sources: dict[str, str]) -> None:
+    """Raise UserError for values that are wrong only together."""
 
     def refuse(key: str, why: str) -> None:
         raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")

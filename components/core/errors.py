@@ -1,4 +1,7 @@
-"""Exceptions that commands turn into one sentence and an exit code. Imports nothing, so that help stays instant."""
+"""Exceptions that commands turn into one sentence and an exit code.
+
+Imports nothing, so that help stays instant.
+"""
 
 from __future__ import annotations
 

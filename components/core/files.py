@@ -1,7 +1,7 @@
 """Files with digests: atomic writes, and digests of files and folders.
 
-Every output of the pipeline is a file (or a folder) with a digest, and is written so that a kill at any moment
-leaves either the old state or the new one: write beside, flush to the disk, rename.
+Every output of the pipeline is a file (or a folder) with a digest, and is written so that a kill at any
+moment leaves either the old state or the new one: write beside, flush to the disk, rename.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ def _sync_directory(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """A folder for what is the same in every home of a user and costs seconds to make; whatever is in it can be deleted.
+    """A folder for what is the same in every home of a user and costs seconds to make.
 
-    What is in it is loaded and executed, so UserError where it belongs to another user, cannot be written, or may hold no programs.
+    Whatever is in it can be deleted.
+
+    What is in it is loaded and executed, so UserError where it belongs to another user, cannot be written, or
+    may hold no programs.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     mend = "name a folder of your own by the variable XDG_CACHE_HOME"
@@ -84,7 +87,9 @@ def user_cache(name: str) -> Path:
 
 
 def check_executable(folder: Path, mend: str) -> None:
-    """Raise UserError where programs and libraries in `folder` cannot be loaded, with `mend` as what a person does then."""
+    """Raise UserError where programs and libraries in `folder` cannot be loaded, with `mend` as what a person
+    does then.
+    """
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise UserError(
             f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; {mend}."
@@ -92,7 +97,10 @@ def check_executable(folder: Path, mend: str) -> None:
 
 
 def scratch_folder() -> Path:
-    """Where temporary folders go that hold programs: the system's, or one of the user's where that is mounted noexec."""
+    """Where temporary folders go that hold programs.
+
+    The system's, or one of the user's where that is mounted noexec.
+    """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
 
@@ -153,7 +161,9 @@ def read_json(path: Path) -> Any:
 
 
 def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
-    """The digest of a checkpoint whose files match its manifest; UserError names the first file that does not.
+    """The digest of a checkpoint whose files match its manifest.
+
+    UserError names the first file that does not.
 
     `mend` ends the message: what a person does then.
     """
@@ -166,13 +176,15 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
         ) from error
     if digest_json(expected) != digest:
         raise UserError(
-            f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint is corrupt; {mend}."
+            f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint "
+            f"is corrupt; {mend}."
         )
     found = digest_tree(checkpoint, exclude=(MANIFEST,))
     for name in sorted(set(expected) | set(found)):
         if expected.get(name) != found.get(name):
             raise UserError(
-                f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; {mend}."
+                f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; "
+                f"{mend}."
             )
     return digest
 
@@ -184,7 +196,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that untrusted code wrote: however deep it is nested, and where modes close it to its own owner."""
+    """Remove a folder that untrusted code wrote.
+
+    However deep it is nested, and where modes close it to its own owner.
+    """
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
         if folder.exists():
             subprocess.run(
@@ -196,7 +211,10 @@ def remove_tree(folder: Path) -> None:
 
 
 def remove_stale(folder: Path, seconds: float) -> None:
-    """Remove what lies in a cache's folder unchanged for so long. Of two files that differ in their ending the later name goes first."""
+    """Remove what lies in a cache's folder unchanged for so long.
+
+    Of two files that differ in their ending the later name goes first.
+    """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # another process may have removed it
             if path.stat().st_mtime < time.time() - seconds:
@@ -204,7 +222,9 @@ def remove_stale(folder: Path, seconds: float) -> None:
 
 
 def environment_fault(error: BaseException) -> str:
-    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk; empty otherwise.
+    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk.
+
+    Empty otherwise.
 
     Libraries wrap it: safetensors and torch keep only the system's text, SQLite has its own.
     """

@@ -137,10 +137,14 @@ def evaluation_table(overall: Any, console: Console) -> None:
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
-    """The run at its end: stages, evaluation against the cold start, the gate's verdict with reasons, where to look."""
+    """The run at its end.
+
+    Stages, evaluation against the cold start, the gate's verdict with reasons, where to look.
+    """
     data = record["dataset"]
     console.print(
-        f"run {record['run_id']}  profile {record['profile']}  {record['device']}  {duration(record['seconds'])}",
+        f"run {record['run_id']}  profile {record['profile']}  {record['device']}  "
+        f"{duration(record['seconds'])}",
         highlight=False,
     )
     console.print(

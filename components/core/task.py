@@ -1,8 +1,8 @@
 """The kernel task: one self-contained PyTorch module to make faster.
 
 The contract is that of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
-CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. Sources are untrusted: this module parses
-them, and only a sandboxed runner ever executes them.
+CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. Sources are untrusted: this module
+parses them, and only a sandboxed runner ever executes them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class KernelTask(BaseModel):
 
 
 def check_contract(code: str, origin: str) -> None:
-    """Raise UserError, naming `origin`, unless the source defines `Model`, `get_inputs` and `get_init_inputs`."""
+    """Raise UserError, naming `origin`, unless the source defines `Model`, `get_inputs` and
+    `get_init_inputs`.
+    """
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -66,7 +68,8 @@ def check_contract(code: str, origin: str) -> None:
     missing += [f"{name}()" for name in REQUIRED_FUNCTIONS if name not in functions]
     if missing:
         raise UserError(
-            f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); add {', '.join(missing)}."
+            f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); "
+            f"add {', '.join(missing)}."
         )
 
 
@@ -88,7 +91,10 @@ COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
-    """Write `tasks.parquet`: the public columns first, then identity, split and the admission evidence as JSON."""
+    """Write `tasks.parquet`.
+
+    The public columns first, then identity, split and the admission evidence as JSON.
+    """
     rows = [
         task.model_dump(include={"data_source", "code", "split", "name"})
         | {
@@ -133,13 +139,17 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
         )
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{path}: row {number} is no task ({' '.join(str(error).split())[:150]}); build it with cuda-agent data build."
+            f"{path}: row {number} is no task ({' '.join(str(error).split())[:150]}); "
+            "build it with cuda-agent data build."
         ) from error
 
 
 def dataset_version(path: Path) -> str:
-    """The version of a data set: the digest of its rows in their order, all but the values that were measured. So the same
-    parameters and verdicts give the same version wherever and however often it is built."""
+    """The version of a data set.
+
+    The digest of its rows in their order, all but the values that were measured. So the same parameters and
+    verdicts give the same version wherever and however often it is built.
+    """
     return digest_json(
         [
             [

@@ -1,7 +1,7 @@
 """Prometheus metrics of the judge, the rollouts, the training and the store, in one registry of this process.
 
-Written as a text file into the home (node_exporter's textfile collector reads it), or served with `--metrics PORT`.
-Names follow Prometheus: base units, `_total` for what only grows.
+Written as a text file into the home (node_exporter's textfile collector reads it), or served with `--metrics
+PORT`. Names follow Prometheus: base units, `_total` for what only grows.
 """
 
 from __future__ import annotations

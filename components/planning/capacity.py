@@ -1,9 +1,10 @@
 """What a profile needs: memory per GPU, seconds per step with their bottleneck, judges, GPU-hours and cost.
 
-Every input says whether it was measured (and where), is a parameter of the profile, or is assumed. Formulas: ZeRO's
-memory (Rajbhandari et al. 2020, section 5: 16 bytes a parameter under mixed precision), activations under
-checkpointing (Korthikanti et al. 2022, table 2), 2 FLOP per parameter and token forward, twice that backward.
-The rollouts are simulated (components/planning/rollout_simulator.py), since their end is a tail and not a mean.
+Every input says whether it was measured (and where), is a parameter of the profile, or is assumed. Formulas:
+ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes a parameter under mixed precision), activations
+under checkpointing (Korthikanti et al. 2022, table 2), 2 FLOP per parameter and token forward, twice that
+backward. The rollouts are simulated (components/planning/rollout_simulator.py), since their end is a tail and
+not a mean.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, In
 def zero_memory(
     parameters: float, gpus: float, stage: int, *, trained: int = 2, frozen: int = 1, offload: bool = False
 ) -> float:
-    """Bytes per GPU of weights, gradients and Adam's state for `trained` networks (actor, critic) and `frozen` ones (reference)."""
+    """Bytes per GPU of weights, gradients and Adam's state for `trained` networks (actor, critic) and
+    `frozen` ones (reference).
+    """
     weights, gradients, state = 2.0 * parameters, 2.0 * parameters, 12.0 * parameters
     split = (stage >= 3, stage >= 2, stage >= 1)
     weights, gradients, state = (
@@ -141,7 +144,10 @@ def zero_memory(
 
 
 def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing: bool) -> float:
-    """Bytes per GPU while one micro-batch goes through one network: what is kept of each layer, one layer in full, the logits."""
+    """Bytes per GPU while one micro-batch goes through one network.
+
+    What is kept of each layer, one layer in full, the logits.
+    """
     full_layer = 34.0 * tokens * inputs["hidden"]
     kept = (
         2.0 * tokens * inputs["hidden"] * inputs["layers"] if checkpointing else full_layer * inputs["layers"]
@@ -153,7 +159,9 @@ def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing:
 def training_seconds(
     inputs: dict[str, float], tokens: float, context: float, *, checkpointing: bool, epochs: int
 ) -> dict[str, float]:
-    """Seconds of a step's scoring (actor, reference, critic forward) and update (actor and critic forward and backward)."""
+    """Seconds of a step's scoring (actor, reference, critic forward) and update (actor and critic forward and
+    backward).
+    """
     forward = (
         2.0 * inputs["active_parameters"] * tokens
         + 2.0 * inputs["layers"] * inputs["hidden"] * tokens * context
@@ -163,7 +171,10 @@ def training_seconds(
 
 
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
-    """The rollouts of one step as the simulation takes them. Decoding reads weights once a batch and every sequence's cache."""
+    """The rollouts of one step as the simulation takes them.
+
+    Decoding reads weights once a batch and every sequence's cache.
+    """
     read = 2.0 * inputs["active_parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
     return Load(
@@ -193,7 +204,8 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
     """The whole plan as a JSON record."""
     if params.device != "cuda":
         raise UserError(
-            "plan: the profile runs on the cpu, where there is nothing to plan; give one with device=cuda, for instance --profile h20-pool."
+            "plan: the profile runs on the cpu, where there is nothing to plan; "
+            "give one with device=cuda, for instance --profile h20-pool."
         )
     values = {name: item.value for name, item in inputs.items()}
     judges, engine, context = int(values["judges"]), params.engine, params.policy.context

@@ -1,7 +1,10 @@
-"""Rollouts of one step, simulated: sequences share the samplers, turns queue for the judges, and the last one ends the step.
+"""Rollouts of one step, simulated.
 
-Time goes from event to event, and in small equal steps where events crowd; sequences that are being generated share the
-samplers' rate, and judges serve first come first served. A step of training waits for its slowest trajectory: that tail is what a mean does not show.
+Sequences share the samplers, turns queue for the judges, and the last one ends the step.
+
+Time goes from event to event, and in small equal steps where events crowd; sequences that are being generated
+share the samplers' rate, and judges serve first come first served. A step of training waits for its slowest
+trajectory: that tail is what a mean does not show.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 @dataclass(frozen=True)
 class Load:
-    """Work of one step. Medians and spreads (sigma of the logarithm) of log-normal distributions; rates in tokens/s."""
+    """Work of one step.
+
+    Medians and spreads (sigma of the logarithm) of log-normal distributions; rates in tokens/s.
+    """
 
     trajectories: int
     turns: float
@@ -59,7 +65,10 @@ class Rollout:
 
 
 def simulate(load: Load, judges: int, seed: int) -> Rollout:
-    """One step's rollouts with so many judges. Draws do not depend on the judges, so that two numbers of them compare."""
+    """One step's rollouts with so many judges.
+
+    Draws do not depend on the judges, so that two numbers of them compare.
+    """
     rng, count = np.random.default_rng(seed), load.trajectories
     turns = np.clip(
         np.rint(rng.lognormal(np.log(load.turns), load.turns_spread, count)), 1, load.max_turns
@@ -134,7 +143,9 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
 
 
 def enough_judges(load: Load, headroom: float, seed: int) -> int:
-    """The fewest judges with which the rollouts last at most `headroom` times as long as with one judge a trajectory."""
+    """The fewest judges with which the rollouts last at most `headroom` times as long as with one judge a
+    trajectory.
+    """
     limit = headroom * simulate(load, load.trajectories, seed).seconds
     few, many = 0, load.trajectories
     while many - few > 1:

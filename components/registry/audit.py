@@ -1,12 +1,14 @@
-"""The audit chain: who changed what about the champion, when, and on which evidence, as files that cannot be changed unnoticed.
+"""The audit chain.
 
-One file an entry, `000012.json`, in one folder a registered model. An entry names the digest of the one before it, and
-its own digest covers everything else in it. So an entry that is changed, taken out or put in breaks the chain at a
-known place. Entries cut off at the end leave a sound but shorter chain: against that the newest entry is named in the
-registry too (`anchor`), in another place under other permissions.
+Who changed what about the champion, when, and on which evidence, as files that cannot be changed unnoticed.
 
-An entry is written before the registry is changed (write-ahead): what it says the aliases are after it is what they have
-to become, and whoever holds the lock next finishes what a killed process had begun.
+One file an entry, `000012.json`, in one folder a registered model. An entry names the digest of the one
+before it, and its own digest covers everything else in it. So an entry that is changed, taken out or put in
+breaks the chain at a known place. Entries cut off at the end leave a sound but shorter chain: against that
+the newest entry is named in the registry too (`anchor`), in another place under other permissions.
+
+An entry is written before the registry is changed (write-ahead): what it says the aliases are after it is
+what they have to become, and whoever holds the lock next finishes what a killed process had begun.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from components.core.records import FrozenModel
 Action = Literal[
     "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
 ]
-"""`refused` is the gates' answer, `declined` a person's; `found` records aliases that somebody moved without this program."""
+"""`refused` is the gates' answer, `declined` a person's; `found` records aliases that somebody moved without
+this program."""
 FIRST = "0" * 64
 FILE = re.compile(r"(\d{6})\.json")
 DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
@@ -56,7 +59,8 @@ class AuditEntry(FrozenModel):
     evidence: dict[str, Any] = Field(default_factory=dict)
     """Digests, figures with intervals, thresholds: what the act rests on."""
     key: str = ""
-    """Names the act, so that a repetition after a kill adds nothing; empty where each call is an act of its own."""
+    """Names the act, so that a repetition after a kill adds nothing; empty where each call is an act of its
+    own."""
     digest: str
 
     @property
@@ -78,7 +82,10 @@ def person() -> str:
 
 
 class AuditChain:
-    """The chain of one registered model, in `folder`. Entries are read whole and checked every time: there are few."""
+    """The chain of one registered model, in `folder`.
+
+    Entries are read whole and checked every time: there are few.
+    """
 
     def __init__(self, folder: Path, model: str):
         self.model = model
@@ -88,7 +95,10 @@ class AuditChain:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One act at a time, over every process that sees the folder; the lock of a killed process is free at once."""
+        """One act at a time, over every process that sees the folder.
+
+        The lock of a killed process is free at once.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -129,14 +139,16 @@ class AuditChain:
             path = self.folder / name
             if name != f"{number:06d}.json":
                 raise AuditChainError(
-                    f"{self.folder / f'{number:06d}.json'}: this audit entry is missing; restore the folder from its backup."
+                    f"{self.folder / f'{number:06d}.json'}: this audit entry is missing; "
+                    "restore the folder from its backup."
                 )
             try:
                 content = read_json(path)
                 entry = AuditEntry.model_validate(content)
             except (OSError, ValueError, ValidationError) as error:
                 raise AuditChainError(
-                    f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); restore it from its backup."
+                    f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); "
+                    "restore it from its backup."
                 ) from error
             body = {key: value for key, value in content.items() if key != "digest"}
             before = found[-1].digest if found else FIRST
@@ -165,7 +177,9 @@ class AuditChain:
 
 
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
-    """See that the entry which the registry names is in the chain; AuditChainError when the end was cut off or replaced.
+    """See that the entry which the registry names is in the chain.
+
+    AuditChainError when the end was cut off or replaced.
 
     The anchor may be older than the newest entry: a process can be killed between the two writes.
     """
@@ -177,5 +191,6 @@ def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
         or entries[int(number) - 1].digest != digest
     ):
         raise AuditChainError(
-            f"audit: the registry names entry {number}, which the chain does not hold any more; restore the folder from its backup."
+            f"audit: the registry names entry {number}, which the chain does not hold any more; "
+            "restore the folder from its backup."
         )

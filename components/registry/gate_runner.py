@@ -1,4 +1,7 @@
-"""Gates of a version from its files: run by the nightly flow after an evaluation, and again whenever a person asks."""
+"""Gates of a version from its files.
+
+Run by the nightly flow after an evaluation, and again whenever a person asks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from components.registry import gates, models
 from components.registry.gates import Decision, Gate
 
 COMPARED = "compared"
-"""Tags compared.version, compared.evaluation, compared.digest: the champion's evaluation that the gates used."""
+"""Tags compared.version, compared.evaluation, compared.digest: the champion's evaluation that the gates used.
+"""
 
 
 def run_gates(
@@ -102,8 +106,9 @@ def gate_again(
 ) -> tuple[str, Decision, str | None]:
     """Hold a registered version against the present thresholds and champion.
 
-    The version's figures are those of its evaluation. The champion is measured on the same tasks unless that was
-    done before, and the sample of exploits is tried anew. A decision that passes says `waiting`, never `promoted`.
+    The version's figures are those of its evaluation. The champion is measured on the same tasks unless that
+    was done before, and the sample of exploits is tried anew. A decision that passes says `waiting`, never
+    `promoted`.
 
     Returns:
         The version's number, the decision, and the champion's version (None without one).

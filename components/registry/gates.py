@@ -1,11 +1,11 @@
 """Promotion's rules, as pure functions: figures and thresholds in, gates out.
 
-Every threshold is a parameter (`params.gate`). A floor is held by the lower end of the figure's interval, not by the
-figure: what is promoted is then better than the threshold with all but 2.5 % certainty, and a small suite has to be
-passed more clearly than a large one. The comparison with the champion is paired by task, so that the tasks' own
-difficulty cancels; it refuses a drop that is larger than allowed and more than noise (DESIGN §10: significant).
-Integrity is not a matter of degree: an unmeasured task, a believed exploit or a checkpoint that does not match its
-digests refuses whatever the figures are.
+Every threshold is a parameter (`params.gate`). A floor is held by the lower end of the figure's interval, not
+by the figure: what is promoted is then better than the threshold with all but 2.5 % certainty, and a small
+suite has to be passed more clearly than a large one. The comparison with the champion is paired by task, so
+that the tasks' own difficulty cancels; it refuses a drop that is larger than allowed and more than noise
+(DESIGN §10: significant). Integrity is not a matter of degree: an unmeasured task, a believed exploit or a
+checkpoint that does not match its digests refuses whatever the figures are.
 """
 
 from __future__ import annotations
@@ -64,14 +64,18 @@ class Decision(FrozenModel):
 
 
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
-    """The figures of one evaluation against the lowest accepted ones; `levels` are its levels' own figures by level."""
+    """The figures of one evaluation against the lowest accepted ones.
+
+    `levels` are its levels' own figures by level.
+    """
 
     def floor(
         name: str, figures: Summary | None, value: float | None, threshold: float, called: str = ""
     ) -> Gate:
         interval = figures.intervals.get(name) if figures is not None else None
         low, high = (interval.low, interval.high) if interval is not None else (None, None)
-        # A figure over no task (no correct solution, so no geomean; a level that the suite lacks) passes only where
+        # A figure over no task (no correct solution, so no geomean; a level that the suite lacks) passes
+        # only where
         # nothing is asked of it, and so does one without an interval.
         passed = threshold == 0 or (value is not None and low is not None and low >= threshold)
         return Gate(name=called or name, value=value, low=low, high=high, threshold=threshold, passed=passed)
@@ -131,7 +135,9 @@ def integrity(
     report_complete: bool,
     exploits: Gate | None = None,
 ) -> list[Gate]:
-    """Rules of yes and no: the tasks were measured, in isolation, the checkpoint is what was evaluated, the report is there.
+    """Rules of yes and no.
+
+    The tasks were measured, in isolation, the checkpoint is what was evaluated, the report is there.
 
     `exploits` is the answer of the measuring device's judge to the sample of exploits (`exploits_gate`).
     """
@@ -154,7 +160,10 @@ def integrity(
 
 
 def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: GateThresholds) -> Gate:
-    """`refused` of `tried` exploits gained nothing; `believed` names those that did, and honest answers that were refused."""
+    """`refused` of `tried` exploits gained nothing.
+
+    `believed` names those that did, and honest answers that were refused.
+    """
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
     return Gate(

@@ -1,10 +1,12 @@
-"""Model versions: one registered model, a version per night, and the aliases candidate, champion and previous.
+"""Model versions.
 
-A version is a logged model: the checkpoint's files as they are in its folder `checkpoint`, and beside it the file
-`MLmodel` by which MLflow can load them (`serving`). Nothing is loaded to register it (MLflow's transformers flavour needs
-the model in memory and fails on paths with transformers 5). Its tags are its evidence:
-every gate's figure and threshold, the data set, the code, the evaluation. Aliases are the registry's own pointers, one
-version each, so there is exactly one champion at any instant.
+One registered model, a version per night, and the aliases candidate, champion and previous.
+
+A version is a logged model: the checkpoint's files as they are in its folder `checkpoint`, and beside it the
+file `MLmodel` by which MLflow can load them (`serving`). Nothing is loaded to register it (MLflow's
+transformers flavour needs the model in memory and fails on paths with transformers 5). Its tags are its
+evidence: every gate's figure and threshold, the data set, the code, the evaluation. Aliases are the
+registry's own pointers, one version each, so there is exactly one champion at any instant.
 """
 
 from __future__ import annotations
@@ -127,7 +129,10 @@ def decision_of(client: MlflowClient, model: str, version: str) -> str:
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
-    """One version for people and machines (DESIGN §12); UserError when there is no such version. Aliases work too."""
+    """One version for people and machines (DESIGN §12); UserError when there is no such version.
+
+    Aliases work too.
+    """
     found = find(client, model, version)
     gates = [
         Gate.model_validate_json(value)
@@ -165,7 +170,10 @@ def location(client: MlflowClient, model: str, version: str) -> str:
 
 
 def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
-    """The folder of a version's checkpoint: the store's own where that is a folder here, else a copy below `scratch`."""
+    """The folder of a version's checkpoint.
+
+    The store's own where that is a folder here, else a copy below `scratch`.
+    """
     place = location(client, model, version)
     if not is_local_uri(place):
         return Path(
@@ -173,7 +181,8 @@ def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) ->
         )
     if not Path(place).is_dir():
         raise UserError(
-            f"{place}: the checkpoint of version {version} is not there any more; restore the artifact store from its backup."
+            f"{place}: the checkpoint of version {version} is not there any more; "
+            "restore the artifact store from its backup."
         )
     return Path(place)
 

@@ -1,9 +1,11 @@
-"""Promotion: the acts that change the champion, each under one lock, each leaving an entry in the audit chain.
+"""Promotion.
 
-An act does, in this order: take the lock; finish what a killed process had begun; check that it may be done; verify the
-checkpoint's bytes; write the audit entry; move the aliases; name the entry in the registry. A kill anywhere in between
-leaves a champion and a chain that the next act completes. An alias is one row of the registry's database, so there is
-exactly one champion at any instant whatever happens here.
+The acts that change the champion, each under one lock, each leaving an entry in the audit chain.
+
+An act does, in this order: take the lock; finish what a killed process had begun; check that it may be done;
+verify the checkpoint's bytes; write the audit entry; move the aliases; name the entry in the registry. A kill
+anywhere in between leaves a champion and a chain that the next act completes. An alias is one row of the
+registry's database, so there is exactly one champion at any instant whatever happens here.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ class NotPassed(UserError):
 
 
 class Promotion:
-    """The acts on one registered model. `home` holds the evidence's files, and the chain unless `registry.audit` names a folder."""
+    """The acts on one registered model.
+
+    `home` holds the evidence's files, and the chain unless `registry.audit` names a folder.
+    """
 
     def __init__(self, client: MlflowClient, registry: Registry, home: Path):
         self.client = client
@@ -68,8 +73,9 @@ class Promotion:
     ) -> AuditEntry:
         """Act on the gates' answer: promote, refuse, or let the version wait for a person until the deadline.
 
-        `champion` is the version that the gates compared with (None: there was none). When another one reigns by now
-        the comparison is void: UserError. With a `key` that the chain knows already nothing is done a second time.
+        `champion` is the version that the gates compared with (None: there was none). When another one reigns
+        by now the comparison is void: UserError. With a `key` that the chain knows already nothing is done a
+        second time.
         """
         with self.chain.locked():
             entries = self._finish()
@@ -103,7 +109,10 @@ class Promotion:
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Make a waiting version the champion. Past its deadline it expires instead: the entry's action says so."""
+        """Make a waiting version the champion.
+
+        Past its deadline it expires instead: the entry's action says so.
+        """
         with self.chain.locked():
             entries = self._finish()
             version, waiting = self.waiting(version)
@@ -114,7 +123,8 @@ class Promotion:
             for name in ("checkpoint.digest", "evaluation.digest", "report.digest"):
                 if evidence.get(name) != waiting.evidence.get(name):
                     raise UserError(
-                        f"version {version}: its {name} changed since the gates passed; run cuda-agent models gate {version} again."
+                        f"version {version}: its {name} changed since the gates passed; "
+                        f"run cuda-agent models gate {version} again."
                     )
             evidence["decided"] = waiting.digest
             return self._act(
@@ -143,8 +153,8 @@ class Promotion:
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version whose gates passed the champion, out of turn.
 
-        Raises NotPassed for a version whose gates did not pass, unless `override`; a damaged checkpoint is never
-        promoted. The champion itself stays what it is, with an entry that says so.
+        Raises NotPassed for a version whose gates did not pass, unless `override`; a damaged checkpoint is
+        never promoted. The champion itself stays what it is, with an entry that says so.
         """
         with self.chain.locked():
             entries = self._finish()
@@ -155,11 +165,13 @@ class Promotion:
             )
             if action == "waiting" and not override:
                 raise UserError(
-                    f"version {version}: waits for approval; use cuda-agent models approve {version} or refuse."
+                    f"version {version}: waits for approval; "
+                    f"use cuda-agent models approve {version} or refuse."
                 )
             if action not in PASSED and not override:
                 raise NotPassed(
-                    f"version {version}: its gates did not pass ({action}); see cuda-agent models show {version}, or give --override with a reason."
+                    f"version {version}: its gates did not pass ({action}); "
+                    f"see cuda-agent models show {version}, or give --override with a reason."
                 )
             if override and not reason:
                 raise UserError("--override: give --reason as well; it stands in the audit chain.")
@@ -214,7 +226,10 @@ class Promotion:
             return [self._expire(version, self.chain.entries()) for version in late]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
-        """Leave the gates' figures in the chain without deciding anything: for a version that is the champion."""
+        """Leave the gates' figures in the chain without deciding anything.
+
+        For a version that is the champion.
+        """
         with self.chain.locked():
             entries = self._finish()
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
@@ -241,7 +256,8 @@ class Promotion:
             actual = self._actual()
             if actual != _aliases(entries):
                 found.append(
-                    f"aliases: the registry says {_words(actual)} and the audit chain {_words(_aliases(entries))}; somebody moved them elsewhere."
+                    f"aliases: the registry says {_words(actual)} and the audit chain "
+                    f"{_words(_aliases(entries))}; somebody moved them elsewhere."
                 )
             for alias, version in sorted(actual.items()):
                 try:
@@ -256,7 +272,8 @@ class Promotion:
         state = self.chain.state(version)
         if state is None or state.action != "waiting":
             raise UserError(
-                f"version {version}: does not wait for a decision ({'nobody gated it' if state is None else state.action})."
+                f"version {version}: does not wait for a decision "
+                f"({'nobody gated it' if state is None else state.action})."
             )
         return version, state
 
@@ -270,7 +287,8 @@ class Promotion:
                 f"version {reigning}" if reigning else "no champion",
             )
             raise UserError(
-                f"version {version}: its gates compared it with {was}, and now there is {now}; run cuda-agent models gate {version} again."
+                f"version {version}: its gates compared it with {was}, and now there is {now}; "
+                f"run cuda-agent models gate {version} again."
             )
 
     def _expire(self, version: str, entries: list[AuditEntry]) -> AuditEntry:
@@ -281,7 +299,10 @@ class Promotion:
         )
 
     def _evidence(self, version: str) -> dict[str, Any]:
-        """The version's evidence; UserError names the file when its checkpoint, evaluation or report is not what it was."""
+        """The version's evidence.
+
+        UserError names the file when its checkpoint, evaluation or report is not what it was.
+        """
         tags = models.find(self.client, self.model, version).tags
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
             folder = models.checkpoint(self.client, self.model, version, Path(scratch))
@@ -304,7 +325,8 @@ class Promotion:
             and digest_file(results) != tags.get("evaluation.digest")
         ):
             raise UserError(
-                f"{results}: is not what version {version} was measured with; restore it, or evaluate the version again."
+                f"{results}: is not what version {version} was measured with; "
+                "restore it, or evaluate the version again."
             )
         report = Path(tags["report"]) if "report" in tags else None
         if report is not None and report.is_file():
@@ -331,7 +353,10 @@ class Promotion:
         return entry
 
     def _finish(self) -> list[AuditEntry]:
-        """The chain, checked, after the newest entry was carried out; aliases that others moved get an entry of their own."""
+        """The chain, checked, after the newest entry was carried out.
+
+        Aliases that others moved get an entry of their own.
+        """
         entries = self.chain.entries()
         anchor = self._anchor()
         check_anchor(entries, anchor)

@@ -30,7 +30,10 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
-    """Every run key and digest that an entry of the audit chain mentions: what a decision rests on is kept as long as the decision is."""
+    """Every run key and digest that an entry of the audit chain mentions.
+
+    What a decision rests on is kept as long as the decision is.
+    """
     return {
         word: f"audit entry {entry.number}"
         for entry in chain.entries()

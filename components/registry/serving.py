@@ -1,7 +1,9 @@
-"""How MLflow itself loads a version: `mlflow.pyfunc.load_model("models:/cuda-agent@champion")`, and `mlflow models serve`.
+"""How MLflow itself loads a version.
 
-What is registered is the checkpoint's files as they are and a file `MLmodel` that names this module; no model is loaded
-for it. transformers and vLLM take the version's folder `checkpoint` and need none of this.
+`mlflow.pyfunc.load_model("models:/cuda-agent@champion")`, and `mlflow models serve`.
+
+What is registered is the checkpoint's files as they are and a file `MLmodel` that names this module; no model
+is loaded for it. transformers and vLLM take the version's folder `checkpoint` and need none of this.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
 
 
 def description(model_id: str, run_id: str) -> Model:
-    """What `MLmodel` says: prompts in, the policy's turns out, loaded by `_load_pyfunc` from the folder `checkpoint`."""
+    """What `MLmodel` says.
+
+    Prompts in, the policy's turns out, loaded by `_load_pyfunc` from the folder `checkpoint`.
+    """
     limits = [
         ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
         ParamSpec("temperature", "double", DEFAULTS["temperature"]),

@@ -1,8 +1,11 @@
-"""Trajectories as MLflow traces: an AGENT span for the episode, an LLM span for each turn, a TOOL span for each call, and
-the judge's verdicts as feedback on them.
+"""Trajectories as MLflow traces.
 
-Every id is made from the run and the trajectory's place in its files, so logging once more after a kill changes nothing.
-A trajectory keeps an order and no times: its spans follow each other by a microsecond, from when its file was written.
+An AGENT span for the episode, an LLM span for each turn, a TOOL span for each call, and the judge's verdicts
+as feedback on them.
+
+Every id is made from the run and the trajectory's place in its files, so logging once more after a kill
+changes nothing. A trajectory keeps an order and no times: its spans follow each other by a microsecond, from
+when its file was written.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from components.core.files import digest_json
 from components.judge.verdict import Verdict
 
 SAMPLED_STEPS = 8
-"""Of so many steps of a training stage, spread over all of it, the best and the worst trajectory are logged."""
+"""Of so many steps of a training stage, spread over all of it, the best and the worst trajectory are logged.
+"""
 TICK_NS = 1_000
 JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 

@@ -1,8 +1,9 @@
 """MLflow: one run a night, its stages as child runs, and everything needed to see why run B beat run A.
 
-Every call may be repeated: runs are found again by the tag `cuda_agent.run_key` (after a kill there is still exactly
-one), a finished child is left alone, and the points of a curve carry the time of their file, so that the store drops
-them as duplicates. Trajectories stay in their files; this module is the only one that talks to MLflow about runs.
+Every call may be repeated: runs are found again by the tag `cuda_agent.run_key` (after a kill there is still
+exactly one), a finished child is left alone, and the points of a curve carry the time of their file, so that
+the store drops them as duplicates. Trajectories stay in their files; this module is the only one that talks
+to MLflow about runs.
 """
 
 from __future__ import annotations
@@ -44,12 +45,18 @@ LOAD_SECONDS = 30
 
 
 def tracking_uri(params: Registry, home: Path) -> str:
-    """`registry.tracking_uri`, or SQLite in the home folder. MLflow 3 refuses plain folders as a tracking store."""
+    """`registry.tracking_uri`, or SQLite in the home folder.
+
+    MLflow 3 refuses plain folders as a tracking store.
+    """
     return params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
 
 
 def import_store(params: Registry) -> None:
-    """Import what MLflow's first question to a database imports: 2.5 s of a core, best spent while something else starts."""
+    """Import what MLflow's first question to a database imports.
+
+    2.5 s of a core, best spent while something else starts.
+    """
     if not params.tracking_uri.startswith("http"):
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
@@ -139,7 +146,10 @@ class MlflowRun:
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
-        """One child run: the stage's curves from `metrics.jsonl`, its figures, where its files are, and its trajectories."""
+        """One child run.
+
+        The stage's curves from `metrics.jsonl`, its figures, where its files are, and its trajectories.
+        """
         child = self._find("stage", name)
         if (
             child is not None
@@ -221,12 +231,16 @@ class MlflowRun:
 
 
 def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
-    """The experiment's id; it is made with its artifacts in the home folder unless a server decides about them."""
+    """The experiment's id.
+
+    It is made with its artifacts in the home folder unless a server decides about them.
+    """
     found = client.get_experiment_by_name(params.experiment)
     if found is not None:
         if found.lifecycle_stage != "active":
             raise UserError(
-                f"registry.experiment: {params.experiment} was deleted in MLflow; restore it there or give another name."
+                f"registry.experiment: {params.experiment} was deleted in MLflow; "
+                "restore it there or give another name."
             )
         return str(found.experiment_id)
     location = None if params.tracking_uri else (home / "mlflow" / "artifacts").as_uri()

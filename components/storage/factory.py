@@ -12,7 +12,10 @@ from components.storage.store import Store
 
 
 def open_store(params: StoreParams, home: Path) -> Store:
-    """The store that `store.url` names: empty is `<home>/store`, a path or file:// a folder, s3://bucket/prefix S3."""
+    """The store that `store.url` names.
+
+    Empty is `<home>/store`, a path or file:// a folder, s3://bucket/prefix S3.
+    """
     url = params.url
     if url.startswith("s3://"):
         return S3Store(url, params.endpoint, uploads=home / "uploads")

@@ -21,7 +21,10 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FolderStore:
-    """Objects as files, the SHA-256 of each below .sha256. Two writers of one key are ordered by the file system's hard links."""
+    """Objects as files, the SHA-256 of each below .sha256.
+
+    Two writers of one key are ordered by the file system's hard links.
+    """
 
     def __init__(self, root: Path):
         self.root = root
@@ -78,13 +81,19 @@ class FolderStore:
         return self.root / ".sha256" / check_key(key)
 
     def _recorded(self, key: str) -> str:
-        """SHA-256 that the object was written with; empty where its writer was killed before it said so, or is another program."""
+        """SHA-256 that the object was written with.
+
+        Empty where its writer was killed before it said so, or is another program.
+        """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
-    """Copy a file in one step, without holding it in memory; False when the target is there and must stay. UserError when the copy is not what `sha256` says."""
+    """Copy a file in one step, without holding it in memory; False when the target is there and must stay.
+
+    UserError when the copy is not what `sha256` says.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
         copy = Path(folder) / "object"
@@ -103,6 +112,7 @@ def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> boo
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # Without hard links two writers at the same instant are not told apart; the home's lock still orders runs.
+            # Without hard links two writers at the same instant are not told apart; the home's lock still
+            # orders runs.
             copy.replace(target)
     return True

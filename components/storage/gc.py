@@ -1,7 +1,9 @@
-"""Retention: which objects of the store nothing refers to any more, and whether what is there is what was written.
+"""Retention.
 
-Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`: a group stays or goes as a whole. Everything else in
-the bucket (DVC's remote, MLflow's artefacts) has owners of its own and is never touched.
+Which objects of the store nothing refers to any more, and whether what is there is what was written.
+
+Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`: a group stays or goes as a whole.
+Everything else in the bucket (DVC's remote, MLflow's artefacts) has owners of its own and is never touched.
 """
 
 from __future__ import annotations
@@ -63,10 +65,13 @@ def groups(entries: Iterable[StoredObject]) -> list[Group]:
 def plan(
     store: Store, references: dict[str, str], evidence: dict[str, str], now: datetime, older_than: timedelta
 ) -> Plan:
-    """What can go: old, and referred to by nothing. `references` and `evidence` hold run ids and digests with who refers to them.
+    """What can go: old, and referred to by nothing.
 
-    A run that stays by a reference keeps every checkpoint that its manifest names. One that stays as evidence of a past
-    decision does not: the decision rests on the checkpoint that it names itself, not on the stages before it.
+    `references` and `evidence` hold run ids and digests with who refers to them.
+
+    A run that stays by a reference keeps every checkpoint that its manifest names. One that stays as evidence
+    of a past decision does not: the decision rests on the checkpoint that it names itself, not on the stages
+    before it.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}
@@ -98,7 +103,8 @@ def remove(store: Store, group: Group) -> None:
 def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(key, fault) for every object as it is found; an empty fault means that it is what was written.
 
-    Each is read in full and compared with the digest that it was written with, and with the manifest of its checkpoint.
+    Each is read in full and compared with the digest that it was written with, and with the manifest of its
+    checkpoint.
     """
     found = list(store.entries(prefix))
     entries = [entry for entry in found if entry.key.split("/")[0] in GROUPS]
@@ -134,7 +140,10 @@ def words(text: str) -> set[str]:
 
 
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
-    """Who refers to a run or a checkpoint; references may be longer (a run's key begins with its id) or shortened."""
+    """Who refers to a run or a checkpoint.
+
+    References may be longer (a run's key begins with its id) or shortened.
+    """
     if identity in references:
         return references[identity]
     return next(

@@ -1,9 +1,11 @@
-"""The store in a bucket of any S3-compatible server; credentials, region and endpoint come from boto3's usual settings.
+"""The store in a bucket of any S3-compatible server.
 
-Every write carries checksums that the server compares (SHA-256 of the object, or of each part of a large one), the
-object's SHA-256 as metadata that every read compares, and `If-None-Match: *`, so that of two writers one is refused.
-Servers that ignore the condition exist, so the key is looked up first as well. Large objects go up in parts and come
-down in ranges; both go on where they were interrupted.
+Credentials, region and endpoint come from boto3's usual settings.
+
+Every write carries checksums that the server compares (SHA-256 of the object, or of each part of a large
+one), the object's SHA-256 as metadata that every read compares, and `If-None-Match: *`, so that of two
+writers one is refused. Servers that ignore the condition exist, so the key is looked up first as well. Large
+objects go up in parts and come down in ranges; both go on where they were interrupted.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ class S3Store:
             if part.stat().st_size != head["ContentLength"] or (recorded and digest_file(part) != recorded):
                 part.unlink()
                 raise UserError(
-                    f"{self._address(name)}: what came does not match its SHA-256; fetch it again, and if it stays so restore it from a good copy."
+                    f"{self._address(name)}: what came does not match its SHA-256; "
+                    "fetch it again, and if it stays so restore it from a good copy."
                 )
             part.replace(target)
 
@@ -139,7 +142,10 @@ class S3Store:
             self.client.delete_object(Bucket=self.bucket, Key=name)
 
     def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
-        """(key, upload id) of uploads in parts that nobody finished; they cost room and no listing shows them."""
+        """(key, upload id) of uploads in parts that nobody finished.
+
+        They cost room and no listing shows them.
+        """
         start = f"{self.prefix}/" if self.prefix else ""
         limit = datetime.now(UTC) - older_than
         with self._faults(self._address(start), "listing"):
@@ -220,7 +226,9 @@ class S3Store:
     def _unfinished(
         self, journal: Path | None, name: str, sha256: str, part_bytes: int
     ) -> tuple[str, dict[int, Any]]:
-        """The upload of these very bytes that was begun and not finished, and what the server says of its parts by number."""
+        """The upload of these very bytes that was begun and not finished, and what the server says of its
+        parts by number.
+        """
         from botocore.exceptions import ClientError
 
         if journal is None or not journal.is_file():
@@ -256,13 +264,19 @@ class S3Store:
             raise
 
     def _recorded(self, name: str) -> str | None:
-        """SHA-256 that the object was written with, empty when another program left none; None when there is no object."""
+        """SHA-256 that the object was written with, empty when another program left none.
+
+        None when there is no object.
+        """
         head = self._head(name)
         return None if head is None else str(head["Metadata"].get("sha256", ""))
 
     @contextlib.contextmanager
     def _faults(self, address: str, act: str) -> Iterator[None]:
-        """boto3's errors as one sentence: StoreUnavailable where waiting mends it, UserError where a person has to."""
+        """boto3's errors as one sentence.
+
+        StoreUnavailable where waiting mends it, UserError where a person has to.
+        """
         from botocore.exceptions import (
             BotoCoreError,
             ClientError,
@@ -288,7 +302,8 @@ class S3Store:
             ) from error
         except BotoCoreError as error:
             raise UserError(
-                f"{address}: the {act} is not possible ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region."
+                f"{address}: the {act} is not possible ({error}); "
+                "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region."
             ) from error
 
 
@@ -297,7 +312,10 @@ def _base64(sha256: str) -> str:
 
 
 def _same(part: Any, body: bytes, checksum: str) -> bool:
-    """Whether a part that is up holds these bytes; servers that list no SHA-256 give the part's MD5 as its tag."""
+    """Whether a part that is up holds these bytes.
+
+    Servers that list no SHA-256 give the part's MD5 as its tag.
+    """
     if "ChecksumSHA256" in part:
         return bool(part["ChecksumSHA256"] == checksum)
     return bool(part["ETag"].strip('"') == hashlib.md5(body, usedforsecurity=False).hexdigest())

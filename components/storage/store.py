@@ -1,7 +1,8 @@
 """What a store is.
 
-Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: writing equal bytes again is fine,
-writing different bytes under a key that is taken is refused, so that no run can change what another one published.
+Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: writing equal bytes again is
+fine, writing different bytes under a key that is taken is refused, so that no run can change what another one
+published.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Store(Protocol):
         ...
 
     def get(self, key: str, target: Path) -> None:
-        """Write the object to `target` in one step; KeyError when there is none, UserError when it is damaged."""
+        """Write the object to `target` in one step.
+
+        KeyError when there is none, UserError when it is damaged.
+        """
         ...
 
     def exists(self, key: str) -> bool: ...
@@ -51,8 +55,9 @@ class Store(Protocol):
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     """Store every file below `folder` under `checkpoints/<digest>`, manifest.json last.
 
-    Whoever finds the manifest finds the rest: a folder whose writing was interrupted has none. Where it is found, nothing is
-    written: the same weights, made by another revision of the code, have a manifest of their own, and the first one stays.
+    Whoever finds the manifest finds the rest: a folder whose writing was interrupted has none. Where it is
+    found, nothing is written: the same weights, made by another revision of the code, have a manifest of
+    their own, and the first one stays.
     """
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):
