@@ -1,7 +1,4 @@
-"""What every other package uses.
+"""What every other package uses: parameters, the kernel task, files with digests, errors, progress.
 
-Parameters, the kernel task, files with digests, errors, progress, telemetry.
-
-Imports nothing else of this project. Start with `config.py` (all parameters) and `task.py` (what is made
-faster).
+Imports nothing else of this project. Start with `config.py` (all parameters) and `task.py` (the kernel task).
 """

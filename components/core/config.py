@@ -1,5 +1,4 @@
-"""Every parameter with its type, its meaning and the values that it may take, and how a run's values are
-resolved.
+"""Every parameter with its type, meaning and permitted values, and how a run's values are resolved.
 
 All values come from `params.yaml`: a base section, and profiles that overlay it. This file has no defaults.
 """

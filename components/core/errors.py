@@ -1,6 +1,6 @@
 """Exceptions that commands turn into one sentence and an exit code.
 
-Imports nothing, so that help stays instant.
+Imports no package, so that help is instant.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """Input or an environment that a person must mend: one sentence with file, field and mend. Exit code 2."""
+    """An error that the user must mend. Exit code 2.
+
+    The message is one sentence: what is wrong, in which file or field, and how to mend it.
+    """
 
 
 class IsolationUnavailable(UserError):
@@ -36,7 +39,10 @@ class StageFailed(Exception):
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then what it was raised from (its cause, or else its context), back to the first one."""
+    """Yield the error, then the one that it was raised from, and so on back to the first one.
+
+    That is an error's cause or, without one, its context.
+    """
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,7 +1,7 @@
-"""Files with digests: atomic writes, and digests of files and folders.
+"""Atomic writes, and digests of files and folders.
 
-Every output of the pipeline is a file (or a folder) with a digest, and is written so that a kill at any
-moment leaves either the old state or the new one: write beside, flush to the disk, rename.
+Every output of the pipeline is written so that a kill at any moment leaves either the old state or the new
+one: write beside, flush to the disk, rename.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from components.core.errors import InfrastructureError, UserError
 
 MANIFEST = "manifest.json"
-"""A checkpoint's: the digest of every file in its folder, and of them all."""
+"""The file of a checkpoint with the digest of each of its files, and the digest of that list."""
 
 
 def digest_bytes(data: bytes) -> str:
-    """SHA-256 of `data` as 64 hexadecimal digits."""
+    """Return the SHA-256 of `data` as 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def digest_json(value: Any) -> str:
-    """Digest of a JSON value, independent of key order and spacing."""
+    """Return the SHA-256 of a JSON value, independent of key order and spacing."""
     return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
 
 
@@ -41,7 +41,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
-    """Digest of every regular file below `folder`, by its POSIX path relative to it, sorted."""
+    """Return the digest of every regular file below `folder`, sorted by its POSIX path relative to it."""
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
         for path in sorted(folder.rglob("*"))
@@ -58,12 +58,10 @@ def _sync_directory(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """A folder for what is the same in every home of a user and costs seconds to make.
+    """Return a folder, made if needed, for files that every home of this user can share.
 
-    Whatever is in it can be deleted.
-
-    What is in it is loaded and executed, so UserError where it belongs to another user, cannot be written, or
-    may hold no programs.
+    Everything in it can be deleted at any time. Its files are loaded and executed, so UserError is raised
+    when the folder belongs to another user, cannot be written, or lies on a file system without execution.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     mend = "name a folder of your own by the variable XDG_CACHE_HOME"
@@ -87,9 +85,7 @@ def user_cache(name: str) -> Path:
 
 
 def check_executable(folder: Path, mend: str) -> None:
-    """Raise UserError where programs and libraries in `folder` cannot be loaded, with `mend` as what a person
-    does then.
-    """
+    """Raise UserError, which ends with `mend`, when programs and libraries in `folder` cannot be loaded."""
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise UserError(
             f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; {mend}."
@@ -97,9 +93,9 @@ def check_executable(folder: Path, mend: str) -> None:
 
 
 def scratch_folder() -> Path:
-    """Where temporary folders go that hold programs.
+    """Return the folder for temporary programs.
 
-    The system's, or one of the user's where that is mounted noexec.
+    It is the system's folder, or the user's cache when that one is mounted noexec.
     """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
@@ -124,7 +120,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `path` when the block ends well, and vanishes otherwise."""
+    """Yield an empty folder that replaces `path` when the block succeeds and is removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -161,11 +157,10 @@ def read_json(path: Path) -> Any:
 
 
 def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
-    """The digest of a checkpoint whose files match its manifest.
+    """Return the digest of a checkpoint whose files match its manifest.
 
-    UserError names the first file that does not.
-
-    `mend` ends the message: what a person does then.
+    Raises UserError with the name of the first file that does not. `mend` ends the message: what the user
+    does then.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -196,10 +191,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that untrusted code wrote.
-
-    However deep it is nested, and where modes close it to its own owner.
-    """
+    """Remove a folder that untrusted code wrote, however deep it is nested and whatever its modes are."""
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
         if folder.exists():
             subprocess.run(
@@ -211,9 +203,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def remove_stale(folder: Path, seconds: float) -> None:
-    """Remove what lies in a cache's folder unchanged for so long.
+    """Remove entries of a cache folder that were not modified for this many seconds.
 
-    Of two files that differ in their ending the later name goes first.
+    Entries are removed in reverse order of their names, so `x.so` goes before `x.json`.
     """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # another process may have removed it
@@ -222,11 +214,10 @@ def remove_stale(folder: Path, seconds: float) -> None:
 
 
 def environment_fault(error: BaseException) -> str:
-    """The sentence for a fault of the machine that no part could have foreseen, such as a full disk.
+    """Return one sentence for a fault of the machine, such as a full disk; empty when `error` is none.
 
-    Empty otherwise.
-
-    Libraries wrap it: safetensors and torch keep only the system's text, SQLite has its own.
+    Libraries wrap the system's error: safetensors and torch keep only its text, and SQLite has a text of its
+    own.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,4 +1,4 @@
-"""Progress for people: components report through this interface and never print."""
+"""The interface by which components report progress; they never print."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """One live view of the run. `figures` are short name -> number pairs such as reward=1.2."""
+    """A receiver of progress reports. `figures` are short names with numbers, such as reward=1.2."""
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None: ...
 
 
 class Quiet:
-    """Reports nothing."""
+    """A `Progress` that ignores every report."""
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         return

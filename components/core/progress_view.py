@@ -1,6 +1,7 @@
-"""What a person sees while a run goes on, and the table at its end. Everything goes to standard error.
+"""Progress of a run on a terminal, and the tables of its end. Everything goes to standard error.
 
-On a terminal one live table of the stages; elsewhere plain lines, at most one per stage every few seconds.
+On a terminal it is one live table of the stages; elsewhere plain lines, at most one a stage every few
+seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """From the pace so far; None until there is one."""
+        """Return the estimate by the pace so far; None before the first step."""
         done = self.step - self.first_step
         return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
 
@@ -44,7 +45,10 @@ def duration(seconds: float | None) -> str:
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """Short name value pairs; shares (milestones m_-1 to m_3, pass rate) read as percentages."""
+    """Return "name value" pairs, with shares as percentages.
+
+    Shares are the pass rate and the milestones' m_-1 to m_3.
+    """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
         for name, value in figures.items()
@@ -52,7 +56,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 class ProgressView:
-    """A `Progress` for people. Use as a context manager."""
+    """A `Progress` that shows a table or prints lines. Use it as a context manager."""
 
     def __init__(self, console: Console, *, clock: Any = time.monotonic):
         self.console = console
@@ -130,17 +134,14 @@ def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_table(overall: Any, console: Console) -> None:
-    """One evaluation's figures (components.evaluation.metrics.Summary)."""
+    """Print the figures of one evaluation, a components.evaluation.metrics.Summary."""
     table = Table("tasks", *FIGURES[1:], box=None, padding=(0, 2, 0, 0))
     table.add_row(*_figures_row(str(overall.tasks), overall.model_dump()))
     console.print(table)
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
-    """The run at its end.
-
-    Stages, evaluation against the cold start, the gate's verdict with reasons, where to look.
-    """
+    """Print a finished run: stages, evaluation before and after, the gates' verdict, and where to look."""
     data = record["dataset"]
     console.print(
         f"run {record['run_id']}  profile {record['profile']}  {record['device']}  "
@@ -186,7 +187,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
 
 
 def comparison_tables(found: Any, console: Console) -> None:
-    """How one run differs from another (components.evaluation.compare.Comparison)."""
+    """Print how one run differs from another, a components.evaluation.compare.Comparison."""
     console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
     if found.dataset is not None:
         console.print(f"  data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}", highlight=False)

@@ -1,8 +1,8 @@
-"""The kernel task: one self-contained PyTorch module to make faster.
+"""The kernel task: a self-contained PyTorch module to make faster.
 
 The contract is that of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
 CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. Sources are untrusted: this module
-parses them, and only a sandboxed runner ever executes them.
+parses them, and only a sandboxed runner executes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
 
 
 def normalise(code: str) -> str:
-    """The source without comments, docstrings and formatting, so that equal programs have equal text."""
+    """Return the source without comments, docstrings and formatting: equal programs have equal text."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if (
@@ -36,7 +36,7 @@ def normalise(code: str) -> str:
 
 
 class KernelTask(BaseModel):
-    """A task and what is known about it; identity is the digest of the normalised source."""
+    """A task and what is known about it, identified by the digest of its normalised source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,13 +50,14 @@ class KernelTask(BaseModel):
 
     @cached_property
     def task_id(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the normalised source."""
+        """Return the first 16 hexadecimal digits of the SHA-256 of the normalised source."""
         return digest_bytes(normalise(self.code).encode())[:16]
 
 
 def check_contract(code: str, origin: str) -> None:
-    """Raise UserError, naming `origin`, unless the source defines `Model`, `get_inputs` and
-    `get_init_inputs`.
+    """Raise UserError, naming `origin`, unless the source defines what a kernel task must define.
+
+    That is a class `Model` and the functions `get_inputs` and `get_init_inputs`.
     """
     try:
         tree = ast.parse(code)
@@ -86,15 +87,12 @@ def load_task(path: Path) -> KernelTask:
 
 
 MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
-"""Evidence that differs each time it is taken."""
+"""Keys of the evidence whose values are measured, so they differ from build to build."""
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
-    """Write `tasks.parquet`.
-
-    The public columns first, then identity, split and the admission evidence as JSON.
-    """
+    """Write `tasks.parquet`: the public columns, then identity, split and the admission evidence as JSON."""
     rows = [
         task.model_dump(include={"data_source", "code", "split", "name"})
         | {
@@ -145,10 +143,10 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
 
 
 def dataset_version(path: Path) -> str:
-    """The version of a data set.
+    """Return the digest of a data set's rows in their order, without the values that were measured.
 
-    The digest of its rows in their order, all but the values that were measured. So the same parameters and
-    verdicts give the same version wherever and however often it is built.
+    So the same parameters and verdicts give the same version wherever and however often the data set is
+    built.
     """
     return digest_json(
         [

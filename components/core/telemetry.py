@@ -1,7 +1,7 @@
-"""Prometheus metrics of the judge, the rollouts, the training and the store, in one registry of this process.
+"""Prometheus metrics of the judge, the rollouts, the training and the store, in one registry a process.
 
-Written as a text file into the home (node_exporter's textfile collector reads it), or served with `--metrics
-PORT`. Names follow Prometheus: base units, `_total` for what only grows.
+They are written as a text file into the home, for node_exporter's textfile collector, or served with
+`--metrics PORT`. Names follow Prometheus: base units, and `_total` for what only grows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STORE_FAULTS = Counter(
 
 @contextmanager
 def judging() -> Iterator[list[str]]:
-    """Time one judgement; the caller puts its status into the list."""
+    """Time one judgement and count its status, which the caller appends to the list."""
     started, status = time.monotonic(), ["raised"]
     try:
         yield status
@@ -62,7 +62,7 @@ def judging() -> Iterator[list[str]]:
 
 @contextmanager
 def transfer(direction: str) -> Iterator[list[int]]:
-    """Time one transfer, `put` or `get`; the caller adds the bytes that moved to the list."""
+    """Time one transfer, `put` or `get`, and count its bytes, which the caller appends to the list."""
     started, moved = time.monotonic(), [0]
     try:
         yield moved
@@ -83,7 +83,7 @@ def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, flo
 
 
 def write(path: Path) -> None:
-    """The registry as a text file, in one step."""
+    """Write the registry as a text file, in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), REGISTRY)
 

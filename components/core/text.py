@@ -8,8 +8,9 @@ ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 def readable(text: str, limit: int) -> str:
-    """Return `text` without terminal escapes and control characters, shortened in the middle to `limit`
-    characters.
+    """Return `text` without terminal escapes and control characters.
+
+    It is shortened in the middle to `limit` characters.
     """
     text = ESCAPE.sub("", text) if "\x1b" in text else text
     if not text.isprintable():

@@ -1,4 +1,4 @@
-"""The artefact store: bytes by key in a local folder or in S3, written once and check_key on the way."""
+"""The artifact store: immutable objects by key, in a local folder or in S3, with verified digests."""
 
 from components.storage.factory import open_store
 from components.storage.folder import FolderStore

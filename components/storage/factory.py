@@ -1,5 +1,3 @@
-"""Which store the parameters name."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,9 +10,9 @@ from components.storage.store import Store
 
 
 def open_store(params: StoreParams, home: Path) -> Store:
-    """The store that `store.url` names.
+    """Return the store that `store.url` names.
 
-    Empty is `<home>/store`, a path or file:// a folder, s3://bucket/prefix S3.
+    Empty is `<home>/store`; a path or file:// is a folder; s3://bucket/prefix is S3.
     """
     url = params.url
     if url.startswith("s3://"):

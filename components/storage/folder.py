@@ -1,4 +1,4 @@
-"""The store as files below one folder."""
+"""The artifact store as files below one folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without hard links answer."""
+"""Error numbers of os.link on file systems without hard links."""
 
 
 class FolderStore:
-    """Objects as files, the SHA-256 of each below .sha256.
+    """A store of objects as files, with the SHA-256 of each below `.sha256`.
 
-    Two writers of one key are ordered by the file system's hard links.
+    Of two writers of one key, the file system's hard links let one win.
     """
 
     def __init__(self, root: Path):
@@ -77,22 +77,25 @@ class FolderStore:
                 folder.rmdir()
 
     def _note(self, key: str) -> Path:
-        """Not beside the object: a checkpoint's folder in the store is loaded as it is."""
+        """Return the file with the object's SHA-256.
+
+        It is not beside the object, since a checkpoint's folder in the store is loaded as it is.
+        """
         return self.root / ".sha256" / check_key(key)
 
     def _recorded(self, key: str) -> str:
-        """SHA-256 that the object was written with.
+        """Return the SHA-256 that the object was written with.
 
-        Empty where its writer was killed before it said so, or is another program.
+        Empty when the writer was killed before it recorded the digest, or was another program.
         """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
-    """Copy a file in one step, without holding it in memory; False when the target is there and must stay.
+    """Copy a file in one step; return False when the target exists and `replace` is not set.
 
-    UserError when the copy is not what `sha256` says.
+    Raises UserError when the copy does not match `sha256`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:

@@ -1,9 +1,8 @@
-"""Retention.
+"""Retention: which objects of the store nothing refers to any more, and which are damaged.
 
-Which objects of the store nothing refers to any more, and whether what is there is what was written.
-
-Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`: a group stays or goes as a whole.
-Everything else in the bucket (DVC's remote, MLflow's artefacts) has owners of its own and is never touched.
+Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole.
+Everything else in the bucket (DVC's remote, MLflow's artifacts) is managed by other programs and never
+touched.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from components.storage.store import Store, StoredObject
 GROUPS = ("checkpoints", "runs")
 MANIFEST = "manifest.json"
 WORD = re.compile(r"[0-9a-f]{12,64}")
-"""A run's id or a digest, wherever it stands in a text."""
+"""A run's id or a digest within a text."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Objects that are kept or removed together. `newest` is the time of the last of them."""
+    """Objects that are kept or removed together."""
 
     name: str
     entries: tuple[StoredObject, ...]
@@ -42,12 +41,13 @@ class Group:
 
     @property
     def newest(self) -> datetime:
+        """Return when the last of the objects was modified."""
         return max(entry.modified for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes, and what stays because of what: reasons by group."""
+    """Groups to remove, and for each group to keep the reason."""
 
     remove: tuple[Group, ...]
     keep: dict[str, str]
@@ -65,12 +65,11 @@ def groups(entries: Iterable[StoredObject]) -> list[Group]:
 def plan(
     store: Store, references: dict[str, str], evidence: dict[str, str], now: datetime, older_than: timedelta
 ) -> Plan:
-    """What can go: old, and referred to by nothing.
+    """Return which groups to remove: those that are older than the limit and referred to by nothing.
 
-    `references` and `evidence` hold run ids and digests with who refers to them.
-
-    A run that stays by a reference keeps every checkpoint that its manifest names. One that stays as evidence
-    of a past decision does not: the decision rests on the checkpoint that it names itself, not on the stages
+    `references` and `evidence` map run ids and digests to who refers to them. A run that is kept by a
+    reference, or is young, keeps every checkpoint that its manifest names. A run that is kept as evidence of
+    a past decision does not: the decision rests on the checkpoint that it names itself, not on the stages
     before it.
     """
     found = groups(store.entries())
@@ -95,16 +94,16 @@ def plan(
 
 
 def remove(store: Store, group: Group) -> None:
-    """Delete a group, its manifest first: what is half removed is no longer found as something whole."""
+    """Delete a group, its manifest first, so that a partly deleted group no longer looks complete."""
     for entry in sorted(group.entries, key=lambda entry: (not entry.key.endswith(f"/{MANIFEST}"), entry.key)):
         store.remove(entry.key)
 
 
 def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, fault) for every object as it is found; an empty fault means that it is what was written.
+    """Yield (key, fault) for every object; an empty fault means that the object is what was written.
 
-    Each is read in full and compared with the digest that it was written with, and with the manifest of its
-    checkpoint.
+    Each object is read in full and compared with the digest that it was written with, and with its
+    checkpoint's manifest.
     """
     found = list(store.entries(prefix))
     entries = [entry for entry in found if entry.key.split("/")[0] in GROUPS]
@@ -135,14 +134,15 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def words(text: str) -> set[str]:
-    """Every run id and digest that a text mentions."""
+    """Return every run id and digest that a text mentions."""
     return set(WORD.findall(text))
 
 
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
-    """Who refers to a run or a checkpoint.
+    """Return who refers to a run or a checkpoint; empty when nothing does.
 
-    References may be longer (a run's key begins with its id) or shortened.
+    References may be longer than the identity (a run's key begins with its id) or shortened to 12 digits or
+    more.
     """
     if identity in references:
         return references[identity]

@@ -1,5 +1,3 @@
-"""Which keys a store takes: POSIX paths that cannot leave it."""
-
 from __future__ import annotations
 
 import re
@@ -11,7 +9,7 @@ KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
 def check_key(key: str) -> str:
-    """The key itself; UserError when it is none."""
+    """Return the key; UserError when it is no relative POSIX path of permitted characters."""
     if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
         raise UserError(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
     return key

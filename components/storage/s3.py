@@ -1,11 +1,12 @@
-"""The store in a bucket of any S3-compatible server.
+"""The artifact store in a bucket of an S3-compatible server.
 
-Credentials, region and endpoint come from boto3's usual settings.
+Credentials, region and endpoint come from boto3's usual settings. Every write carries checksums that the
+server compares (SHA-256 of the object, or of each part of a large one), the object's SHA-256 as metadata that
+every read compares, and `If-None-Match: *`, so that of two writers one is refused. Some servers ignore that
+condition, so the key is looked up first as well.
 
-Every write carries checksums that the server compares (SHA-256 of the object, or of each part of a large
-one), the object's SHA-256 as metadata that every read compares, and `If-None-Match: *`, so that of two
-writers one is refused. Servers that ignore the condition exist, so the key is looked up first as well. Large
-objects go up in parts and come down in ranges; both go on where they were interrupted.
+Large objects are written in parts and read in ranges, and both continue where they were interrupted. boto3's
+transfer manager cannot do that: it forgets an upload that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
 PART_BYTES = 64 << 20
-"""Objects larger than this go up in parts of this size. S3 takes 10,000 parts of at least 5 MiB."""
+"""Size above which objects are written in parts, and size of a part. S3 demands at least 5 MiB."""
 MOST_PARTS = 10_000
 BLOCK_BYTES = 1 << 20
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
@@ -45,11 +46,11 @@ PASSING = (
 
 
 class StoreUnavailable(UserError, ConnectionError):
-    """The store does not answer; the same call later continues."""
+    """The store does not answer; the same call succeeds later and continues the transfer."""
 
 
 class S3Store:
-    """`uploads` is the folder that remembers unfinished uploads of this writer; without it they start anew."""
+    """A store in S3. `uploads` is a folder that records unfinished uploads; without it they start anew."""
 
     def __init__(self, url: str, endpoint: str, *, uploads: Path | None = None, part_bytes: int = PART_BYTES):
         # boto3 belongs to the orchestrating machine: a GPU node that only judges never imports it.
@@ -142,9 +143,9 @@ class S3Store:
             self.client.delete_object(Bucket=self.bucket, Key=name)
 
     def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
-        """(key, upload id) of uploads in parts that nobody finished.
+        """Return (key, upload id) of unfinished uploads in parts that are older than the limit.
 
-        They cost room and no listing shows them.
+        They occupy space, and no listing of objects shows them.
         """
         start = f"{self.prefix}/" if self.prefix else ""
         limit = datetime.now(UTC) - older_than
@@ -163,7 +164,7 @@ class S3Store:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
 
     def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
-        """Write the object unless somebody else has; the SHA-256 of what stands there afterwards."""
+        """Write the object unless it exists; return the SHA-256 of the object that is there afterwards."""
         from botocore.exceptions import ClientError
 
         try:
@@ -226,9 +227,7 @@ class S3Store:
     def _unfinished(
         self, journal: Path | None, name: str, sha256: str, part_bytes: int
     ) -> tuple[str, dict[int, Any]]:
-        """The upload of these very bytes that was begun and not finished, and what the server says of its
-        parts by number.
-        """
+        """Return the unfinished upload of these bytes: its id, empty without one, and its parts by number."""
         from botocore.exceptions import ClientError
 
         if journal is None or not journal.is_file():
@@ -264,19 +263,16 @@ class S3Store:
             raise
 
     def _recorded(self, name: str) -> str | None:
-        """SHA-256 that the object was written with, empty when another program left none.
+        """Return the SHA-256 that the object was written with; None when there is no object.
 
-        None when there is no object.
+        Empty when another program wrote it.
         """
         head = self._head(name)
         return None if head is None else str(head["Metadata"].get("sha256", ""))
 
     @contextlib.contextmanager
     def _faults(self, address: str, act: str) -> Iterator[None]:
-        """boto3's errors as one sentence.
-
-        StoreUnavailable where waiting mends it, UserError where a person has to.
-        """
+        """Turn boto3's errors into StoreUnavailable, where waiting helps, or UserError, where it does not."""
         from botocore.exceptions import (
             BotoCoreError,
             ClientError,
@@ -312,7 +308,7 @@ def _base64(sha256: str) -> str:
 
 
 def _same(part: Any, body: bytes, checksum: str) -> bool:
-    """Whether a part that is up holds these bytes.
+    """Return whether an uploaded part holds these bytes.
 
     Servers that list no SHA-256 give the part's MD5 as its tag.
     """

@@ -1,8 +1,7 @@
-"""What a store is.
+"""The interface of an artifact store.
 
-Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: writing equal bytes again is
-fine, writing different bytes under a key that is taken is refused, so that no run can change what another one
-published.
+Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: equal bytes may be written
+again, different bytes are refused, so that no run can change what another one published.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ class Store(Protocol):
     def get(self, key: str, target: Path) -> None:
         """Write the object to `target` in one step.
 
-        KeyError when there is none, UserError when it is damaged.
+        Raises KeyError when it does not exist and UserError when it is damaged.
         """
         ...
 
     def exists(self, key: str) -> bool: ...
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Every object whose key starts with `prefix`, by key."""
+        """Yield every object whose key starts with `prefix`, in the order of the keys."""
         ...
 
     def digests(self, key: str) -> tuple[str, str]:
-        """SHA-256 of the object as it is read now, and as it was written (empty where the store keeps none)."""
+        """Return the SHA-256 of the object as it is now, and as it was written; empty when not recorded."""
         ...
 
     def remove(self, key: str) -> None:
@@ -55,9 +54,9 @@ class Store(Protocol):
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     """Store every file below `folder` under `checkpoints/<digest>`, manifest.json last.
 
-    Whoever finds the manifest finds the rest: a folder whose writing was interrupted has none. Where it is
-    found, nothing is written: the same weights, made by another revision of the code, have a manifest of
-    their own, and the first one stays.
+    A manifest in the store therefore means that the checkpoint is complete, and then nothing is written: the
+    same weights may have another manifest when another revision of the code made them, and the first one
+    stays.
     """
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):
