@@ -20,8 +20,10 @@ import torch
 
 PLAIN = {
     # Names of the small operator table that are no names of torch, and how each looks in a source.
-    "sqrt_abs": r"sqrt\(torch\.abs", "log1p_abs": r"log1p\(torch\.abs", "mul_constant": r"x \* -?[\d.]+", "add_constant": r"x \+ -?[\d.]+",
-    "scale": r"x \* self\.scale", "shift": r"x \+ self\.shift", "add_input": r"x \+ y", "mul_input": r"x \* y",
+    "sqrt_abs": r"sqrt\(torch\.abs", "log1p_abs": r"log1p\(torch\.abs",
+    "mul_constant": r"x \* -?[\d.]+", "add_constant": r"x \+ -?[\d.]+",
+    "scale": r"x \* self\.scale", "shift": r"x \+ self\.shift",
+    "add_input": r"x \+ y", "mul_input": r"x \* y",
 }  # fmt: skip
 
 
@@ -48,9 +50,11 @@ def mislabelled(ops: list[str], source: str, code: str) -> bool:
         return True
     flat = re.sub(r"[^a-z0-9]", " ", code.lower().replace("_", "")).split()
     return not all(
-        re.search(PLAIN[name], code)
-        if name in PLAIN
-        else name.rpartition(".")[2].replace("_", "").lower() in flat
+        (
+            re.search(PLAIN[name], code)
+            if name in PLAIN
+            else name.rpartition(".")[2].replace("_", "").lower() in flat
+        )
         for name in ops
     )
 

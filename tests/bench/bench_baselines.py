@@ -1,6 +1,7 @@
 """The baselines of a suite, measured in two passes: how well the passes agree (docs/evaluation.md).
 
-    python tests/bench/bench_baselines.py SUITE OUT.json --profile h200 --levels 1,2,3 --every 4 --set precision=tf32
+    python tests/bench/bench_baselines.py SUITE OUT.json --profile h200 --levels 1,2,3 --every 4 \
+        --set precision=tf32
 
 Every pass makes each task's runners anew, and the second begins when the first has ended. OUT.json is
 written after every task; a repeated command goes on where the last one ended.
@@ -124,7 +125,8 @@ def main() -> None:
             judge.close()
     for arm, figures in agreement(tasks).items():
         print(
-            f"{arm:16} {figures['tasks']:4} tasks  median {figures['median']:.2%}  95th percentile {figures['p95']:.2%}"
+            f"{arm:16} {figures['tasks']:4} tasks  median {figures['median']:.2%}  95th percentile"
+            f" {figures['p95']:.2%}"
         )
 
 

@@ -118,13 +118,15 @@ def main() -> None:
     count, spent = compose(params, options.seeds, 0, options.seconds)
     counts = [count, *(answers.get() for _ in others)]
     print(
-        f"{sum(counts) * 60 / options.seconds:.0f} compositions a minute of CPU time on {options.processes} cores ({counts})"
+        f"{sum(counts) * 60 / options.seconds:.0f} compositions a minute of CPU time on {options.processes}"
+        f" cores ({counts})"
     )
     names = PARTS | {"look": "first look of the task_filter", "else": "everything else"}
     print(", ".join(f"{names[name]} {seconds / spent.total():.0%}" for name, seconds in spent.most_common()))
     meta, real = asked(params, options.seeds, 40)
     print(
-        f"whether an operator fits: {meta:.2f} ms of a meta tensor, {real:.2f} ms of a real one of the task's size"
+        f"whether an operator fits: {meta:.2f} ms of a meta tensor, {real:.2f} ms of a real one of the task's"
+        " size"
     )
 
 

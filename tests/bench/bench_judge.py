@@ -44,7 +44,9 @@ HEAD = """
 CPU_BINDING = """
 #include "vec.h"
 static void forward(torch::Tensor a, torch::Tensor b, torch::Tensor alpha, torch::Tensor out) {
-  const float *x = a.data_ptr<float>(), *y = b.data_ptr<float>(); const float s = alpha.data_ptr<float>()[0]; float* o = out.data_ptr<float>();
+  const float *x = a.data_ptr<float>(), *y = b.data_ptr<float>();
+  const float s = alpha.data_ptr<float>()[0];
+  float* o = out.data_ptr<float>();
   #pragma omp simd
   for (int64_t i = 0; i < a.numel(); ++i) o[i] = s * vsigmoid(x[i]) + y[i];
 }
@@ -52,9 +54,11 @@ PYBIND11_MODULE(cuda_extension, m) { m.def("forward", &forward); }
 """
 CUDA_BINDING = """
 #include <c10/cuda/CUDAStream.h>
-void launch(const float* a, const float* b, const float* alpha, float* out, int64_t count, cudaStream_t stream);
+void launch(const float* a, const float* b, const float* alpha, float* out, int64_t count,
+            cudaStream_t stream);
 static void forward(torch::Tensor a, torch::Tensor b, torch::Tensor alpha, torch::Tensor out) {
-  launch(a.data_ptr<float>(), b.data_ptr<float>(), alpha.data_ptr<float>(), out.data_ptr<float>(), a.numel(), c10::cuda::getCurrentCUDAStream());
+  launch(a.data_ptr<float>(), b.data_ptr<float>(), alpha.data_ptr<float>(), out.data_ptr<float>(),
+         a.numel(), c10::cuda::getCurrentCUDAStream());
 }
 PYBIND11_MODULE(cuda_extension, m) { m.def("forward", &forward); }
 """
@@ -64,7 +68,8 @@ __global__ void fused(const float* a, const float* b, const float* alpha, float*
   const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
   if (i < count) out[i] = alpha[0] / (1.0f + __expf(-a[i])) + b[i];
 }
-void launch(const float* a, const float* b, const float* alpha, float* out, int64_t count, cudaStream_t stream) {
+void launch(const float* a, const float* b, const float* alpha, float* out, int64_t count,
+            cudaStream_t stream) {
   fused<<<(count + 255) / 256, 256, 0, stream>>>(a, b, alpha, out, count);
 }
 """
@@ -77,7 +82,8 @@ import sys, time, torch
 from torch.utils.cpp_extension import load
 torch.set_num_threads(1)
 device, include, *sources = sys.argv[1:]
-load(name="cuda_extension", sources=sources, extra_cflags=["-O3", "-march=native", "-fopenmp-simd", "-I" + include], build_directory=".")
+load(name="cuda_extension", sources=sources, build_directory=".",
+     extra_cflags=["-O3", "-march=native", "-fopenmp-simd", "-I" + include])
 sys.path.insert(0, ".")
 import model, model_new
 old, new = (kind(*model.get_init_inputs()).eval().to(device) for kind in (model.Model, model_new.ModelNew))
@@ -182,8 +188,14 @@ def main() -> None:
         together = (time.perf_counter() - started) / IN_FLIGHT
         judge.close()
     own = sorted(seconds)[REPEATS // 2]
-    spread = f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with {IN_FLIGHT} in flight"
-    ratios = f"{naive / own:.1f} times as many evaluations an hour, {naive / together:.1f} times with {IN_FLIGHT} in flight"
+    spread = (
+        f"median of {REPEATS}, {min(seconds):.2f} to {max(seconds):.2f}; {together:.2f} s each with"
+        f" {IN_FLIGHT} in flight"
+    )
+    ratios = (
+        f"{naive / own:.1f} times as many evaluations an hour, {naive / together:.1f} times with {IN_FLIGHT}"
+        " in flight"
+    )
     print(f"judge {own:.2f} s ({spread}), naive cycle {naive:.2f} s: {ratios}", flush=True)
 
 

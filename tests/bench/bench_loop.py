@@ -73,8 +73,8 @@ def main() -> None:
             cpu, wall = zip(*sorted(milliseconds_a_turn(count, shell) for _ in range(REPEATS)), strict=True)
             what = "a command in the shell" if shell else "write and measure"
             print(
-                f"{count:>3} trajectories, {what:<22}: {cpu[REPEATS // 2]:.2f} ms CPU ({cpu[0]:.2f} to {cpu[-1]:.2f}), "
-                f"{sorted(wall)[REPEATS // 2]:.2f} ms wall a turn"
+                f"{count:>3} trajectories, {what:<22}: {cpu[REPEATS // 2]:.2f} ms CPU ({cpu[0]:.2f} to"
+                f" {cpu[-1]:.2f}), {sorted(wall)[REPEATS // 2]:.2f} ms wall a turn"
             )
 
 

@@ -118,7 +118,8 @@ def main() -> None:
         rates[name] = count / (time.process_time() - start)
     for name, rate in rates.items():
         print(
-            f"{name:32} {rate:8.0f} tokens/s   sampler is {rates['TransformersSampler'] / rate:5.1f} times as fast"
+            f"{name:32} {rate:8.0f} tokens/s   sampler is {rates['TransformersSampler'] / rate:5.1f} times as"
+            " fast"
         )
 
 

@@ -1,6 +1,7 @@
 """Tokens per second of a PPO update of the actor against a plain loop, in one run.
 
-    python tests/bench/bench_update.py [--profile smoke] [--device cpu] [--rows 96] [--longest 512] [--repeats 3] [--set KEY=VALUE]
+    python tests/bench/bench_update.py [--profile smoke] [--device cpu] [--rows 96] \
+        [--longest 512] [--repeats 3] [--set KEY=VALUE]
 
 The plain loop is how TRL's PPO trainer goes through a batch: rows in the given order, a fixed number of
 them in each micro-batch, padded to the longest of all, logits of every position over the whole vocabulary,
@@ -32,7 +33,7 @@ from components.training.ppo import Experience, update_actor
 
 
 def experience(params: Params, rows: int, longest: int) -> Experience:
-    """Draw turns and observations; lengths between a tenth of `longest` and `longest`, short ones more often."""
+    """Draw turns and observations; lengths from a tenth of `longest` to `longest`, short ones more often."""
     source = random.Random(0)
     examples = []
     for _ in range(rows):
@@ -135,7 +136,8 @@ def main() -> None:
     sys.stderr.flush()
     for name, rate in rates.items():
         print(
-            f"{name:28} {rate:10.0f} tokens/s   this project is {rates['this project'] / rate:5.2f} times as fast",
+            f"{name:28} {rate:10.0f} tokens/s   this project is {rates['this project'] / rate:5.2f} times as"
+            " fast",
             flush=True,
         )
 

@@ -48,7 +48,10 @@ def least(call: Callable[[], object]) -> float:
 
 def library(header: Path, column: int, folder: Path) -> ctypes.CDLL:
     """A loop for each function: with `header` (column 0), or with libm (column 1)."""
-    start = 'extern "C" __attribute__((visibility("default"))) void {}(const float* __restrict x, float* __restrict out, int64_t n) {{\n'
+    start = (
+        'extern "C" __attribute__((visibility("default"))) void {}(const float* __restrict x, float*'
+        " __restrict out, int64_t n) {{\n"
+    )
     loop = (
         start + "#pragma omp simd\nfor (int64_t i = 0; i < n; ++i) {{ float v = x[i]; out[i] = {}; }}\n}}\n"
     )

@@ -1,6 +1,7 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
-    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
+    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] \
+        [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
 start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
@@ -37,7 +38,8 @@ FULL = ("cold start", "stage 1", "stage 2", "stage 4")
 NUMBERS = (0, 1, 2, 4)
 COLOURS = {"first": "#2563eb", "second": "#d97706", "third": "#059669"}
 STYLE = (
-    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end } .grid { stroke: #ddd } .axis { stroke: #444 } "
+    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end }"
+    " .grid { stroke: #ddd } .axis { stroke: #444 } "
     + (
         ".line { fill: none; stroke-width: 2 } .dashed { stroke-dasharray: 5 4 } .band { opacity: .16 }"
         + "".join(
@@ -219,7 +221,8 @@ def table(out: Path, seeds: list[int]) -> None:
         if (last / RESULTS).is_file():
             change = changes(load_evaluation(first).tasks, load_evaluation(last).tasks)["mean_reward"]
             print(
-                f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from the cold start to stage 4, paired by task"
+                f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from"
+                " the cold start to stage 4, paired by task"
             )
 
 
@@ -264,14 +267,19 @@ def plot(out: Path, seeds: list[int], file: Path) -> None:
     ]
     height = HEIGHT + 12
     drawn = "".join(
-        f'<g transform="translate(0 {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>'
+        '<g transform="translate(0'
+        f' {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>'
         for place, chart in enumerate(charts)
     )
     named = "".join(
-        f'<circle class="dot {colour}" cx="{60 + 80 * place}" cy="{2 * height + 6}" r="4"/><text x="{70 + 80 * place}" y="{2 * height + 10}">seed {seed}</text>'
+        f'<circle class="dot {colour}" cx="{60 + 80 * place}" cy="{2 * height + 6}" r="4"/><text'
+        f' x="{70 + 80 * place}" y="{2 * height + 10}">seed {seed}</text>'
         for place, (seed, colour) in enumerate(zip(seeds, COLOURS, strict=False))
     )
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+    frame = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH}'
+        f' {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+    )
     file.write_text(f"{frame}{drawn}{named}</svg>\n")
 
 

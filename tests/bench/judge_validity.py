@@ -102,9 +102,10 @@ class Validity:
         middle = estimates[len(estimates) // 2]
         between = [math.log(median(ratio.estimate for ratio in pair)) for pair in self.pairs]
         return (
-            f"true {self.true:.3f}: median {middle:.3f} ({middle / self.true - 1:+.1%}), {estimates[0]:.3f} to {estimates[-1]:.3f}; "
-            f"called more than 5 % faster {faster} of {len(estimates)}; interval holds the truth {covered} of {len(estimates)}; "
-            f"between pairs of processes the log-ratio differs by {stdev(between) if len(between) > 1 else math.nan:.4f} (process_spread)"
+            f"true {self.true:.3f}: median {middle:.3f} ({middle / self.true - 1:+.1%}), {estimates[0]:.3f}"
+            f" to {estimates[-1]:.3f}; called more than 5 % faster {faster} of {len(estimates)}; interval"
+            f" holds the truth {covered} of {len(estimates)}; between pairs of processes the log-ratio"
+            f" differs by {stdev(between) if len(between) > 1 else math.nan:.4f} (process_spread)"
         )
 
 

@@ -45,8 +45,9 @@ def state(done: int, started: float) -> None:
     )
     resident = process.memory_info().rss / 2**20
     print(
-        f"after {done:5}: {resident:7.1f} MiB resident, {process.num_fds()} descriptors, {process.num_threads()} threads, "
-        f"{runners} processes of uid 65534, {time.monotonic() - started:.0f} s",
+        f"after {done:5}: {resident:7.1f} MiB resident, {process.num_fds()} descriptors,"
+        f" {process.num_threads()} threads, {runners} processes of uid 65534,"
+        f" {time.monotonic() - started:.0f} s",
         flush=True,
     )
 

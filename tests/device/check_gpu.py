@@ -134,7 +134,8 @@ def main() -> int:
             said, seconds = run(check, copy, options.out, end - time.monotonic())
             results.append(said)
             print(
-                f"{check.name:24} {check.user if check.user is not None else os.geteuid():<8} {seconds:8.1f}  {said}",
+                f"{check.name:24} {check.user if check.user is not None else os.geteuid():<8} {seconds:8.1f} "
+                f" {said}",
                 flush=True,
             )
             for line in (options.out / f"{check.name}.log").read_text(errors="replace").splitlines()[-3:]:

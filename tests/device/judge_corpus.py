@@ -66,12 +66,14 @@ def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) 
         for ratio in (verdict.speedup.eager, verdict.speedup.compile)
     ]
     print(
-        f"{mark:5} {name:42} {expected:34} {verdict.status + ' ' + verdict.reason:40.40} {ratios[0]:22} {ratios[1]:22} {seconds:6.1f}",
+        f"{mark:5} {name:42} {expected:34} {verdict.status + ' ' + verdict.reason:40.40} {ratios[0]:22}"
+        f" {ratios[1]:22} {seconds:6.1f}",
         flush=True,
     )
     limit = expected.partition("<= ")[2]
     ROWS.append(
-        f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} | {ratios[1]} |"
+        f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} |"
+        f" {ratios[1]} |"
     )
     if mark == "FAIL" and verdict.log:
         print("      " + verdict.log.strip()[-400:].replace("\n", "\n      "), flush=True)
@@ -154,7 +156,8 @@ def main() -> int:
                     judge, ["plain" if suffix else "simd"], suffix
                 )  # the sentinel: nothing that came before has harmed the judge
                 print(
-                    f"{3600 * len(chosen('honest')) / judged_in:.0f} honest candidates an hour, one after the other, compile measured for each",
+                    f"{3600 * len(chosen('honest')) / judged_in:.0f} honest candidates an hour, one after the"
+                    " other, compile measured for each",
                     flush=True,
                 )
                 judge_validity.report(judge, arguments.repeats)
@@ -165,10 +168,14 @@ def main() -> int:
         left = free - torch.cuda.mem_get_info()[0]  # but for what torch's own libraries took in this process
         own = torch.cuda.memory_reserved()
         print(
-            f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was made, {own / 2**20:.0f} of them torch's"
+            f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was"
+            f" made, {own / 2**20:.0f} of them torch's"
         )
     if arguments.table:
-        head = "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | --- | --- | --- | --- |\n"
+        head = (
+            "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | ---"
+            " | --- | --- | --- |\n"
+        )
         arguments.table.write_text(head + "".join(f"{row}\n" for row in ROWS))
     print(f"{marks.count('OK')} OK, {marks.count('FAIL')} FAIL, {marks.count('open')} open")
     return 1 if "FAIL" in marks else 0

@@ -115,7 +115,8 @@ def optimized(name: str, device: Device, out: Path, sets: list[str]) -> bool:
         )
     if status != 0:
         print(
-            f"FAIL  {name:18} exit code {status}: {why.strip().splitlines()[-1][:200] if why.strip() else ''}",
+            f"FAIL  {name:18} exit code {status}:"
+            f" {why.strip().splitlines()[-1][:200] if why.strip() else ''}",
             flush=True,
         )
         return False

@@ -8,7 +8,7 @@ backend runs in a process of its own: it is opened on the checkpoint, the traine
 and pushed (the push checks the worker's fingerprint and fails when it differs), and everything is sampled
 once more. One line for each backend:
 
-    difference   mean absolute log-probability difference between sampler and trainer, nats per token, after a push
+    difference   mean absolute difference of log-probabilities to the trainer's, nats per token, after a push
     stale        the same against weights that were not pushed: what a lost push would look like
     tokens/s     sampled tokens per second, one batch of all sequences
     push s       seconds of one push, mean of three
@@ -273,7 +273,8 @@ def main() -> None:
                 failed = True
                 continue
             row = json.loads(lines[-1].removeprefix("RESULT "))
-            figures = f"{row['difference']:>12.5f}{row['greedy']:>12.5f}{row['stale']:>12.5f}{row['tokens/s']:>12.0f}{row['push s']:>10.3f}"
+            figures = "".join(f"{row[name]:>12.5f}" for name in ("difference", "greedy", "stale"))
+            figures += f"{row['tokens/s']:>12.0f}{row['push s']:>10.3f}"
             print(f"{case:<18}{figures}", flush=True)
             failed |= not row["difference"] < 0.5 * row["stale"]
     sys.exit(failed)

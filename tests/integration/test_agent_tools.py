@@ -57,9 +57,10 @@ def test_writing_and_measuring_says_what_trained_policies_have_seen_and_starts_n
     assert (
         use("Write", file_path="kernels/forward.cpp", content=kernel(2.0)) == "Written kernels/forward.cpp."
     )
-    assert use("Bash", command=MEASURE) == (
-        "[PASS] verify success\nTorch Baseline: 1000.0 us, Torch Compile: 500.0 us, CUDA Extension: 500.0 us\n"
-        "Speed-up: 2.00x eager, 1.00x compile. Milestone: 2 of 3."
+    assert (
+        use("Bash", command=MEASURE)
+        == "[PASS] verify success\nTorch Baseline: 1000.0 us, Torch Compile: 500.0 us, CUDA Extension: 500.0"
+        " us\nSpeed-up: 2.00x eager, 1.00x compile. Milestone: 2 of 3."
     )
     use("Write", file_path="kernels/forward.cpp", content=kernel("wrong"))
     assert use("Bash", command=MEASURE) == "[FAIL] wrong_output: max_error:given"
@@ -130,8 +131,9 @@ def test_a_file_is_read_before_it_is_overwritten_or_edited(use: Use) -> None:
 def test_a_file_that_the_shell_changed_is_read_again_first(use: Use) -> None:
     use("Write", file_path="kernels/forward.cpp", content="int a;\n")
     use("Bash", command="echo 'int b;' >> kernels/forward.cpp")
-    assert use("Edit", file_path="kernels/forward.cpp", old_string="int a;", new_string="") == (
-        "kernels/forward.cpp: it has changed since you read it; Read it first."
+    assert (
+        use("Edit", file_path="kernels/forward.cpp", old_string="int a;", new_string="")
+        == "kernels/forward.cpp: it has changed since you read it; Read it first."
     )
     assert use("Read", file_path="/workspace/kernels/forward.cpp") == "    1\tint a;\n    2\tint b;"
     assert (
@@ -159,8 +161,10 @@ def test_an_edit_must_be_unambiguous(use: Use, tools: Tools) -> None:
 def test_several_edits_are_all_made_or_none(use: Use, tools: Tools) -> None:
     use("Write", file_path="kernels/a.h", content="one two\n")
     edits = [{"old_string": "one", "new_string": "1"}, {"old_string": "three", "new_string": "3"}]
-    assert use("MultiEdit", file_path="kernels/a.h", edits=edits) == (
-        "kernels/a.h: edit 2 of 2: old_string occurs 0 times; it must occur exactly once. No edit was made."
+    assert (
+        use("MultiEdit", file_path="kernels/a.h", edits=edits)
+        == "kernels/a.h: edit 2 of 2: old_string occurs 0 times; it must occur exactly once. No edit was"
+        " made."
     )
     assert tools.workspace.files["kernels/a.h"] == "one two\n"
     edits[1]["old_string"] = "two"
@@ -263,7 +267,10 @@ def test_the_utilities_inside_the_shell_ask_the_judge(use: Use, tools: Tools) ->
     use("Write", file_path="kernels/forward.cpp", content=kernel(3.0))
     said = use(
         "Bash",
-        command="bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling | head -1; echo '// wrong' > kernels/forward.cpp",
+        command=(
+            "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling | head -1;"
+            " echo '// wrong' > kernels/forward.cpp"
+        ),
     )
     assert said.splitlines() == [
         "Build succeeded.",
@@ -278,7 +285,10 @@ def test_the_utilities_inside_the_shell_ask_the_judge(use: Use, tools: Tools) ->
 
 
 def test_the_socket_only_asks(use: Use, tools: Tools) -> None:
-    script = "import os,socket;s=socket.socket(socket.AF_UNIX);s.connect(os.environ['JUDGE_SOCKET']);s.send(b'shutdown\\n');print(s.recv(99))"
+    script = (
+        "import os,socket;s=socket.socket(socket.AF_UNIX);s.connect(os.environ['JUDGE_SOCKET']);"
+        "s.send(b'shutdown\\n');print(s.recv(99))"
+    )
     assert "ask for compile, verification or profiling" in use("Bash", command=f'python3 -c "{script}"')
     assert tools.verdicts == []
 
@@ -346,8 +356,9 @@ def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(
     assert comes_to_pass(lambda: not sleeps(marker))
 
 
-def comes_to_pass(claim: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+def comes_to_pass(claim: Callable[[], bool], seconds: float = 60) -> bool:
+    """Wait up to `seconds` until `claim` holds, and return whether it does."""
+    deadline = time.monotonic() + seconds
     while not claim() and time.monotonic() < deadline:
         time.sleep(0.05)
     return claim()
@@ -393,7 +404,10 @@ def test_links_and_pipes_are_not_followed(use: Use, tools: Tools) -> None:
 
 
 def test_the_shell_sees_no_network_and_nothing_of_the_machine(use: Use) -> None:
-    probe = "import socket\ntry: socket.create_connection(('127.0.0.1', 22), 1)\nexcept OSError as e: print(type(e).__name__)"
+    probe = (
+        "import socket\ntry: socket.create_connection(('127.0.0.1', 22), 1)\nexcept OSError as e:"
+        " print(type(e).__name__)"
+    )
     assert use("Bash", command=f'python3 -c "{probe}"').strip() in ("ConnectionRefusedError", "OSError")
     assert use("Bash", command="cat /etc/passwd /etc/shadow 2>&1 | grep -c root") == "0\n[exit 1]"
     assert (
@@ -424,7 +438,9 @@ def test_the_shell_sees_no_variable_of_whoever_judges(use: Use, monkeypatch: pyt
     assert (
         use(
             "Bash",
-            command="for p in / /etc /dev /dev/shm /usr; do (echo x > $p/mark) 2>/dev/null && echo $p; done; true",
+            command=(
+                "for p in / /etc /dev /dev/shm /usr; do (echo x > $p/mark) 2>/dev/null && echo $p; done; true"
+            ),
         )
         == "[no output]"
     )
@@ -445,56 +461,48 @@ def test_folders_that_are_closed_to_their_owner_hold_nobody_up(use: Use, tools: 
 
 
 def test_a_folder_that_cannot_be_looked_into_hides_no_bytes(use: Use) -> None:
-    fill = "mkdir hidden; cd hidden; chmod 0300 .; for i in $(seq 20); do head -c 60000000 /dev/zero > big$i; done; sleep 60"
+    fill = (
+        "mkdir hidden; cd hidden; chmod 0300 .; for i in $(seq 20); do head -c 60000000 /dev/zero > big$i;"
+        " done; sleep 60"
+    )
     assert "more than 256 MB" in use("Bash", command=fill, timeout=50_000)
 
 
 DETACHING = """
 import sys
-sys.path.insert(0, sys.argv[1])
+fixtures, marker = sys.argv[1:]
+sys.path.insert(0, fixtures)
 from agent_fixtures import TASK, params
 from components.agent.shell import Shell
+keep = "import ctypes, time; print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)); time.sleep(%s)" % marker
 shell = Shell(params().sandbox, TASK.code)
-shell.start('setsid python3 -c "import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); time.sleep(31417)"')
-said = shell.run('(setsid sleep 31416 &) ; echo begun', 10)
+shell.start(f"setsid python3 -c '{keep}'")
+said = shell.run(f"(setsid sleep {marker} &) ; echo begun", 60)
 print(said.output, flush=True)
-shell.run('exec python3 -c "import ctypes, time; print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)); time.sleep(31415)"', 300)
+shell.run(f"exec python3 -c '{keep}'", 300)
 """
 
 
 def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
     """A command cannot keep its process after its parent, even as the sandbox's first process."""
+    marker = f"31{os.getpid()}"
 
-    def detached() -> list[int]:
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if (
-                any(
-                    word.rstrip(") ")[-5:] in ("31415", "31416", "31417")
-                    for word in process.info["cmdline"] or ()
-                )
-                and process.pid != judge.pid
-            ):
-                found.append(process.pid)
-        return found
+    def detached() -> set[int]:
+        processes = {process.pid: process.info["cmdline"] for process in psutil.process_iter(["cmdline"])}
+        ends = (marker, f"sleep({marker})")
+        return {
+            pid
+            for pid, words in processes.items()
+            if pid != judge.pid and any(word.endswith(ends) for word in words or ())
+        }
 
-    with subprocess.Popen(
-        [sys.executable, "-c", DETACHING, str(PROJECT / "tests" / "fixtures")],
-        cwd=PROJECT,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as judge:
+    command = [sys.executable, "-c", DETACHING, str(PROJECT / "tests" / "fixtures"), marker]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as judge:
         try:
             assert judge.stdout is not None and judge.stdout.readline() == "begun\n"
-            deadline = time.monotonic() + 60
-            while len(set(detached())) < 3:
-                assert time.monotonic() < deadline, detached()
-                time.sleep(0.1)
-            time.sleep(1)  # all three have asked by now
+            assert comes_to_pass(lambda: len(detached()) >= 3, 120), detached()
+            time.sleep(1)  # all three have asked to be kept by now
             assert len(detached()) >= 3
         finally:
             judge.kill()
-    deadline = time.monotonic() + 10
-    while detached():
-        assert time.monotonic() < deadline, "a process outlives its judge"
-        time.sleep(0.1)
+    assert comes_to_pass(lambda: not detached()), "a process outlives its judge"

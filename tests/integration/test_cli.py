@@ -42,7 +42,10 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
-    probe = "import sys; import components.cli.main; print([m for m in ('torch', 'prefect', 'mlflow', 'transformers', 'rich') if m in sys.modules])"
+    probe = (
+        "import sys; import components.cli.main; print([m for m in ('torch', 'prefect', 'mlflow',"
+        " 'transformers', 'rich') if m in sys.modules])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", probe], capture_output=True, text=True, check=True
@@ -52,7 +55,10 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
 
 
 def test_a_night_imports_torch_only_when_a_stage_is_not_cached() -> None:
-    probe = "import sys; import flows.nightly, components.training.stage; print([m for m in ('torch', 'transformers', 'deepspeed') if m in sys.modules])"
+    probe = (
+        "import sys; import flows.nightly, components.training.stage; print([m for m in ('torch',"
+        " 'transformers', 'deepspeed') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", probe],
         capture_output=True,

@@ -37,7 +37,8 @@ def write(path):
 
 def status():
     fields = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
-    return {name: fields[name].strip() for name in ("Uid", "Gid", "CapEff", "CapBnd", "CapPrm", "NoNewPrivs", "Seccomp")}
+    names = ("Uid", "Gid", "CapEff", "CapBnd", "CapPrm", "NoNewPrivs", "Seccomp")
+    return {name: fields[name].strip() for name in names}
 
 def reach(family):
     with socket.socket(family, socket.SOCK_STREAM) as s:
@@ -85,7 +86,8 @@ def test_candidate_sees_its_own_processes_only(judge: Judge) -> None:
     assert (
         ask(
             judge,
-            "[attempt(os.fork), attempt(lambda: os.execv('/usr/bin/true', ['true'])), attempt(lambda: os.posix_spawn('/usr/bin/true', ['true'], {}))]",
+            "[attempt(os.fork), attempt(lambda: os.execv('/usr/bin/true', ['true'])), attempt(lambda:"
+            " os.posix_spawn('/usr/bin/true', ['true'], {}))]",
         )
         == ["PermissionError"] * 3
     )
@@ -108,7 +110,8 @@ def test_candidate_has_no_network(judge: Judge) -> None:
     )
     interfaces = ask(
         judge,
-        "attempt(lambda: [line.split(':')[0].strip() for line in open('/proc/net/dev').read().splitlines()[2:]])",
+        "attempt(lambda: [line.split(':')[0].strip() for line in"
+        " open('/proc/net/dev').read().splitlines()[2:]])",
     )
     assert interfaces in ("['lo']", "[]")
 
@@ -152,7 +155,10 @@ def test_candidate_cannot_see_the_machine(judge: Judge) -> None:
 
 
 def test_shared_buffers_cannot_be_resized(judge: Judge) -> None:
-    shared = "[int(n) for n in os.listdir('/proc/self/fd') if 'memfd' in attempt(lambda: os.readlink(f'/proc/self/fd/{n}'))]"
+    shared = (
+        "[int(n) for n in os.listdir('/proc/self/fd') if 'memfd' in attempt(lambda:"
+        " os.readlink(f'/proc/self/fd/{n}'))]"
+    )
     refused = ask(
         judge, f"[attempt(lambda: os.ftruncate(fd, size)) for fd in {shared} for size in (0, 1 << 40)]"
     )
@@ -165,7 +171,10 @@ def test_memory_that_no_limit_counts_is_refused(judge: Judge) -> None:
 
 
 def test_no_lock_on_a_common_file_carries_a_message(judge: Judge) -> None:
-    lock = "[attempt(lambda: f(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_SH)) for f in (fcntl.flock, fcntl.lockf)]"
+    lock = (
+        "[attempt(lambda: f(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_SH)) for f in (fcntl.flock,"
+        " fcntl.lockf)]"
+    )
     assert ask(judge, lock) == ["PermissionError"] * 2
 
 
@@ -253,7 +262,10 @@ def test_a_runner_that_the_judge_cannot_watch_never_begins(
 
 
 def test_no_lock_that_a_zygote_needs_is_there_to_be_held(judge: Judge) -> None:
-    look = "import os\nraise RuntimeError(sorted(n for p, _, names in os.walk('/warm') for n in names if n.endswith('.lock')), os.listdir('/warm'))"
+    look = (
+        "import os\nraise RuntimeError(sorted(n for p, _, names in os.walk('/warm') for n in names if"
+        " n.endswith('.lock')), os.listdir('/warm'))"
+    )
     header = {
         "role": "describe",
         "code": look,

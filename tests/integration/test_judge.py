@@ -52,8 +52,10 @@ def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
 
 def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -> None:
     slow = SIMD | {
-        KERNEL: SIMD[KERNEL].replace(
-            "KERNEL(forward) {", "KERNEL(forward) {\n  for (volatile int i = 0; i < 2000000; ++i) {\n  }"
+        KERNEL: (
+            SIMD[KERNEL].replace(
+                "KERNEL(forward) {", "KERNEL(forward) {\n  for (volatile int i = 0; i < 2000000; ++i) {\n  }"
+            )
         )
     }
     verdict = judge.verdict(world.TASK, slow)
@@ -221,9 +223,10 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         device_scheduler, "_threads", lambda core: frozenset({core, core ^ 1})
     )  # 0 and 1 are one core, 2 and 3 the next
-    assert device_scheduler.cores.__wrapped__("cuda") == ({5}, set(range(8)) - {4, 5}), (
-        "nothing else works on the timed core's other thread"
-    )
+    assert device_scheduler.cores.__wrapped__("cuda") == (
+        {5},
+        set(range(8)) - {4, 5},
+    ), "nothing else works on the timed core's other thread"
     moved.clear()
     assert device_scheduler.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
 
@@ -402,7 +405,7 @@ def test_task_that_hangs_later_hangs_nobody(
 
 
 def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the mixture with rolled whole tensors: all arms get the same one, so an error would not show."""
+    """Compare the mixture with rolled whole tensors: all runners get the same, so an error is silent."""
     bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
     for limit in (1 << 20, 0):
         monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", limit)

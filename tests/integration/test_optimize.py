@@ -349,8 +349,11 @@ def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_rec
     monkeypatch.setattr(pool, "close", lambda: None)
     measured = len(list(pool.verdicts.rglob("*.json")))
     code, _, said = cuda_agent("trajectory", "replay", str(tmp_path), "--profile", "ci")
-    assert code == 1 and said == (
-        "turn 1, call 1, Write:\n  recorded: Written elsewhere.\n  replayed: Written kernels/forward.cpp.\ntrajectory 1: 4 calls, 1 difference\n"
+    assert (
+        code == 1
+        and said
+        == "turn 1, call 1, Write:\n  recorded: Written elsewhere.\n  replayed: Written"
+        " kernels/forward.cpp.\ntrajectory 1: 4 calls, 1 difference\n"
     )
     assert len(list(pool.verdicts.rglob("*.json"))) == measured + 2
 

@@ -223,7 +223,10 @@ def test_a_pause_counts_for_a_second_at_most() -> None:
 
 
 def test_few_descriptors_keep_fewer_tasks_warm(tmp_path: Path) -> None:
-    count = "from components.core.config import resolve; from components.judge.judge import Judge; from pathlib import Path; import sys\n"
+    count = (
+        "from components.core.config import resolve; from components.judge.judge import Judge; from pathlib"
+        " import Path; import sys\n"
+    )
     count += (
         "judge = Judge(resolve('smoke').params, Path(sys.argv[1])); print(judge.warm_tasks); judge.close()"
     )

@@ -28,7 +28,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("vec")
-    loop = '\nextern "C" void each_{0}(const float* x, float* out, int64_t n) {{\n  #pragma omp simd\n  for (int64_t i = 0; i < n; ++i) out[i] = {0}(x[i]);\n}}\n'
+    loop = (
+        '\nextern "C" void each_{0}(const float* x, float* out, int64_t n) {{\n  #pragma omp simd\n  for'
+        " (int64_t i = 0; i < n; ++i) out[i] = {0}(x[i]);\n}}\n"
+    )
     (folder / "all.cpp").write_text('#include "vec.h"' + "".join(loop.format(name) for name in FUNCTIONS))
     subprocess.run(["g++", *FLAGS, "-I", str(WORKDIR), "all.cpp", "-o", "all.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))

@@ -64,7 +64,7 @@ def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def stopped(server: dict[str, str], deployed: dict[str, Any]) -> str:
-    """Make a run that sends one heartbeat, as of a host that went down; its time passes beside other tests."""
+    """Make a run that sends one heartbeat, as of a host that went down; its time passes in other tests."""
     (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
     run = ask(server, f"/deployments/{night['id']}/create_flow_run")["id"]
     ask(server, f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)

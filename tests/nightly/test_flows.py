@@ -1,7 +1,7 @@
 """A whole reduced pipeline run that is killed ten times, and what is done to its home afterwards.
 
-A run that is killed again and again ends with the artefacts of an undisturbed one. The tests share the home and
-stand in order: the last ones change it.
+A run that is killed again and again ends with the artefacts of an undisturbed one. The tests share the home
+and stand in order: the last ones change it.
 """
 
 from __future__ import annotations

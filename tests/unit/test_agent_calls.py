@@ -90,7 +90,8 @@ def test_a_broken_call_is_a_request_with_an_error(text: str) -> None:
 
 
 def test_a_megabyte_of_arguments_is_refused_and_named() -> None:
-    text = f"<tool_call>{json.dumps({'name': 'Write', 'arguments': {'content': 'x' * (MAX_ARGUMENT_CHARACTERS + 1)}})}</tool_call>"
+    call = {"name": "Write", "arguments": {"content": "x" * (MAX_ARGUMENT_CHARACTERS + 1)}}
+    text = f"<tool_call>{json.dumps(call)}</tool_call>"
     (request,) = parse_calls(text)
     assert str(MAX_ARGUMENT_CHARACTERS) in request.error
     (request,) = native_calls(native(json.dumps({"content": "x" * (MAX_ARGUMENT_CHARACTERS + 1)})))

@@ -217,11 +217,10 @@ def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
     world = World()
 
     def lines(index: int, turn: int) -> str:
-        return (
-            "Done."
-            if turn == 3
-            else f"{write(1.0 + turn + index / 100)}\n{call('Bash', command='echo $((6 * 7)); python3 -m utils.verification' if turn == 1 else MEASURE)}"
-        )
+        if turn == 3:
+            return "Done."
+        measure = "echo $((6 * 7)); python3 -m utils.verification" if turn == 1 else MEASURE
+        return f"{write(1.0 + turn + index / 100)}\n{call('Bash', command=measure)}"
 
     trajectories = run(lines, count=64, pool=world)
     for index, trajectory in enumerate(trajectories):
@@ -291,10 +290,12 @@ def test_native_calls_are_answered_one_by_one() -> None:
 
 
 def test_a_server_that_knows_no_tools_is_told_of_them_in_words() -> None:
+    arguments = {"file_path": "kernels/forward.cpp", "content": "// 2.5"}
+    written = {"name": "Write", "arguments": arguments}
     talk = Talk(
         [
             ToolsUnknown("400"),
-            f"```json\n{json.dumps({'name': 'Write', 'arguments': {'file_path': 'kernels/forward.cpp', 'content': '// 2.5'}})}\n```",
+            f"```json\n{json.dumps(written)}\n```",
             "Done.",
         ]
     )

@@ -22,7 +22,10 @@ INPUTS = "def get_inputs():\n    return [torch.randn(256, 512)]\n"
 
 
 def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
-    mine = f'class Model(nn.Module):\n    """Words."""\n    def forward(self, x):\n        return torch.sqrt(torch.abs(x * 2.0) + 1.0)  # a comment\n{INPUTS}'
+    mine = (
+        'class Model(nn.Module):\n    """Words."""\n    def forward(self, x):\n        return'
+        f" torch.sqrt(torch.abs(x * 2.0) + 1.0)  # a comment\n{INPUTS}"
+    )
     form = canonicalize(mine)
     assert (
         form is not None

@@ -87,6 +87,7 @@ def test_nothing_below_flows_and_registry_imports_an_orchestrator(path: Path) ->
 def test_the_rule_would_notice(tmp_path: Path) -> None:
     file = tmp_path / "guilty.py"
     file.write_text(
-        "def f():\n    from mlflow import MlflowClient\n    import components.cli\n    from components import storage\n"
+        "def f():\n    from mlflow import MlflowClient\n    import components.cli\n    from components import"
+        " storage\n"
     )
     assert imports(file) == {"mlflow", "components.cli", "components.storage"}

@@ -19,7 +19,10 @@ from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import Evaluation
 from components.judge.verdict import Ratio, Speedup, Status, Verdict
 
-EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 * 7 }}'
+EVIL = (
+    '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 *'
+    " 7 }}"
+)
 
 
 def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:

@@ -41,7 +41,8 @@ from flows.deploy import make_automations, make_pools
 with get_client(sync_client=True) as client:
     make_pools(client, "process")
     make_automations(client, None)
-flow.from_source(source=sys.argv[1], entrypoint="world.py:nightly").deploy(name="nightly", work_pool_name="cpu", print_next_steps=False)
+source = flow.from_source(source=sys.argv[1], entrypoint="world.py:nightly")
+source.deploy(name="nightly", work_pool_name="cpu", print_next_steps=False)
 """
 
 

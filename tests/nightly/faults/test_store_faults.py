@@ -160,7 +160,8 @@ import sys
 from pathlib import Path
 from components.storage import S3Store
 print("up", flush=True)
-S3Store("s3://nights", sys.argv[1], uploads=Path(sys.argv[3]), part_bytes=int(sys.argv[4])).put("weights", Path(sys.argv[2]))
+store = S3Store("s3://nights", sys.argv[1], uploads=Path(sys.argv[3]), part_bytes=int(sys.argv[4]))
+store.put("weights", Path(sys.argv[2]))
 """
 
 
