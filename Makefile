@@ -7,9 +7,10 @@ PYTHON ?= python3
 PROFILE ?= smoke
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations 25
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+    --durations 25
 
-# uv does not read pip's settings: pass on the folder of wheels and the certificate bundle that pip is configured with.
+# uv does not read pip's settings: pass on the folder of wheels and the certificate bundle of pip.
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 ifdef PIP_CERT
 export SSL_CERT_FILE ?= $(PIP_CERT)

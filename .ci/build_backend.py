@@ -1,7 +1,7 @@
-"""Build backend (PEP 517, PEP 660) that installs a checkout as editable and refuses wheels and source archives.
+"""Build backend (PEP 517, PEP 660) that installs a checkout as editable and refuses wheels and archives.
 
-The application reads `params.yaml`, `dvc.yaml`, `agent_workdir/` and sources of C++ from its checkout, which no wheel
-would hold.
+The application reads `params.yaml`, `dvc.yaml`, `agent_workdir/` and C++ sources from its checkout, which no
+wheel would contain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = [
 
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise SystemExit(
-        "cuda-agent runs from its checkout only: run `make environment` there, or `pip install -e .` in your environment."
+        "cuda-agent runs from its checkout only: run `make environment` there, or `pip install -e .` in your "
+        "environment."
     )
 
 

@@ -1,8 +1,8 @@
 """The command `cuda-agent`: assembles the commands and turns exceptions into one sentence and an exit code.
 
-Flows, Prefect, MLflow and torch are imported only inside the commands that need them, so that judging works on
-a bare GPU node and help is instant. With `--json` standard output holds exactly one JSON object; all other text
-goes to standard error.
+Flows, Prefect, MLflow and torch are imported only inside the commands that need them, so that judging works
+on a bare GPU node and help is instant. With `--json` standard output holds exactly one JSON object; all other
+text goes to standard error.
 
 Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused,
 130 interrupted, 143 ended by SIGTERM.

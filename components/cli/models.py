@@ -1,4 +1,4 @@
-"""The commands `cuda-agent models …`: model versions, their gates, and the decisions of a release manager."""
+"""The commands `cuda-agent models …`: model versions, their gates, and decisions about them."""
 
 from __future__ import annotations
 

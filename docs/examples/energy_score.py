@@ -1,4 +1,4 @@
-"""The energy score of logits at temperature 2, by which inputs of unknown classes are told: one value for each row."""
+"""Energy score of logits at temperature 2, which detects inputs of unknown classes: one value per row."""
 
 import torch
 import torch.nn as nn

@@ -1,4 +1,4 @@
-"""A gated activation, as feed-forward blocks use it: eager runs one operator after another."""
+"""Gated activation of a feed-forward block: eager runs one operator after another."""
 
 import torch
 import torch.nn as nn

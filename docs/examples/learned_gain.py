@@ -1,4 +1,7 @@
-"""A learned gain on a leaky activation, then the mean of its sigmoid over each row: written as people write, not as the training tasks are."""
+"""Learned gain on a leaky activation, then the mean of its sigmoid over each row.
+
+The form differs from that of the training tasks.
+"""
 
 import torch
 import torch.nn as nn

@@ -1,11 +1,12 @@
-"""An S3 endpoint that keeps what it is given, for one host: OpenStack Swift with its S3 interface, one copy in one folder.
+r"""Persistent S3 endpoint for one host: OpenStack Swift with its S3 interface, one copy in one folder.
 
-    AWS_ACCESS_KEY_ID=TEAM:PERSON AWS_SECRET_ACCESS_KEY=... python infra/swift/serve.py FOLDER --port 9000 --bucket NAME
+    AWS_ACCESS_KEY_ID=TEAM:PERSON AWS_SECRET_ACCESS_KEY=... \
+        python infra/swift/serve.py FOLDER --port 9000 --bucket NAME
 
-Configuration is written anew at each start; what is stored stays in FOLDER/devices, on a file system with extended attributes.
-Four servers (proxy, account, container, object) and the updater, which brings a listing up to date that missed a write, run
-until one of them ends or this process is told to. Swift checks signatures, checksums and `If-None-Match`. One copy on one disk is
-no back-up: where that matters use a store of several machines.
+The configuration is written at each start; objects stay in FOLDER/devices, on a file system with extended
+attributes. Four servers (proxy, account, container, object) and the updater, which completes listings that
+missed a write, run until one of them ends or this process gets a signal. Swift checks signatures, checksums and
+`If-None-Match`. One copy on one disk is no backup.
 
 Source: Swift's deployment guide and the reference of its s3api middleware.
 """
@@ -71,7 +72,8 @@ interval = 5
 
 PROXY = """
 [pipeline:main]
-pipeline = catch_errors gatekeeper listing_formats bulk s3api tempauth copy dlo slo symlink versioned_writes proxy-server
+pipeline = catch_errors gatekeeper listing_formats bulk s3api tempauth copy dlo slo symlink versioned_writes
+    proxy-server
 
 [app:proxy-server]
 use = egg:swift#proxy
@@ -191,7 +193,8 @@ def main() -> None:
         or any(letter.isspace() or letter == "%" for letter in secret)
     ):
         parser.error(
-            "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON, and AWS_SECRET_ACCESS_KEY must be set, without spaces and per cent signs."
+            "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON, and AWS_SECRET_ACCESS_KEY must be set, "
+            "without spaces and per cent signs."
         )
     folder = given.folder.resolve()
     try:
@@ -199,7 +202,8 @@ def main() -> None:
         os.setxattr(folder, "user.swift.metadata", b"")
     except OSError as error:
         parser.error(
-            f"{folder}: cannot keep objects ({error.strerror}); give a folder on a file system with extended attributes."
+            f"{folder}: cannot store objects ({error.strerror}); give a folder on a file system with "
+            "extended attributes."
         )
     configure(folder, given.host, given.port, key, secret, os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
 
