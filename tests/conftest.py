@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from night import survivor as survivor
+from run_fixtures import survivor as survivor
 
 from components.core.config import Params, resolve
 from components.core.files import remove_tree, user_cache

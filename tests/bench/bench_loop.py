@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
-from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
+from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, params, tokenizer, write
 
 from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
@@ -33,7 +33,7 @@ class Prepared:
     version = "prepared"
 
     def __init__(self, command: str):
-        script = Script(TOKENIZER, lambda i, t: f"{write(1.0 + t)}\n{call('Bash', command=command)}")
+        script = ScriptedSampler(TOKENIZER, lambda i, t: f"{write(1.0 + t)}\n{call('Bash', command=command)}")
         self.turns = [
             script.generate([[]], max_new_tokens=512, temperature=1.0, seed=0)[0] for _ in range(TURNS)
         ]
@@ -52,7 +52,7 @@ def milliseconds_a_turn(count: int, shell: bool) -> tuple[float, float]:
     request = RolloutRequest(
         tasks=[TASK] * count,
         params=PARAMS,
-        pool=World(),
+        pool=ScriptedPool(),
         epoch="bench",
         seed=0,
         max_turns=TURNS,

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from night import REDUCED, run, words
+from run_fixtures import REDUCED, run, words
 
 NIGHT_SECONDS = 30 * 60
 TIMES = 3

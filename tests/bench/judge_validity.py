@@ -19,7 +19,7 @@ from statistics import median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 
 from components.agent.reward import MARGIN
 from components.core.config import resolve
@@ -36,7 +36,7 @@ REPEATS_PER_RUNNER = 5
 
 
 def small_task(device: str) -> KernelTask:
-    return world.CUDA_TASK if device == "cuda" else world.TASK
+    return corpus.CUDA_TASK if device == "cuda" else corpus.TASK
 
 
 def repeating(device: str, times: int) -> dict[str, str]:
@@ -44,10 +44,10 @@ def repeating(device: str, times: int) -> dict[str, str]:
     cuda = device == "cuda"
     header, name = ("answer.cuh", "forward.cu") if cuda else ("raw.h", "forward.cpp")
     call = "answer(t, stream);" if cuda else 'answer(t); asm volatile("" ::: "memory");'
-    folder = world.HERE / ("exploits_cuda" if cuda else "exploits")
+    folder = corpus.HERE / ("exploits_cuda" if cuda else "exploits")
     kernel = f'#include "{header}"\nKERNEL(forward) {{ for (int i = 0; i < {times}; ++i) {{ {call} }} }}\n'
     return {
-        "model_new.py": world.MODEL_NEW,
+        "model_new.py": corpus.MODEL_NEW,
         f"kernels/{name}": kernel,
         f"kernels/{header}": (folder / header).read_text(),
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import psutil
 
 from components.core.config import resolve
@@ -56,11 +56,11 @@ def evaluate(judge: Judge, number: int) -> str:
     hostile = number % 3 == 2
     names = HOSTILE if hostile else HONEST
     group, name = ("exploits" if hostile else "honest"), names[number // 3 % len(names)]
-    files = world.files(group, name)
+    files = corpus.files(group, name)
     if number % 10 == 0:  # now and then a new text, so that builds and the build cache take part
         files |= {f: text + f"\n// {number}\n" for f, text in files.items() if f.endswith(".cpp")}
     try:
-        return judge.verdict(world.task(group, name), files).status
+        return judge.verdict(corpus.task(group, name), files).status
     except InfrastructureError:
         return "infrastructure"
 

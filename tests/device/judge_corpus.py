@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import judge_validity
 import torch
 
@@ -43,7 +43,7 @@ def judged(
     judge.builder.sandbox = judge.params.sandbox
     try:
         return judge.verdict(
-            world.task(group, name), world.files(group, name), compare_compile=compare_compile
+            corpus.task(group, name), corpus.files(group, name), compare_compile=compare_compile
         )
     except InfrastructureError as error:
         return Verdict(status="infrastructure", reason="judge", log=str(error)[:500])
@@ -92,7 +92,7 @@ def honest(judge: Judge, names: list[str], suffix: str) -> list[str]:
 def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
     marks = []
     for name in names:
-        wanted, started = world.expected(name, f"exploits{suffix}"), time.monotonic()
+        wanted, started = corpus.expected(name, f"exploits{suffix}"), time.monotonic()
         limits = {limit: wanted[limit] for limit in ("run_seconds", "build_seconds") if limit in wanted}
         verdict = judged(judge, f"exploits{suffix}", name, limits)
         good = answered = verdict.status in wanted["status"].split("|") and verdict.reason.startswith(
@@ -133,7 +133,9 @@ def main() -> int:
         try:
 
             def chosen(group: str) -> list[str]:
-                return [n for n in world.names(group + suffix) if not arguments.names or n in arguments.names]
+                return [
+                    n for n in corpus.names(group + suffix) if not arguments.names or n in arguments.names
+                ]
 
             print(
                 f"{'':5} {'name':42} {'expected':34} {'got':40} {'eager':22} {'compile':22} seconds",
@@ -147,7 +149,7 @@ def main() -> int:
                 [
                     n
                     for n in chosen("exploits")
-                    if world.expected(n, "exploits" + suffix).get("together", 1) == 1
+                    if corpus.expected(n, "exploits" + suffix).get("together", 1) == 1
                 ],
                 suffix,
             )

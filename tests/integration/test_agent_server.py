@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent_fixtures import MEASURE, TASK, Talk, World, params
+from agent_fixtures import MEASURE, TASK, ScriptedChat, ScriptedPool, params
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cli.serve import Serve
 
@@ -47,7 +47,7 @@ def run(chat: Chat, count: int = 1) -> list[Trajectory]:
     request = RolloutRequest(
         tasks=[TASK] * count,
         params=SETTINGS,
-        pool=World(),
+        pool=ScriptedPool(),
         epoch="t",
         seed=0,
         max_turns=6,
@@ -110,7 +110,7 @@ def learn(folder: Path, messages: list[dict[str, Any]]) -> None:
 
 
 def test_a_policy_behind_a_real_server_goes_the_way_of_a_scripted_one(tmp_path: Path) -> None:
-    talk = Talk(SAID)
+    talk = ScriptedChat(SAID)
     (lesson,) = run(talk)
     learn(tmp_path, conversation(talk.heard[-1]))
     with socket.socket() as free:

@@ -96,7 +96,7 @@ def test_an_unanswered_question_expires(server: None, home: Path) -> None:
     assert answered(home, "2")["action"] == "expired" and aliases(promotion) == {"champion": "1"}
 
 
-def test_the_night_starts_the_deployed_flow_and_says_when_there_is_none(server: None) -> None:
+def test_the_run_starts_the_deployed_flow_and_says_when_there_is_none(server: None) -> None:
     from prefect.client.orchestration import get_client
 
     from flows import approval

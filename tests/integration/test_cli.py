@@ -54,7 +54,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     )
 
 
-def test_a_night_imports_torch_only_when_a_stage_is_not_cached() -> None:
+def test_a_run_imports_torch_only_when_a_stage_is_not_cached() -> None:
     probe = (
         "import sys; import flows.nightly, components.training.stage; print([m for m in ('torch',"
         " 'transformers', 'deepspeed') if m in sys.modules])"
@@ -95,7 +95,7 @@ def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
         ("evaluation.suite=shipped evaluation.levels=[9]", "shipped has no task of level 9"),
     ],
 )
-def test_what_only_the_last_steps_of_a_night_use_is_looked_at_first(
+def test_what_only_the_last_steps_of_a_run_use_is_looked_at_first(
     tmp_path: Path, set_: str, said: str
 ) -> None:
     sets = [word for change in set_.split() for word in ("--set", change)]
@@ -103,7 +103,7 @@ def test_what_only_the_last_steps_of_a_night_use_is_looked_at_first(
     assert not (tmp_path / "home").exists()
 
 
-def test_a_night_whose_server_ended_says_so_in_one_sentence(
+def test_a_run_whose_server_ended_says_so_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)

@@ -288,7 +288,7 @@ def test_a_version_comes_back_by_its_digest(built: Path, tmp_path: Path) -> None
     assert isinstance(unknown.exception, UserError) and "holds no version" in str(unknown.exception)
 
 
-def test_a_nights_version_comes_back_by_its_digest(tmp_path: Path) -> None:
+def test_a_runs_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     """What the flow does after DVC has made the data set, without the judge."""
     night = run_context.open_run(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import psutil
 import pytest
 import torch
@@ -238,7 +238,7 @@ def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
     monkeypatch.setattr(Bench, "_arm", arm)
     with ThreadPoolExecutor(4) as four, contextlib.closing(judge):
         asked = [
-            four.submit(judge.verdict, world.TASK, world.files("honest", name), compare_compile=evaluation)
+            four.submit(judge.verdict, corpus.TASK, corpus.files("honest", name), compare_compile=evaluation)
             for name in ("naive", "simd", "lean", "naive")
         ]
         assert {future.result(timeout=240).status for future in asked} == {"correct"}

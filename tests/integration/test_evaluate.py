@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import TASK, World, completion, kernel, server
+from agent_fixtures import TASK, ScriptedPool, completion, kernel, server
 from typer.testing import CliRunner
 
 from components.agent.policies import Policy, checkpoint_policy
@@ -350,7 +350,9 @@ def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered
         assert (policy.params.policy.prompt, policy.params.evaluation.max_turns) == ("full", 30), (
             "a server is not a tiny policy"
         )
-        found = evaluate(policy, tasks[:1], World(), tmp_path / "one", epoch="e", progress=Quiet(), seed=0)
+        found = evaluate(
+            policy, tasks[:1], ScriptedPool(), tmp_path / "one", epoch="e", progress=Quiet(), seed=0
+        )
         assert (found.policy, found.tasks[0].status, found.overall.faster_rate.eager) == (
             f"{url}/v1 tiny",
             "correct",
@@ -359,7 +361,7 @@ def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered
         with pytest.raises(
             UserError, match=r"the server answers 403: gone; mend the server, the same command continues"
         ):
-            evaluate(policy, tasks[1:], World(), tmp_path / "two", epoch="e", progress=Quiet(), seed=0)
+            evaluate(policy, tasks[1:], ScriptedPool(), tmp_path / "two", epoch="e", progress=Quiet(), seed=0)
         assert not (tmp_path / "two" / "episodes").exists()
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import pytest
 
 from components.core.config import PROJECT
@@ -62,7 +62,7 @@ PLACES = (
 def ask(judge: Judge, expression: str) -> Any:
     """Return the value of `expression` in a candidate's runner, with the source screens off."""
     code = REPORT + "raise RuntimeError('<<' + json.dumps(" + expression + ") + '>>')\n"
-    verdict = judge.verdict(world.TASK, world.files("honest", "simd") | {"model_new.py": code})
+    verdict = judge.verdict(corpus.TASK, corpus.files("honest", "simd") | {"model_new.py": code})
     assert verdict.status == "load_failed", (verdict.status, verdict.reason, verdict.log)
     return json.loads(verdict.log.rpartition("RuntimeError: <<")[2].rpartition(">>")[0])
 
@@ -249,14 +249,14 @@ def test_a_runner_that_the_judge_cannot_watch_never_begins(
     def no_descriptor(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    before = world.census()
+    before = corpus.census()
     monkeypatch.setattr(os, "pidfd_open", no_descriptor)
     with pytest.raises(InfrastructureError):
         judge.runner_factory.spawn(
             {"role": "describe", "code": "while True: pass", "precision": "strict-fp32"}, seconds=30
         )
     deadline = time.monotonic() + 5
-    while world.census() - before:
+    while corpus.census() - before:
         assert time.monotonic() < deadline, "it runs without a descriptor that could end it"
         time.sleep(0.05)
 
@@ -293,4 +293,4 @@ def test_candidate_goes_first_when_memory_runs_out(judge: Judge) -> None:
 def test_sentinel_is_correct_after_all_this(judge: Judge, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("monkeypatch").undo()
     request.getfixturevalue("no_compile_baseline")
-    assert judge.verdict(world.TASK, world.files("honest", "simd")).status == "correct"
+    assert judge.verdict(corpus.TASK, corpus.files("honest", "simd")).status == "correct"

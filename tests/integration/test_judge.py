@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import numpy as np
 import pytest
 import torch
@@ -36,15 +36,15 @@ from components.sandbox import shared_memory
 from components.sandbox.build import Builder, build_result_channel
 from components.sandbox.runner_factory import RunnerFactory
 
-SIMD = world.files("honest", "simd")
+SIMD = corpus.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
 
 
 @pytest.mark.usefixtures("no_compile_baseline")
-@pytest.mark.parametrize("name", world.names("honest"))
+@pytest.mark.parametrize("name", corpus.names("honest"))
 def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
     """tests/nightly/test_honest_candidates.py compares each of them with torch.compile too."""
-    verdict = judge.verdict(world.task("honest", name), world.files("honest", name))
+    verdict = judge.verdict(corpus.task("honest", name), corpus.files("honest", name))
     assert verdict.status == "correct", (verdict.reason, verdict.log)
     assert verdict.speedup.eager is not None
     assert verdict.milestone == (2 if verdict.speedup.eager.estimate > MARGIN else 1)
@@ -58,9 +58,9 @@ def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -
             )
         )
     }
-    verdict = judge.verdict(world.TASK, slow)
+    verdict = judge.verdict(corpus.TASK, slow)
     assert (verdict.status, verdict.milestone, verdict.speedup.compile) == ("correct", 1, None)
-    assert judge.verdict(world.TASK, slow, compare_compile=True).speedup.compile is not None
+    assert judge.verdict(corpus.TASK, slow, compare_compile=True).speedup.compile is not None
 
 
 def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
@@ -71,13 +71,13 @@ def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
         for mode in ("default", "reduce-overhead", "a-mode-that-torch-refuses")
     }
     monkeypatch.setitem(compile_baseline.ROLES, "cpu", roles)
-    evidence = judge.verdict(world.TASK, SIMD, compare_compile=True).evidence
+    evidence = judge.verdict(corpus.TASK, SIMD, compare_compile=True).evidence
     assert set(evidence["compile_seconds"]) == {"default", "reduce-overhead"}
     assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
 
 
 def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
-    evidence = judge.verdict(world.TASK, SIMD).evidence
+    evidence = judge.verdict(corpus.TASK, SIMD).evidence
     assert evidence["isolation"] == "bubblewrap"
     assert len(evidence["seeds"]) == 1 + judge.params.sandbox.correctness_sets
     assert (
@@ -98,11 +98,11 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
         ),
         ({KERNEL: SIMD[KERNEL].replace("KERNEL(forward)", "KERNEL(backward)")}, "crashed", "exception"),
         ({"model_new.py": "class ModelNew(:\n"}, "load_failed", "syntax"),
-        ({"model_new.py": world.MODEL_NEW.replace("ModelNew", "ModelOld")}, "load_failed", "import"),
-        ({"model_new.py": world.MODEL_NEW.replace("1024", "1023")}, "load_failed", "import"),
+        ({"model_new.py": corpus.MODEL_NEW.replace("ModelNew", "ModelOld")}, "load_failed", "import"),
+        ({"model_new.py": corpus.MODEL_NEW.replace("1024", "1023")}, "load_failed", "import"),
         ({"model_new.py": "x = " + "-" * 50000 + "1\n"}, "load_failed", "syntax"),
         ({"model_new.py": "x = a" + ".a" * 20000 + "\n"}, "load_failed", "syntax"),
-        ({"model_new.py": world.MODEL_NEW + "#" * 500_000}, "load_failed", "too_large"),
+        ({"model_new.py": corpus.MODEL_NEW + "#" * 500_000}, "load_failed", "too_large"),
         ({"kernels/../../escape.h": ""}, "load_failed", "file_name"),
         ({"kernels/" + "x" * 300 + ".cpp": ""}, "load_failed", "file_name"),
         ({"cuda_extension/__init__.py": "import torch"}, "load_failed", "file_name"),
@@ -110,18 +110,18 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
     ],
 )
 def test_mistake_is_named(change: dict[str, str], status: str, reason: str, judge: Judge) -> None:
-    verdict = judge.verdict(world.TASK, SIMD | change)
+    verdict = judge.verdict(corpus.TASK, SIMD | change)
     assert (verdict.status, verdict.milestone) == (status, -1), verdict.log
     assert verdict.reason.startswith(reason)
 
 
 def test_missing_files_are_named(judge: Judge) -> None:
-    assert judge.verdict(world.TASK, {KERNEL: SIMD[KERNEL]}).reason == "no_model_new"
-    assert judge.verdict(world.TASK, {"model_new.py": world.MODEL_NEW}).status == "build_failed"
+    assert judge.verdict(corpus.TASK, {KERNEL: SIMD[KERNEL]}).reason == "no_model_new"
+    assert judge.verdict(corpus.TASK, {"model_new.py": corpus.MODEL_NEW}).status == "build_failed"
 
 
 def test_build_failure_quotes_the_compiler(judge: Judge) -> None:
-    verdict = judge.verdict(world.TASK, SIMD | {KERNEL: SIMD[KERNEL].replace("vsigmoid(", "vsigmoit(")})
+    verdict = judge.verdict(corpus.TASK, SIMD | {KERNEL: SIMD[KERNEL].replace("vsigmoid(", "vsigmoit(")})
     assert "vsigmoit" in verdict.log and f"{KERNEL}:" in verdict.log
 
 
@@ -150,7 +150,7 @@ def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(
         for path in cache.iterdir():
             os.utime(path, (0, 0))
 
-    used, unused = world.files("honest", "simd"), {"kernels/forward.cpp": "no C++"}
+    used, unused = corpus.files("honest", "simd"), {"kernels/forward.cpp": "no C++"}
     first = builder()
     built = first.build(used)
     assert built.library is not None and first.build(unused).library is None
@@ -168,11 +168,11 @@ def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(
 def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path) -> None:
     pool = LocalPool(judge.params, tmp_path / "verdicts")
     pool._judge = judge
-    judge.verdict(world.TASK, SIMD)
-    runner = judge.benches[world.TASK.task_id].arms["eager"].runner
+    judge.verdict(corpus.TASK, SIMD)
+    runner = judge.benches[corpus.TASK.task_id].arms["eager"].runner
     assert runner is not None
     runner.signal(9)  # as the kernel does when memory runs out
-    assert pool.submit(Job(world.TASK, Candidate.of(SIMD), "0")).result(120).status == "correct"
+    assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(120).status == "correct"
     pool.executor.shutdown()
 
 
@@ -290,14 +290,14 @@ def task(
     inputs: str = "[torch.randn(256, 1024)]",
     arguments: str = "x",
 ) -> str:
-    code = world.CODE.replace("F.leaky_relu(torch.sigmoid(x) * self.scale - 0.3, 0.1)", forward)
+    code = corpus.CODE.replace("F.leaky_relu(torch.sigmoid(x) * self.scale - 0.3, 0.1)", forward)
     return code.replace("[torch.randn(256, 1024)]", inputs).replace(
         "forward(self, x)", f"forward(self, {arguments})"
     )
 
 
 def test_ordinary_task_is_admitted(judge: Judge) -> None:
-    admission = judge.admit(world.CODE)
+    admission = judge.admit(corpus.CODE)
     assert admission.admitted, admission
     assert admission.evidence["inputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
     assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
@@ -336,7 +336,7 @@ def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(jud
         (task(forward="self.missing(x)"), "does_not_run"),
         ("import torch\n", "does_not_run"),
         ("x = " + "-" * 50000 + "1\n", "does_not_run"),
-        (world.CODE + "#" * 300_000, "does_not_run"),
+        (corpus.CODE + "#" * 300_000, "does_not_run"),
         (task(inputs="__import__('os')._exit(0)"), "does_not_run"),
     ],
 )
@@ -355,16 +355,16 @@ def test_task_that_never_returns_is_refused_in_time(with_limits: Callable[[float
 def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path: Path) -> None:
     pool = LocalPool(ci_params, tmp_path / "verdicts")
     pool._judge = judge  # a warm one: the pool would start its own
-    job = Job(world.TASK, Candidate.of(SIMD), "3")
+    job = Job(corpus.TASK, Candidate.of(SIMD), "3")
     first = pool.submit(job).result(120)
     assert pool.submit(job).result(120) == first
     again = LocalPool(ci_params, tmp_path / "verdicts")
     assert again.submit(job).result(1) == first  # from the journal: this pool has no judge, and starts none
     assert again._judge is None
-    other = pool.submit(Job(world.TASK, Candidate.of(SIMD), "4")).result(120)
+    other = pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "4")).result(120)
     assert other.evidence["raw_seconds"] != first.evidence["raw_seconds"]
     evaluated = pool.submit(
-        Job(world.TASK, Candidate.of(world.files("honest", "naive")), "evaluation-1", compare_compile=True)
+        Job(corpus.TASK, Candidate.of(corpus.files("honest", "naive")), "evaluation-1", compare_compile=True)
     ).result(120)
     assert evaluated.status == "correct" and evaluated.speedup.compile is not None
     for each in (pool, again):
@@ -437,7 +437,7 @@ def test_a_large_task_has_fewer_families_and_is_judged(
     monkeypatch.setattr(task_bench, "FAMILY_BYTES", 1)
     monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", 1)
     answers = {
-        name: cold_judge.verdict(world.task(group, name), world.files(group, name)).status
+        name: cold_judge.verdict(corpus.task(group, name), corpus.files(group, name)).status
         for group, name in (("honest", "simd"), ("exploits", "pointer_cache"))
     }
     assert answers == {"simd": "correct", "pointer_cache": "wrong_output"}

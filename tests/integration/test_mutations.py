@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import pytest
 
 from components.judge import correctness, task_bench
@@ -38,7 +38,7 @@ INSIDE = (
 
 
 def verdict(judge: Judge, name: str) -> Verdict:
-    return judge.verdict(world.task("exploits", name), world.files("exploits", name))
+    return judge.verdict(corpus.task("exploits", name), corpus.files("exploits", name))
 
 
 def test_same_inputs_in_every_round(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +134,10 @@ def test_no_system_call_filter(cold_judge: Judge, monkeypatch: pytest.MonkeyPatc
 
 def seconds_between_rounds(judge: Judge) -> float:
     """CPU seconds that a candidate takes while nobody measures it."""
-    files = world.files("exploits", "loud_neighbour")
+    files = corpus.files("exploits", "loud_neighbour")
     library = judge.builder.build(files).library
     assert library is not None
-    with judge._bench(world.TASK) as bench, library.open("rb") as file:
+    with judge._bench(corpus.TASK) as bench, library.open("rb") as file:
         arm = TimedRunner(
             bench,
             {

@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import EVIDENCE, MEASURE, TASK, Script, World, call, params, tokenizer, verdict_of, write
+from agent_fixtures import (
+    EVIDENCE,
+    MEASURE,
+    TASK,
+    ScriptedPool,
+    ScriptedSampler,
+    call,
+    params,
+    tokenizer,
+    verdict_of,
+    write,
+)
 
 from components.agent.export import check_out, drop_in, hand_over, headline
 from components.agent.optimize import NOT_LEARNED, Outcome, SearchBudget, optimize, search_budget
@@ -49,14 +60,14 @@ class Scripted:
         self.params = params(context=4096)
 
     def sample(self, request: RolloutRequest) -> list[Trajectory]:
-        return run_episodes(request, Script(TOKENIZER, self.lines), TOKENIZER)
+        return run_episodes(request, ScriptedSampler(TOKENIZER, self.lines), TOKENIZER)
 
 
-def search(lines: Lines, world: Any = None, attempts: int = 2, task: KernelTask = TASK) -> Outcome:
+def search(lines: Lines, pool: Any = None, attempts: int = 2, task: KernelTask = TASK) -> Outcome:
     return optimize(
         Scripted(lines),
         task,
-        world or World(),
+        pool or ScriptedPool(),
         SearchBudget(attempts, turns=3),
         origin="my.py",
         progress=Quiet(),
@@ -67,13 +78,11 @@ def search(lines: Lines, world: Any = None, attempts: int = 2, task: KernelTask 
 
 
 def test_the_best_kernel_counts_also_when_a_trajectory_ends_worse() -> None:
-    world = World()
-    outcome = search(lambda i, t: f"{write([3.0, 1.2, 0.5][t] + i)}\n{call('Bash', command=MEASURE)}", world)
+    pool = ScriptedPool()
+    outcome = search(lambda i, t: f"{write([3.0, 1.2, 0.5][t] + i)}\n{call('Bash', command=MEASURE)}", pool)
     assert outcome.found and outcome.files["kernels/forward.cpp"] == "// 4.0\n"
     epochs = [
-        epoch.rpartition("/")[0]
-        for candidate, epoch in world.judged
-        if dict(candidate.files) == outcome.files
+        epoch.rpartition("/")[0] for candidate, epoch in pool.judged if dict(candidate.files) == outcome.files
     ]
     assert epochs == ["optimize", "evaluation/choice", "evaluation/reported"]
 
@@ -100,7 +109,7 @@ def test_a_gain_that_torch_compile_gives_as_well_is_said_to_be_so() -> None:
 
 
 def test_a_kernel_that_fails_when_measured_anew_is_no_gain() -> None:
-    class Fickle(World):
+    class Fickle(ScriptedPool):
         def submit(self, job: Job) -> Future[Verdict]:
             done: Future[Verdict] = Future()
             fails = job.epoch.startswith("evaluation/reported")
@@ -134,12 +143,14 @@ def test_a_module_that_cannot_be_judged_is_refused_in_one_sentence(
     reason: str, evidence: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=r"^my\.py: ") as raised:
-        search(lambda i, t: "Done.", World(Admission(False, reason, evidence)))
+        search(lambda i, t: "Done.", ScriptedPool(Admission(False, reason, evidence)))
     assert says in str(raised.value)
 
 
 def test_an_input_that_makes_no_difference_is_noted() -> None:
-    outcome = search(lambda i, t: write(3.0), World(Admission(False, "input_1_does_not_matter", EVIDENCE)))
+    outcome = search(
+        lambda i, t: write(3.0), ScriptedPool(Admission(False, "input_1_does_not_matter", EVIDENCE))
+    )
     assert outcome.found and "input 1 makes no difference" in outcome.notes[0]
 
 

@@ -39,7 +39,7 @@ def test_promotion_then_rollback_and_the_chain_tells_who_and_on_what(home: Path)
     assert promotion.verify() == []
 
 
-def test_settling_the_same_night_twice_adds_nothing(home: Path) -> None:
+def test_settling_the_same_run_twice_adds_nothing(home: Path) -> None:
     promotion = promotion_of(home)
     assert apply_decision(promotion, "1", key="k") == apply_decision(promotion, "1", key="k")
     assert len(promotion.chain.entries()) == 1

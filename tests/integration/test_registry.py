@@ -76,7 +76,7 @@ def register(client: Any, home: Path, key: str, folder: Path | None = None) -> s
     )
 
 
-def test_a_night_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) -> None:
+def test_a_run_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) -> None:
     first = MlflowRun(client, PARAMS, home, "reopened", "n")
     first.describe({"a": {"b": 1}, "c": [1, 2]}, {"code": "x"})
     again = MlflowRun(client, PARAMS, home, "reopened", "n")
@@ -88,7 +88,7 @@ def test_a_night_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) 
     assert other.run_id != first.run_id
 
 
-def test_the_machines_load_goes_on_where_a_killed_night_left_it(
+def test_the_machines_load_goes_on_where_a_killed_run_left_it(
     client: Any, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
@@ -225,7 +225,7 @@ def test_a_table_logged_twice_has_its_rows_once(client: Any, home: Path) -> None
     assert len(client.load_table(night.experiment_id, "tasks.json", run_ids=[night.run_id])) == 2
 
 
-def test_registering_a_night_twice_makes_one_version(client: Any, home: Path) -> None:
+def test_registering_a_run_twice_makes_one_version(client: Any, home: Path) -> None:
     assert register(client, home, "night-1") == register(client, home, "night-1")
     assert (
         len(client.search_model_versions(f"name = '{PARAMS.model}' and tag.`cuda_agent.run_key` = 'night-1'"))

@@ -116,7 +116,7 @@ def stored(home: Path) -> dict[str, set[str]]:
     return found | {"runs": {name for name in NAMES if f"runs/{key_of(name)[:12]}" in present}}
 
 
-def test_what_an_alias_or_a_night_refers_to_stays_whole_and_evidence_keeps_what_was_decided(
+def test_what_an_alias_or_a_run_refers_to_stays_whole_and_evidence_keeps_what_was_decided(
     home: Path,
 ) -> None:
     store_gc(profile="ci", home=str(home), as_json=False)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import pytest
 from surroundings import Surroundings, run
 
@@ -242,10 +242,10 @@ def test_a_warm_task_holds_no_more_descriptors_than_are_counted_for_it(judge: Ju
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    other = world.TASK.model_copy(update={"code": world.CODE.replace("- 0.3", "- 0.4")})
-    kernel = {name: text.replace("0.3f", "0.4f") for name, text in world.files("honest", "simd").items()}
+    other = corpus.TASK.model_copy(update={"code": corpus.CODE.replace("- 0.3", "- 0.4")})
+    kernel = {name: text.replace("0.3f", "0.4f") for name, text in corpus.files("honest", "simd").items()}
     judge.verdict(
-        world.TASK, world.files("honest", "simd"), compare_compile=True
+        corpus.TASK, corpus.files("honest", "simd"), compare_compile=True
     )  # what all tasks share is there now
     before = descriptors()
     assert judge.verdict(other, kernel, compare_compile=True).status == "correct"

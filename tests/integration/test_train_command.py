@@ -28,7 +28,7 @@ def refusal(*words: str) -> str:
     return str(error)
 
 
-def test_a_stage_runs_without_an_orchestrator_and_as_in_the_night(
+def test_a_stage_runs_without_an_orchestrator_and_as_in_the_run(
     inputs: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, result = alone

@@ -103,7 +103,7 @@ def test_the_schedule_makes_scheduled_runs(
     assert all(run["parameters"]["home"] == deployed["home"] and run["parameters"]["dated"] for run in runs)
 
 
-def test_two_nights_never_overlap(server: dict[str, str], deployed: dict[str, Any]) -> None:
+def test_two_runs_never_overlap(server: dict[str, str], deployed: dict[str, Any]) -> None:
     found = ask(server, "/deployments/filter")
     assert {entry["name"] for entry in found} == {"nightly", "data", "evaluation", "promotion", "approval"}
     for entry in found:
@@ -239,7 +239,7 @@ def test_an_unknown_pool_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         base_job_template("cpu", "kubernetes")
 
 
-def test_a_night_whose_heart_stopped_is_marked_as_crashed_and_goes_back_to_a_worker(
+def test_a_run_whose_heart_stopped_is_marked_as_crashed_and_goes_back_to_a_worker(
     server: dict[str, str], stopped: str
 ) -> None:
     def states() -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
-from night import REDUCED, Done, Survivor, manifest, run
+from run_fixtures import REDUCED, Done, Survivor, manifest, run
 
 from components.core.config import resolve
 from components.core.errors import UserError
@@ -87,7 +87,7 @@ def test_a_person_sees_stages_verdict_report_and_how_to_open_the_interfaces(firs
     assert f"data set {first.record['dataset']['version'][:12]}" in first.stderr_console
 
 
-def test_mlflow_shows_one_finished_night_with_the_same_figures(first: Done, home: Path) -> None:
+def test_mlflow_shows_one_finished_run_with_the_same_figures(first: Done, home: Path) -> None:
     params = resolve("ci").params.registry
     client = connect(params, home)
     found = client.search_runs([item.experiment_id for item in client.search_experiments()])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import pytest
 
 from components.agent.reward import MARGIN
 from components.judge.judge import Judge
 
 
-@pytest.mark.parametrize("name", world.names("honest"))
+@pytest.mark.parametrize("name", corpus.names("honest"))
 def test_honest_candidate_is_correct(name: str, judge: Judge) -> None:
-    verdict = judge.verdict(world.task("honest", name), world.files("honest", name), compare_compile=True)
+    verdict = judge.verdict(corpus.task("honest", name), corpus.files("honest", name), compare_compile=True)
     assert verdict.status == "correct", (verdict.reason, verdict.log)
     assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
     faster = (verdict.speedup.eager.estimate > MARGIN, verdict.speedup.compile.estimate > MARGIN)

@@ -60,7 +60,7 @@ def test_an_archive_at_a_path_with_a_blank_and_an_umlaut_that_nobody_may_write_o
     judged(run(command, around, checkout))
 
 
-def test_a_night_on_a_small_system_behind_a_proxy(outside_tmp: Path) -> None:
+def test_a_run_on_a_small_system_behind_a_proxy(outside_tmp: Path) -> None:
     """Run the pipeline from a read-only checkout, with /tmp noexec, 64 MB of shared memory and no HOME.
 
     Also 1,024 descriptors, the locale C and a proxy that does not answer.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import psutil
 import pytest
 import ray
@@ -21,7 +21,7 @@ from components.judge.pool import Candidate, Job, LocalPool, open_pool
 from components.training import critic, warmup
 from components.training.ray_launcher import run_on_ray
 
-SIMD = world.files("honest", "simd")
+SIMD = corpus.files("honest", "simd")
 MakePool = Callable[[Path], LocalPool]
 
 
@@ -74,13 +74,13 @@ def test_a_verdict_is_measured_once_per_epoch_and_journalled(
     make_pool: MakePool, ci_params: Params, tmp_path: Path
 ) -> None:
     pool = make_pool(tmp_path)
-    job = Job(world.TASK, Candidate.of(SIMD), "0")
+    job = Job(corpus.TASK, Candidate.of(SIMD), "0")
     first = pool.submit(job).result(200)
     assert first.status == "correct" and first.evidence.keys() >= {"seeds"}
     assert pool.submit(job).result(1) == first
     again = LocalPool(ci_params, tmp_path / "verdicts")
     assert again.submit(job).result(1) == first, "a journal means the same to every pool"
-    assert pool.submit(Job(world.TASK, Candidate.of(SIMD), "1")).result(200).status == "correct"
+    assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "1")).result(200).status == "correct"
     again.close()
 
 
@@ -91,8 +91,8 @@ def test_what_does_not_build_or_cheats_is_told_from_what_is_right(
     pool = make_pool(tmp_path)
     broken = dict(SIMD) | {"kernels/forward.cpp": "this is no C++"}
     futures = [
-        pool.submit(Job(world.TASK, Candidate.of(files), "0"))
-        for files in (broken, world.files("exploits", "zeros"), SIMD)
+        pool.submit(Job(corpus.TASK, Candidate.of(files), "0"))
+        for files in (broken, corpus.files("exploits", "zeros"), SIMD)
     ]
     assert [future.result(200).status for future in futures] == ["build_failed", "wrong_output", "correct"]
 
@@ -100,7 +100,7 @@ def test_what_does_not_build_or_cheats_is_told_from_what_is_right(
 @pytest.mark.timeout(300)
 def test_a_task_is_admitted_or_refused_with_its_reason(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(tmp_path)
-    refused = pool.admit(world.TASK.code.replace("return", "return 0 *", 1)).result(200)
+    refused = pool.admit(corpus.TASK.code.replace("return", "return 0 *", 1)).result(200)
     assert not refused.admitted and refused.reason not in ("", "infrastructure")
 
 
@@ -114,7 +114,7 @@ def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(
     )
     pool = open_pool(params, tmp_path / "verdicts")
     try:
-        future = pool.submit(Job(world.TASK, Candidate.of(SIMD), "0"))
+        future = pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0"))
         judges = pool.judge
         place = wait_for(lambda: 1 in judges.loads and judges.loads.index(1) + 1, 60) - 1
         # In the actor: whether it has started what builds and measures.
@@ -126,7 +126,7 @@ def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(
         )
         ray.kill(judges.actors[place], no_restart=False)
         assert future.result(250).status == "correct"
-        assert judges.failed == {world.TASK.task_id: place}, "the other one judged it"
+        assert judges.failed == {corpus.TASK.task_id: place}, "the other one judged it"
     finally:
         pool.close()
 

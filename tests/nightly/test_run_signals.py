@@ -14,7 +14,7 @@ import psutil
 CLI = [sys.executable, "-m", "components.cli"]
 
 
-def test_sigterm_to_all_of_a_night_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+def test_sigterm_to_all_of_a_run_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
     """Send SIGTERM to the whole process group, as a service manager does, with Prefect's server and DVC."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))

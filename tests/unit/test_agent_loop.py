@@ -16,9 +16,9 @@ from agent_fixtures import (
     CODE,
     MEASURE,
     TASK,
-    Script,
-    Talk,
-    World,
+    ScriptedChat,
+    ScriptedPool,
+    ScriptedSampler,
     call,
     completion,
     params,
@@ -58,7 +58,7 @@ def run(
     request = RolloutRequest(
         tasks=[TASK] * count,
         params=params(**more.pop("policy", {"context": 4096})),
-        pool=more.pop("pool", World()),
+        pool=more.pop("pool", ScriptedPool()),
         epoch="test",
         seed=0,
         max_turns=turns,
@@ -66,12 +66,12 @@ def run(
         temperature=1.0,
         **more,
     )
-    return run_episodes(request, Script(TOKENIZER, lines, cut), TOKENIZER)
+    return run_episodes(request, ScriptedSampler(TOKENIZER, lines, cut), TOKENIZER)
 
 
 def chat(talk: Any, *, turns: int = 6, count: int = 1, **policy: Any) -> list[Trajectory]:
     settings = params(prompt="full", context=32_768) if not policy else params(**policy)
-    return run_chats(rollout_request([TASK] * count, settings, World(), turns), talk)
+    return run_chats(rollout_request([TASK] * count, settings, ScriptedPool(), turns), talk)
 
 
 def rollout_request(tasks: list[KernelTask], settings: Params, pool: Any, turns: int) -> RolloutRequest:
@@ -113,7 +113,7 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
             run(lambda i, t: f"{write(float(i))}\n{call('Bash', command=MEASURE)}", count=200, pool=pool)
         else:
             writing = json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})
-            talks = Talk([[("Write", writing), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
+            talks = ScriptedChat([[("Write", writing), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
             tasks = [TASK.model_copy(update={"task_id": f"{i:016x}"}) for i in range(200)]
             run_chats(rollout_request(tasks, settings, pool, turns=4), talks)
     signal.signal(signal.SIGUSR1, before)
@@ -195,10 +195,10 @@ def test_a_full_window_ends_a_trajectory_with_its_record_whole() -> None:
 
 
 def test_shortening_makes_room_and_keeps_the_record_exact() -> None:
-    script = Script(TOKENIZER, lambda i, t: call("Read", file_path="binding_registry.h", limit=9))
+    script = ScriptedSampler(TOKENIZER, lambda i, t: call("Read", file_path="binding_registry.h", limit=9))
     settings = params(context=1500)
     request = dataclasses.replace(
-        rollout_request([TASK], settings, World(), turns=6), max_new_tokens=64, shorten_history=True
+        rollout_request([TASK], settings, ScriptedPool(), turns=6), max_new_tokens=64, shorten_history=True
     )
     (trajectory,) = run_episodes(request, script, TOKENIZER)
     assert trajectory.finish_reason == "turns" and len(trajectory.ids) > 1500
@@ -214,7 +214,7 @@ def test_the_clock_ends_a_trajectory_between_turns() -> None:
 
 
 def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
-    world = World()
+    pool = ScriptedPool()
 
     def lines(index: int, turn: int) -> str:
         if turn == 3:
@@ -222,7 +222,7 @@ def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
         measure = "echo $((6 * 7)); python3 -m utils.verification" if turn == 1 else MEASURE
         return f"{write(1.0 + turn + index / 100)}\n{call('Bash', command=measure)}"
 
-    trajectories = run(lines, count=64, pool=world)
+    trajectories = run(lines, count=64, pool=pool)
     for index, trajectory in enumerate(trajectories):
         assert trajectory.files["kernels/forward.cpp"] == f"// {3.0 + index / 100}\n"
         assert [turn.calls[1].observation.splitlines()[0] for turn in trajectory.turns[:3]] == [
@@ -233,7 +233,7 @@ def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
         assert len(trajectory.verdicts) == 4 and trajectory.finish_reason == "stop"
     speeds = [
         float(dict(candidate.files)["kernels/forward.cpp"].removeprefix("// "))
-        for candidate, _ in world.judged
+        for candidate, _ in pool.judged
     ]
     assert len(speeds) == 64 * 4 and [int(speed) for speed in speeds] == [1] * 64 + [2] * 64 + [3] * 128
 
@@ -271,7 +271,7 @@ def test_old_records_and_new_ones_are_read_alike(tmp_path: Path) -> None:
 
 def test_native_calls_are_answered_one_by_one() -> None:
     content = json.dumps({"file_path": "kernels/forward.cpp", "content": "// 2.5\n"})
-    talk = Talk(
+    talk = ScriptedChat(
         [[("Write", content), ("Bash", json.dumps({"command": MEASURE}))], [("Write", "{broken")], "Done."]
     )
     (trajectory,) = chat(talk)
@@ -292,7 +292,7 @@ def test_native_calls_are_answered_one_by_one() -> None:
 def test_a_server_that_knows_no_tools_is_told_of_them_in_words() -> None:
     arguments = {"file_path": "kernels/forward.cpp", "content": "// 2.5"}
     written = {"name": "Write", "arguments": arguments}
-    talk = Talk(
+    talk = ScriptedChat(
         [
             ToolsUnknown("400"),
             f"```json\n{json.dumps(written)}\n```",
@@ -310,7 +310,7 @@ def test_a_server_that_knows_no_tools_is_told_of_them_in_words() -> None:
 
 
 def test_a_server_that_fails_midway_ends_its_trajectory_with_what_there_was() -> None:
-    talk = Talk([write(2.5), ServerFailed("the server answers 500, 6 times")])
+    talk = ScriptedChat([write(2.5), ServerFailed("the server answers 500, 6 times")])
     (trajectory,) = chat(talk)
     assert (trajectory.finish_reason, trajectory.error, len(trajectory.turns), trajectory.reward) == (
         "server",
@@ -321,7 +321,7 @@ def test_a_server_that_fails_midway_ends_its_trajectory_with_what_there_was() ->
 
 
 def test_a_chats_oldest_observations_are_shortened_first() -> None:
-    talk = Talk([[("Read", '{"file_path": "SKILL.md"}')]] * 6 + ["Done."])
+    talk = ScriptedChat([[("Read", '{"file_path": "SKILL.md"}')]] * 6 + ["Done."])
     (trajectory,) = chat(talk, turns=7, prompt="full", context=8000)
     contents = [message["content"] for message in talk.heard[-1] if message["role"] == "tool"]
     shortened = trajectory.turns[-1].shortened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import judge_fixtures as world
+import judge_fixtures as corpus
 import pytest
 
 from components.core.config import Params
@@ -16,7 +16,7 @@ from components.judge.judge import Judge
 from components.judge.screen import screen_files, screen_symbols
 from components.sandbox.build import Builder
 
-SIMD = world.files("honest", "simd")
+SIMD = corpus.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
 
 
@@ -41,14 +41,14 @@ def test_symbols_behind_a_megabyte_of_others_are_not_overlooked(judge: Judge) ->
         "KERNEL(forward) {",
         f"{declared}{hidden}KERNEL(forward) {{\n  if (kept[3] != nullptr) system(nullptr);",
     )
-    verdict = judge.verdict(world.TASK, SIMD | {KERNEL: code})
+    verdict = judge.verdict(corpus.TASK, SIMD | {KERNEL: code})
     assert (verdict.status, verdict.reason) == ("forbidden", "symbol:too_many_symbols")
 
 
 @pytest.mark.timeout(60)
 def test_a_source_of_line_ends_holds_nobody_up(judge: Judge) -> None:
     """The look for an include of torch is quick at 100,000 lines: other threads wait for it."""
-    assert judge.verdict(world.TASK, SIMD | {KERNEL: SIMD[KERNEL] + "\n" * 1_000_000}).status == "correct"
+    assert judge.verdict(corpus.TASK, SIMD | {KERNEL: SIMD[KERNEL] + "\n" * 1_000_000}).status == "correct"
 
 
 def test_constructors_within_constructors_are_walked_once() -> None:
@@ -63,7 +63,7 @@ def test_constructors_within_constructors_are_walked_once() -> None:
 
 
 def test_kernels_behind_a_link_or_too_many_of_them_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "model_new.py").write_text(world.MODEL_NEW)
+    (tmp_path / "model_new.py").write_text(corpus.MODEL_NEW)
     (tmp_path / "kernels").symlink_to("/etc")
     with pytest.raises(UserError, match=r"kernels: a symbolic link"):
         read_workspace(tmp_path)

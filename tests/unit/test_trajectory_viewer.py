@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from agent_fixtures import MEASURE, TASK, Script, World, call, params, tokenizer, write
+from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, params, tokenizer, write
 
 from components.agent import trajectory_viewer
 from components.agent.replay import replay
@@ -30,11 +30,11 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def trajectory() -> Trajectory:
-    script = Script(TOKENIZER, lambda i, t: SAID[t])
+    script = ScriptedSampler(TOKENIZER, lambda i, t: SAID[t])
     request = RolloutRequest(
         tasks=[TASK],
         params=params(context=4096),
-        pool=World(),
+        pool=ScriptedPool(),
         epoch="t",
         seed=0,
         max_turns=9,
@@ -109,7 +109,7 @@ def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tm
 
 
 def test_a_replay_comes_to_the_same_observations(trajectory: Trajectory) -> None:
-    assert replay(trajectory, params(), World(), epoch="again") == []
+    assert replay(trajectory, params(), ScriptedPool(), epoch="again") == []
 
 
 def test_a_replay_reports_every_difference_but_measured_times(trajectory: Trajectory) -> None:
@@ -120,7 +120,7 @@ def test_a_replay_reports_every_difference_but_measured_times(trajectory: Trajec
     turns[0] = dataclasses.replace(turns[0], calls=(other, faster))
     files = trajectory.files | {"kernels/note.h": "y\n"}
     changed = dataclasses.replace(trajectory, turns=tuple(turns), files=files)
-    found = replay(changed, params(), World(), epoch="again")
+    found = replay(changed, params(), ScriptedPool(), epoch="again")
     assert [(one.turn, one.call, one.tool) for one in found] == [(1, 1, "Write"), (0, 2, "kernels/note.h")]
     assert (found[0].recorded, found[0].replayed) == (
         "Written kernels/other.cpp.",
@@ -130,4 +130,4 @@ def test_a_replay_reports_every_difference_but_measured_times(trajectory: Trajec
 
 def test_a_record_without_its_task_cannot_be_replayed(trajectory: Trajectory) -> None:
     with pytest.raises(UserError, match="cannot be replayed"):
-        replay(dataclasses.replace(trajectory, task=""), params(), World(), epoch="again")
+        replay(dataclasses.replace(trajectory, task=""), params(), ScriptedPool(), epoch="again")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from night import REDUCED
+from run_fixtures import REDUCED
 
 from components.core.config import PROJECT
 

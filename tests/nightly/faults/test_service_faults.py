@@ -47,7 +47,7 @@ source.deploy(name="nightly", work_pool_name="cpu", print_next_steps=False)
 
 
 @pytest.mark.timeout(300)
-def test_a_night_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -> None:
+def test_a_run_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -> None:
     """The pool and the automations are the project's; the flow is a small one of the same name."""
     (tmp_path / "world.py").write_text(FLOW)
     (tmp_path / "prefect").mkdir()
