@@ -305,7 +305,7 @@ def test_a_judge_that_cannot_work_is_not_the_policys_affair(tools: Tools, use: U
 def test_a_command_that_takes_too_long_is_ended_with_its_children(use: Use) -> None:
     begun = time.monotonic()
     assert "took longer than 0.5 s and was ended" in use("Bash", command="sleep 77 & sleep 78", timeout=500)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert use("Bash", command="ls /proc | grep -c '^[0-9]' ; echo in $(pwd)").endswith("in /workspace\n")
     assert "sleep" not in use("Bash", command="cat /proc/*/comm")
 
@@ -320,7 +320,7 @@ def test_a_shell_that_ends_itself_is_replaced(use: Use) -> None:
 
 def test_a_background_command_is_followed_and_killed(use: Use) -> None:
     name = use("Bash", command="echo one; sleep 0.3; echo two; sleep 300", run_in_background=True).split()[1]
-    deadline, said = time.monotonic() + 20, ""
+    deadline, said = time.monotonic() + 120, ""
     while "two" not in said and time.monotonic() < deadline:
         said += use("BashOutput", bash_id=name)
         time.sleep(0.05)
@@ -348,7 +348,7 @@ def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(
     marker = f"77{os.getpid()}"
     begun = time.monotonic()
     assert use("Bash", command=f"setsid nohup sleep {marker} & disown; echo gone") == "gone\n"
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert comes_to_pass(
         lambda: sleeps(marker)
     )  # the shell's answer may come before the child has become `sleep`

@@ -48,7 +48,7 @@ def answer_when_asked(version: str, answers: list[dict[str, Any]], refused: list
             state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Paused"])),
         )
         with get_client(sync_client=True) as client:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while (
                 not (found := client.read_flow_runs(flow_run_filter=paused)) and time.monotonic() < deadline
             ):

@@ -172,7 +172,7 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
     runner = judge.benches[corpus.TASK.task_id].arms["eager"].runner
     assert runner is not None
     runner.signal(9)  # as the kernel does when memory runs out
-    assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(120).status == "correct"
+    assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(600).status == "correct"
     pool.executor.shutdown()
 
 
@@ -356,16 +356,16 @@ def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path:
     pool = LocalPool(ci_params, tmp_path / "verdicts")
     pool._judge = judge  # a warm one: the pool would start its own
     job = Job(corpus.TASK, Candidate.of(SIMD), "3")
-    first = pool.submit(job).result(120)
-    assert pool.submit(job).result(120) == first
+    first = pool.submit(job).result(600)
+    assert pool.submit(job).result(600) == first
     again = LocalPool(ci_params, tmp_path / "verdicts")
-    assert again.submit(job).result(1) == first  # from the journal: this pool has no judge, and starts none
+    assert again.submit(job).result(30) == first  # from the journal: this pool has no judge, and starts none
     assert again._judge is None
-    other = pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "4")).result(120)
+    other = pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "4")).result(600)
     assert other.evidence["raw_seconds"] != first.evidence["raw_seconds"]
     evaluated = pool.submit(
         Job(corpus.TASK, Candidate.of(corpus.files("honest", "naive")), "evaluation-1", compare_compile=True)
-    ).result(120)
+    ).result(600)
     assert evaluated.status == "correct" and evaluated.speedup.compile is not None
     for each in (pool, again):
         each.executor.shutdown()

@@ -54,7 +54,7 @@ def test_where_user_namespaces_are_switched_off_every_command_says_so_at_once(
 ) -> None:
     around = Surroundings(settings={"user/max_user_namespaces": "0"})
     words = [str(tmp_path / "out") if word == "OUT" else word for word in command]
-    said = one_sentence(run([*CLI, *words, "--home", str(tmp_path)], around, PROJECT, seconds=60), code=3)
+    said = one_sentence(run([*CLI, *words, "--home", str(tmp_path)], around, PROJECT, seconds=150), code=3)
     assert "sysctl -w user.max_user_namespaces" in said
     assert not list(tmp_path.glob("stages/*")) and not list(tmp_path.glob("datasets/*")), "no work was spent"
 
@@ -62,10 +62,10 @@ def test_where_user_namespaces_are_switched_off_every_command_says_so_at_once(
 def test_where_a_container_refuses_namespaces_the_mend_is_the_containers(tmp_path: Path) -> None:
     around = Surroundings(refused=("unshare", "mount", "setns", "pivot_root", "umount2"))
     said = one_sentence(
-        run([*CLI, "judge", "agent_workdir", "--home", str(tmp_path)], around, PROJECT, seconds=60), code=3
+        run([*CLI, "judge", "agent_workdir", "--home", str(tmp_path)], around, PROJECT, seconds=150), code=3
     )
     assert "seccomp=unconfined" in said and "infra/prefect/kubernetes.json" in said
-    doctor = run([*CLI, "doctor", "--json"], around, PROJECT, seconds=60)
+    doctor = run([*CLI, "doctor", "--json"], around, PROJECT, seconds=150)
     found = {finding["name"]: finding for finding in json.loads(doctor.stdout)["findings"]}
     assert not found["isolation"]["here"] and "seccomp=unconfined" in found["isolation"]["cost"]
     assert doctor.returncode == 3
@@ -174,7 +174,7 @@ def test_a_home_whose_programs_cannot_be_loaded_is_one_sentence(outside_tmp: Pat
         [*CLI, "judge", "agent_workdir", "--home", str(home)],
         Surroundings(noexec=(str(home),)),
         PROJECT,
-        seconds=60,
+        seconds=150,
     )
     assert "noexec" in one_sentence(done, code=2) and "--home" in done.stderr
 

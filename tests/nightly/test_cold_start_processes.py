@@ -61,7 +61,7 @@ def test_two_processes_learn_what_one_does(
         torch.testing.assert_close(results[1][name], tensor, atol=2e-3, rtol=0)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ends", "says"), [((), RuntimeError), ((KeyboardInterrupt(),), KeyboardInterrupt)])
 def test_a_second_process_killed_while_it_waits_ends_the_first_at_once(
     params: Params,

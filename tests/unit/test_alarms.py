@@ -132,7 +132,7 @@ def test_metrics_of_a_stage_are_in_the_text_file_and_served(tmp_path: Path) -> N
     assert 'cuda_agent_stage_step{stage="agentic"} 4.0' in text
     port = free_port()
     telemetry.serve(port)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert 'cuda_agent_verdicts_total{status="correct"}' in answer.read().decode()
 
 

@@ -76,14 +76,14 @@ def test_a_run_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -> 
             )
         try:
             first = tmp_path / "attempt-0"
-            wait_for(lambda: first.is_file() and first.read_text(), 120)
+            wait_for(lambda: first.is_file() and first.read_text(), 400)
             os.kill(int(first.read_text()), signal.SIGKILL)
 
             def finished() -> list[dict[str, Any]]:
-                found = httpx.post(f"{url}/flow_runs/filter", json={}, timeout=30).json()
+                found = httpx.post(f"{url}/flow_runs/filter", json={}, timeout=120).json()
                 return [item for item in found if item["state_type"] == "COMPLETED"]
 
-            (done,) = wait_for(finished, 120)
+            (done,) = wait_for(finished, 400)
             assert done["run_count"] == 2 and (tmp_path / "attempt-1").is_file()
         finally:
             os.killpg(worker.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     with (folder / "mlflow.log").open("ab") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(lambda: answers(f"http://127.0.0.1:{port}/health"), 120)
+        wait_for(lambda: answers(f"http://127.0.0.1:{port}/health"), 400)
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
