@@ -17,8 +17,7 @@ from components.core.files import MANIFEST, digest_file, digest_json, write_json
 from components.core.progress import Progress
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
-from components.evaluation.evaluate import for_admission
-from components.judge.pool import open_pool
+from components.judge.pool import open_pool, with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
@@ -107,7 +106,7 @@ def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> C
     tracking.describe(run.params.model_dump(mode="json"), identity)
     tracking.dataset(data.version, run.home / data.folder, data.figures)
     tracking.watch()
-    pool = open_pool(for_admission(run.params), run.home / "verdicts")
+    pool = open_pool(with_any_duration(run.params), run.home / "verdicts")
     return Context(run, progress, pool, tracking, data)
 
 

@@ -31,7 +31,6 @@ COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
 FULL_TURNS = 30
 """Default number of turns of one trajectory with the full prompt."""
 TEMPERATURE = 1.0
-WHATEVER_TIME = (1e-9, 1e9)
 SHORT_SECONDS = 2e-5
 UNSURE = "_does_not_matter"
 NOT_LEARNED = "The module was not recognised as a chain of the operators that this policy has learned; a larger policy (--policy) is the one to ask."
@@ -157,11 +156,6 @@ def admitted_task(params: Params, task: KernelTask, origin: str, pool: Bench) ->
             f"One call takes {admission.evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call dominates, larger inputs would be more telling."
         )
     return task.model_copy(update={"evidence": admission.evidence}), notes
-
-
-def any_time(params: Params) -> Params:
-    """The parameters with which a user's module of any duration is admitted."""
-    return params.model_copy(update={"data": params.data.model_copy(update={"eager_seconds": WHATEVER_TIME})})
 
 
 def optimize(

@@ -1,14 +1,15 @@
-"""Reward of a trajectory: the milestone of its final verdict (CUDA Agent, eq. 1). The only definition.
+"""Rewards: the milestone of a verdict (CUDA Agent, eq. 1), and the raw speed-up of the paper's ablation.
 
-This file imports nothing at run time: the judge, a layer below, writes the milestone into each verdict with it.
+This file imports nothing at run time, since the judge, a lower layer, writes the milestone into each verdict with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from components.agent.trajectory import Trajectory
     from components.judge.verdict import Verdict
 
@@ -17,14 +18,14 @@ MARGIN = 1.05
 
 
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
-    """Return -1 for not correct, 1 for correct, 2 for faster than eager, 3 for faster than eager and torch.compile.
+    """Return -1 for not correct, 1 for correct, 2 for faster than eager, 3 for faster than torch.compile too.
 
     Only the verdict's status and measured ratios count; its own `milestone` field is not read.
     """
     if verdict.status != "correct":
         return -1
     eager, compiled = verdict.speedup.eager, verdict.speedup.compile
-    if eager is None or eager.estimate <= MARGIN:
+    if eager is None or not eager.estimate > MARGIN:  # NaN is not faster
         return 1
     return 3 if compiled is not None and compiled.estimate > MARGIN else 2
 

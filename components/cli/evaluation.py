@@ -74,9 +74,9 @@ def evaluate(
     from components.core.files import digest_json
     from components.core.progress_view import evaluation_table
     from components.evaluation.evaluate import evaluate as evaluate_policy
-    from components.evaluation.evaluate import for_admission
     from components.evaluation.report import write_evaluation_report
     from components.evaluation.suites import load_suite
+    from components.judge.pool import with_any_duration
 
     tasks = load_suite(resolved.params, dataset or newest_dataset(home))
     examined = find_policy(policy, model, resolved)
@@ -89,7 +89,7 @@ def evaluate(
             f"--resume: {folder} is not there, no such evaluation was begun; give the options of the first "
             "command, or leave --resume out."
         )
-    with judge_session(for_admission(params), home) as (pool, view):
+    with judge_session(with_any_duration(params), home) as (pool, view):
         results = evaluate_policy(
             examined, tasks, pool, folder, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit
         )

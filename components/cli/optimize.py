@@ -65,16 +65,17 @@ def optimize(
     """
     resolved = options.resolve_for_judging(f"device={device or default_device()}")
     from components.agent.export import check_out, hand_over, headline
-    from components.agent.optimize import any_time, search_budget
     from components.agent.optimize import optimize as search
+    from components.agent.optimize import search_budget
     from components.agent.user_module import user_task
     from components.cli.policies import find_policy
+    from components.judge.pool import with_any_duration
 
     task = user_task(module, class_name, inputs, init)
     folder = out_folder or Path(f"optimized-{module.stem}")
     check_out(folder)
     chosen = find_policy(policy, model, resolved)
-    params, home = any_time(chosen.params), home_of(resolved)
+    params, home = with_any_duration(chosen.params), home_of(resolved)
     with judge_session(params, home) as (pool, view):
         pool.prepare()
         limits = search_budget(params, attempts, turns, budget)

@@ -1,16 +1,15 @@
-"""Evaluate a policy on a suite: episodes in the agent loop, then each final answer measured anew in clean runners.
+"""Evaluation of a policy on a suite: episodes in the agent loop, then each final answer measured again.
 
-What counts for a task is the answer that the first attempt itself declares final. It is judged again under a new epoch,
-so that nothing selects the luckiest of several noisy measurements (the paper reports the best solution of a trajectory
-by its measured speed-up, which is optimistic).
+The result of a task is the answer that the first attempt itself declares final, judged again under a new epoch. So
+nothing selects the best of several noisy measurements, as reporting the best solution of a trajectory would.
 
-Everything is durable as soon as it is known, and a rerun in the same folder continues:
+Every result is on disk as soon as it is known, and a rerun in the same folder continues:
 
     out/plan.json               what is evaluated; another evaluation in the same folder is refused
     out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
     out/tasks/<task_id>.json    one result per task
-    out/cost.json               seconds that the device was held, by what for; an interrupted step is not counted
-    out/results.json            the evaluation; written last, its presence says that it is complete
+    out/cost.json               device-seconds by phase; an interrupted step is not counted
+    out/results.json            the evaluation; written last, so its presence says that it is complete
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 from components.agent.policies import Policy
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.progress import Progress
@@ -34,9 +32,10 @@ from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
-AGAIN = (0.0, 30.0, 120.0)
-"""Seconds until final answers on which the judge itself failed are measured again: at once, with the device to themselves; then
-when a lost node of judges can be back. After that the task is an error, and no gate lets an error pass."""
+RETRY_SECONDS = (0.0, 30.0, 120.0)
+"""Pauses before final answers on which the judge failed are measured again; the last retry's failures are errors."""
+SOUND = ("", "eager_time", "infrastructure")
+"""Reasons of an admission that do not make a task degenerate."""
 
 
 def evaluate(
@@ -50,11 +49,11 @@ def evaluate(
     seed: int,
     admit: Callable[[str], Future[Admission]] | None = None,
 ) -> Evaluation:
-    """Evaluate `policy` on `tasks` with its own parameters and leave the evidence in `out` (see the module's text).
+    """Evaluate `policy` on `tasks` with its own parameters, keeping all results in the folder `out`.
 
-    `epoch` names this evaluation to the judge: measurements are shared inside it and never across. `admit` tells whether
-    a cheat could pass on a task (the pool's; None trusts every task): such tasks count, and are marked degenerate.
-    Raises UserError when `out` holds a different evaluation, or the policy's server does not answer.
+    `epoch` names this evaluation to the judge, which shares measurements inside an epoch only. `admit`, the pool's
+    admission, tells whether a wrong kernel could pass on a task; such tasks count and are marked degenerate.
+    Raises UserError when `out` holds a different evaluation, or when the policy's server does not answer.
     """
     params = policy.params
     if not tasks:
@@ -87,7 +86,7 @@ def evaluate(
 
 
 def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
-    """What tells this evaluation from any other."""
+    """Return what distinguishes this evaluation from any other."""
     params = policy.params
     return {
         "policy_digest": policy.digest,
@@ -107,15 +106,17 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
 
 
 def _claim(out: Path, plan: dict[str, Any]) -> None:
+    """Write the plan, or check that it is the one that `out` was begun with."""
     file = out / "plan.json"
     if not file.is_file():
         write_json(file, plan)
         return
-    found = read_json(file)
-    different = sorted(key for key in plan if found.get(key) != plan[key])
+    begun = read_json(file)
+    different = sorted(key for key in plan if begun.get(key) != plan[key])
     if different:
         raise UserError(
-            f"{out}: holds another evaluation (its {', '.join(different)} differ); give another folder or delete this one."
+            f"{out}: holds another evaluation (its {', '.join(different)} differ); "
+            "give another folder or delete this one."
         )
 
 
@@ -129,27 +130,24 @@ def _attempts(
     progress: Progress,
     seed: int,
 ) -> list[list[Trajectory]]:
-    """The attempts of every task. Batches of tasks are the unit of resumption; their cut depends on parameters only."""
+    """Return the attempts of every task; batches, whose size depends on parameters only, are the unit of resumption."""
     settings = policy.params.evaluation
-    attempts = settings.attempts
-    size = max(1, policy.params.policy.batch // attempts)
-    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    found: list[list[Trajectory]] = []
-    for index, batch in enumerate(batches):
+    count = settings.attempts
+    size = max(1, policy.params.policy.batch // count)
+    attempts: list[list[Trajectory]] = []
+    for index, start in enumerate(range(0, len(tasks), size)):
         folder = out / "episodes" / f"{index:04d}"
         if folder.is_dir():
             trajectories = load_trajectories(folder)
         else:
             started = time.monotonic()
-            before = len(found) * attempts
 
-            def on_progress(finished: int, _: int, before: int = before) -> None:
-                progress.update("evaluation", before + finished, len(tasks) * (attempts + 1))
+            def on_progress(finished: int, _: int, before: int = start * count) -> None:
+                progress.update("evaluation", before + finished, len(tasks) * (count + 1))
 
-            repeated = [task for task in batch for _ in range(attempts)]
             trajectories = policy.sample(
                 RolloutRequest(
-                    tasks=repeated,
+                    tasks=[task for task in tasks[start : start + size] for _ in range(count)],
                     params=policy.params,
                     pool=pool,
                     epoch=f"episodes/{epoch}",
@@ -160,28 +158,29 @@ def _attempts(
                     on_progress=on_progress,
                 )
             )
-            if all(_unserved(trajectory) and not trajectory.turns for trajectory in trajectories):
+            if all(_server_failed(trajectory) and not trajectory.turns for trajectory in trajectories):
                 raise UserError(
-                    f"--policy {policy.name}: {trajectories[0].error}; mend the server, the same command continues."
+                    f"--policy {policy.name}: {trajectories[0].error}; "
+                    "mend the server, the same command continues."
                 )
             save_trajectories(folder, trajectories)
-            _spend(out, "episodes", time.monotonic() - started)
-        found += [trajectories[start : start + attempts] for start in range(0, len(trajectories), attempts)]
-    return found
+            _add_cost(out, "episodes", time.monotonic() - started)
+        attempts += [trajectories[first : first + count] for first in range(0, len(trajectories), count)]
+    return attempts
 
 
-def _unserved(trajectory: Trajectory) -> bool:
-    """Whether the policy's server failed: the trajectory says nothing about the policy."""
+def _server_failed(trajectory: Trajectory) -> bool:
+    """Whether the policy's server failed, so that the trajectory says nothing about the policy."""
     return trajectory.finish_reason == "server"
 
 
 def _measurable(attempt: Trajectory) -> bool:
-    return bool(attempt.files) and not _unserved(attempt)
+    return bool(attempt.files) and not _server_failed(attempt)
 
 
 def _measure(
     tasks: Sequence[KernelTask],
-    found: list[list[Trajectory]],
+    attempts: list[list[Trajectory]],
     pool: JudgePool,
     out: Path,
     admit: Callable[[str], Future[Admission]] | None,
@@ -189,10 +188,8 @@ def _measure(
     epoch: str,
     progress: Progress,
 ) -> list[TaskResult]:
-    """One result per task, in the suite's order; a task that stands twice in the suite is measured once."""
-    first = {
-        task.task_id: (task, attempts) for task, attempts in reversed(list(zip(tasks, found, strict=True)))
-    }
+    """Return one result per task in the suite's order; a task that is listed twice is measured once."""
+    first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
     results = {
         task_id: TaskResult.model_validate(read_json(file))
@@ -200,26 +197,27 @@ def _measure(
         if file.is_file()
     }
     admissions: dict[str, Future[Admission]] = {}
-    sampled = sum(map(len, found))
-    for delay in (*AGAIN, None):
+    sampled = sum(map(len, attempts))
+    for delay in (*RETRY_SECONDS, None):
         pending: dict[Future[Verdict], str] = {}
         started = time.monotonic()
-        for task_id, (task, attempts) in first.items():
+        for task_id, (task, own) in first.items():
             if task_id in results:
                 continue
-            # Tasks of our own data sets were admitted when they were made: their evidence says so.
+            # A task with evidence was admitted when its data set was made.
             if admit is not None and not task.evidence and task_id not in admissions:
                 admissions[task_id] = admit(task.code)
-            pending[_final(task, attempts[0], pool, epoch)] = task_id
+            pending[_final(task, own[0], pool, epoch)] = task_id
         for future in as_completed(pending):
             task_id, verdict = pending[future], future.result()
-            task, attempts = first[task_id]
-            if verdict.status == "infrastructure" and delay is not None and _measurable(attempts[0]):
+            task, own = first[task_id]
+            if verdict.status == "infrastructure" and delay is not None and _measurable(own[0]):
                 continue
-            degenerate = _degenerate(admissions[task_id].result()) if task_id in admissions else ""
-            results[task_id] = _result(task, attempts, verdict, degenerate)
+            reason = admissions[task_id].result().reason if task_id in admissions else ""
+            degenerate = "" if reason in SOUND else reason
+            results[task_id] = _result(task, own, verdict, degenerate)
             write_json(files[task_id], results[task_id].model_dump(mode="json"))
-            _spend(out, "final measurements", time.monotonic() - started)
+            _add_cost(out, "final measurements", time.monotonic() - started)
             started = time.monotonic()
             passed = sum(result.correct for result in results.values()) / len(results)
             progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
@@ -238,7 +236,7 @@ def _measure(
 
 
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
-    """What counts for the task; where the attempt wrote nothing there is nothing to measure, and its own verdict stands."""
+    """Measure the final answer again; an attempt that wrote nothing keeps its own verdict."""
     if _measurable(attempt):
         return pool.submit(
             Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=True)
@@ -246,30 +244,17 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
     done: Future[Verdict] = Future()
     done.set_result(
         Verdict(status="infrastructure", reason="server", log=attempt.error)
-        if _unserved(attempt)
+        if _server_failed(attempt)
         else attempt.final
     )
     return done
 
 
-def for_admission(params: Params) -> Params:
-    """The same parameters without the window of eager times: whether a task is sound does not depend on which ones are trained on."""
-    return params.model_copy(update={"data": params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})})
-
-
-SOUND = ("", "eager_time", "infrastructure")
-"""Admission's answers that say nothing against a task's soundness."""
-
-
-def _degenerate(admission: Admission) -> str:
-    return "" if admission.reason in SOUND else admission.reason
-
-
-def _spend(out: Path, what: str, seconds: float) -> None:
-    """Add to the seconds that the device was held."""
+def _add_cost(out: Path, phase: str, seconds: float) -> None:
+    """Add seconds for which a phase held the device."""
     file = out / "cost.json"
-    spent: dict[str, float] = read_json(file) if file.is_file() else {}
-    write_json(file, spent | {what: round(spent.get(what, 0.0) + seconds, 3)})
+    costs: dict[str, float] = read_json(file) if file.is_file() else {}
+    write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
 
 
 def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, degenerate: str) -> TaskResult:
@@ -285,7 +270,7 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
         speedup=verdict.speedup,
         attempts=tuple(
             Attempt(
-                status="infrastructure" if _unserved(attempt) else attempt.final.status,
+                status="infrastructure" if _server_failed(attempt) else attempt.final.status,
                 reward=attempt.reward,
                 turns=len(attempt.turns),
                 finish_reason=attempt.finish_reason,

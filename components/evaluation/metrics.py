@@ -1,10 +1,9 @@
-"""What an evaluation found, in figures: pass rate, faster rates, geometric means, fast_p, rewards, each with an interval.
+"""Figures of an evaluation: pass rate, faster rates, geometric means, fast_p and rewards, each with an interval.
 
-The definitions are KernelBench's with its faults mended: every task stays in every rate's denominator (there, tasks
-missing from the baseline file leave it silently), the geometric mean is exp of the mean log (a product of 250 ratios
-overflows), and a ratio counts only if it is a positive finite number (a runtime of zero is not fast).
+The definitions are KernelBench's with three corrections: every task stays in the denominator of every rate, the geometric
+mean is the exponential of the mean log, and a ratio counts only if it is positive and finite.
 
-Every figure is a ratio of two sums over tasks, so one matrix product gives all bootstrap draws of all figures.
+Every figure is a ratio of two sums over tasks, so that one matrix product gives it for all bootstrap samples.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ BASELINES: tuple[Baseline, ...] = ("eager", "compile")
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 RESAMPLES = 2000
 COVERAGE = 0.95
+# Prefixes of the names of figures that are shares of tasks.
 SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
 
 Array = NDArray[np.float64]
 
 
 class Attempt(FrozenModel):
-    """One trajectory on a task: what the judge said of its final answer at the end of the episode."""
+    """One trajectory on a task, with the status of its final answer at the end of the episode."""
 
     status: Status
     reward: float
@@ -41,7 +41,11 @@ class Attempt(FrozenModel):
 
 
 class TaskResult(FrozenModel):
-    """One task's result: the re-measured final answer of the first attempt, and what every attempt earned."""
+    """Result of one task: the final answer of its first attempt, measured again, and all attempts.
+
+    `source` is the task's program, `files` are the candidate's by workspace path. `degenerate` says why a wrong kernel
+    could pass on this task; it is empty for a sound one.
+    """
 
     task_id: str
     name: str = ""
@@ -54,12 +58,9 @@ class TaskResult(FrozenModel):
     speedup: Speedup = Speedup()
     attempts: tuple[Attempt, ...] = ()
     source: str = ""
-    """The task's program."""
     files: dict[str, str] = Field(default_factory=dict)
-    """The candidate's files by workspace path."""
     evidence: dict[str, Any] = Field(default_factory=dict)
     degenerate: str = ""
-    """Why a cheat could pass on this task (zeros, an input that does not matter, …); empty for a sound one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,32 +76,34 @@ class TaskResult(FrozenModel):
 
     @property
     def error(self) -> bool:
-        """The judge's own fault: neither a pass nor a miss."""
+        """Whether the judge itself failed: neither a pass nor a miss."""
         return self.status == "infrastructure"
 
     def ratio(self, baseline: Baseline) -> float | None:
-        """The measured speed-up of a correct solution; None where there is none."""
-        ratio: Ratio | None = self.speedup.eager if baseline == "eager" else self.speedup.compile
+        """Return the measured speed-up of a correct solution, or None."""
+        ratio: Ratio | None = getattr(self.speedup, baseline)
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:
             return None
         return ratio.estimate
 
 
 class Interval(FrozenModel):
-    """A 95 % bootstrap interval over tasks, exact binomial for shares of 0 and 1; None where no draw held a task that counts."""
+    """A 95 % bootstrap interval over tasks (exact binomial for shares of 0 and 1); None where no task counts."""
 
     low: float | None
     high: float | None
 
 
 class Pair(FrozenModel):
-    """One figure against both baselines; None where it is over no task at all."""
+    """One figure against both baselines; None where no task counts."""
 
     eager: float | None
     compile: float | None
 
 
 class Counts(FrozenModel):
+    """A number of tasks for both baselines."""
+
     eager: int
     compile: int
 
@@ -116,10 +119,10 @@ class FastP(FrozenModel):
 class Summary(FrozenModel):
     """Figures over one set of tasks.
 
-    Rates are over all `tasks`, errors included. `geomean` is over the correct solutions whose ratio was measured, how
-    many those are stands in `geomean_over`. `mean_reward` leaves out the errors: nobody is charged for the judge's own
-    faults. `attempts_*` and `pass_at` are over all attempts as the episodes ended, before the final re-measurement.
-    `intervals` has one entry per figure under its dotted name, for instance `faster_rate.compile` or `fast_p.eager.1.5`.
+    Rates are over all `tasks`, errors of the judge included; `beyond_margin` is the share that is more than 5 % faster.
+    `geomean` is over the `geomean_over` correct solutions whose ratio was measured; `mean_reward` leaves out errors.
+    `attempts_*` and `pass_at` (unbiased pass@k by k) are over all attempts as the episodes ended, before the final
+    measurement. `intervals` has one entry per figure by its dotted name, such as `fast_p.eager.1.5`.
     """
 
     tasks: int
@@ -128,7 +131,6 @@ class Summary(FrozenModel):
     pass_rate: float | None
     faster_rate: Pair
     beyond_margin: Pair
-    """Share of all tasks that are correct and more than 5 % faster (the milestone's margin)."""
     geomean: Pair
     geomean_over: Counts
     fast_p: FastP
@@ -137,57 +139,53 @@ class Summary(FrozenModel):
     attempts_mean_reward: float | None
     attempts_pass_rate: float | None
     pass_at: dict[str, float]
-    """Unbiased pass@k over attempts, by k."""
     intervals: dict[str, Interval]
 
 
 def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 0) -> Summary:
-    """The figures of a suite, or of any part of it, with seeded bootstrap intervals over its tasks.
+    """Return the figures over tasks, given as records or in their JSON form, with seeded bootstrap intervals.
 
-    Accepts records or their JSON form (rows of `tasks` in results.json). An empty sequence gives figures of None.
+    Without tasks, the figures are None.
     """
     rows = [
         result if isinstance(result, TaskResult) else TaskResult.model_validate(result) for result in results
     ]
-    figures = _figures(rows)
-    values, intervals = _estimate(figures, len(rows), seed)
+    values, intervals = _estimate(_figures(rows), len(rows), seed)
 
-    def rate(name: str) -> float:
-        value = values[name]
-        return 0.0 if value is None else value
+    def pair(figure: str) -> Pair:
+        return Pair(eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
 
-    over = {baseline: sum(row.ratio(baseline) is not None for row in rows) for baseline in BASELINES}
-    tried = [attempt for row in rows for attempt in row.attempts if attempt.status != "infrastructure"]
+    measured = {baseline: sum(row.ratio(baseline) is not None for row in rows) for baseline in BASELINES}
+    shares = {b: tuple(values[f"fast_p.{b}.{p:g}"] or 0.0 for p in FAST_P) for b in BASELINES}
+    attempts = [attempt for row in rows for attempt in row.attempts if attempt.status != "infrastructure"]
     return Summary(
         tasks=len(rows),
         correct=sum(row.correct for row in rows),
         errors=sum(row.error for row in rows),
         pass_rate=values["pass_rate"],
-        faster_rate=Pair(eager=values["faster_rate.eager"], compile=values["faster_rate.compile"]),
-        beyond_margin=Pair(eager=values["beyond_margin.eager"], compile=values["beyond_margin.compile"]),
-        geomean=Pair(eager=values["geomean.eager"], compile=values["geomean.compile"]),
-        geomean_over=Counts(eager=over["eager"], compile=over["compile"]),
-        fast_p=FastP(
-            p=FAST_P,
-            eager=tuple(rate(f"fast_p.eager.{p:g}") for p in FAST_P),
-            compile=tuple(rate(f"fast_p.compile.{p:g}") for p in FAST_P),
-        ),
+        faster_rate=pair("faster_rate"),
+        beyond_margin=pair("beyond_margin"),
+        geomean=pair("geomean"),
+        geomean_over=Counts(eager=measured["eager"], compile=measured["compile"]),
+        fast_p=FastP(p=FAST_P, eager=shares["eager"], compile=shares["compile"]),
         mean_reward=values["mean_reward"],
         milestones={
             str(level): sum(row.milestone == level and not row.error for row in rows)
             for level in (-1, 1, 2, 3)
         },
-        attempts_mean_reward=sum(attempt.reward for attempt in tried) / len(tried) if tried else None,
-        attempts_pass_rate=sum(attempt.status == "correct" for attempt in tried) / len(tried)
-        if tried
-        else None,
+        attempts_mean_reward=_mean([attempt.reward for attempt in attempts]),
+        attempts_pass_rate=_mean([attempt.status == "correct" for attempt in attempts]),
         pass_at=_pass_at(rows),
         intervals=intervals,
     )
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summary]:
-    """One summary per level that the suite names; empty for a suite without levels."""
+    """Return one summary per level; empty for a suite without levels."""
     levels = sorted({row.level for row in results if row.level is not None})
     return {
         str(level): summarise([row for row in results if row.level == level], seed=seed) for level in levels
@@ -195,7 +193,7 @@ def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summa
 
 
 class Change(FrozenModel):
-    """After minus before on the tasks that both have, paired by task; for geomeans the ratio after / before."""
+    """Paired change of a figure, after minus before (after / before for geometric means), with its interval."""
 
     value: float | None
     low: float | None
@@ -203,27 +201,22 @@ class Change(FrozenModel):
 
 
 def changes(before: Sequence[TaskResult], after: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Change]:
-    """Paired change of every figure: both sides are drawn with the same tasks, so that the tasks' difficulty cancels."""
+    """Return the change of every figure over the common tasks, with intervals paired by task."""
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
-    counts = _draws(len(pairs), seed)
-    found = {}
-    for name in new:
-        difference = _apply(new[name], counts) - _apply(old[name], counts)
-        value = float(
-            _apply(new[name], np.ones((1, len(pairs))))[0] - _apply(old[name], np.ones((1, len(pairs))))[0]
+    samples, once = _bootstrap_counts(len(pairs), seed), np.ones((1, len(pairs)))
+    return {
+        name: Change(
+            value=_scaled(name, float((_apply(new[name], once) - _apply(old[name], once))[0])),
+            **_bounds(name, _apply(new[name], samples) - _apply(old[name], samples)),
         )
-        low, high = _quantiles(difference)
-        scale = math.exp if name.startswith("geomean") else float
-        found[name] = Change(
-            value=_or_none(value, scale), low=_or_none(low, scale), high=_or_none(high, scale)
-        )
-    return found
+        for name in new
+    }
 
 
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
-    """By figure: what each task adds to the numerator and to the denominator."""
+    """Return, by figure, what each task adds to the numerator and to the denominator."""
     every = np.ones(len(rows))
     judged = np.array([not row.error for row in rows], dtype=float)
     figures = {
@@ -250,65 +243,57 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
 def _estimate(
     figures: dict[str, tuple[Array, Array]], tasks: int, seed: int
 ) -> tuple[dict[str, float | None], dict[str, Interval]]:
-    counts, once = _draws(tasks, seed), np.ones((1, tasks))
-    values, intervals = {}, {}
+    samples, once = _bootstrap_counts(tasks, seed), np.ones((1, tasks))
+    values = {name: _scaled(name, float(_apply(figure, once)[0])) for name, figure in figures.items()}
+    intervals = {}
     for name, figure in figures.items():
-        scale = math.exp if name.startswith("geomean") else float
-        values[name] = _or_none(float(_apply(figure, once)[0]), scale)
-        low, high = _quantiles(_apply(figure, counts))
-        if tasks and name.startswith(SHARES):
-            low, high = _exact_at_the_ends(values[name], low, high, tasks)
-        intervals[name] = Interval(low=_or_none(low, scale), high=_or_none(high, scale))
+        bounds = _bounds(name, _apply(figure, samples))
+        if tasks and name.startswith(SHARES) and values[name] in (0, 1):
+            # Every bootstrap sample of equal outcomes is equal: the exact binomial bound holds there.
+            miss = ((1 - COVERAGE) / 2) ** (1 / tasks)
+            bounds = {"low": 0.0, "high": 1 - miss} if values[name] == 0 else {"low": miss, "high": 1.0}
+        intervals[name] = Interval(**bounds)
     return values, intervals
 
 
-def _draws(tasks: int, seed: int) -> Array:
-    """How often each bootstrap sample holds each task, `[RESAMPLES, tasks]`."""
+def _bootstrap_counts(tasks: int, seed: int) -> Array:
+    """Return how often each bootstrap sample holds each task, [RESAMPLES, tasks]."""
     if tasks == 0:
         return np.zeros((RESAMPLES, 0))
-    return (
-        np.random.default_rng(seed)
-        .multinomial(tasks, np.full(tasks, 1 / tasks), size=RESAMPLES)
-        .astype(float)
-    )
+    shares = np.full(tasks, 1 / tasks)
+    return np.random.default_rng(seed).multinomial(tasks, shares, size=RESAMPLES).astype(float)
 
 
 def _apply(figure: tuple[Array, Array], counts: Array) -> Array:
-    """The figure for each row of counts; NaN where the row holds no task that counts."""
+    """Return the figure for each row of `counts`; NaN where the row holds no task that counts."""
     numerator, denominator = counts @ figure[0], counts @ figure[1]
     return np.divide(numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0)
 
 
-def _quantiles(draws: Array) -> tuple[float, float]:
-    draws = draws[~np.isnan(draws)]
-    if len(draws) == 0:
-        return math.nan, math.nan
-    low, high = np.quantile(draws, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return float(low), float(high)
+def _bounds(name: str, samples: Array) -> dict[str, float | None]:
+    """Return the ends of a figure's percentile interval over bootstrap samples."""
+    samples = samples[~np.isnan(samples)]
+    if len(samples) == 0:
+        return {"low": None, "high": None}
+    low, high = np.quantile(samples, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return {"low": _scaled(name, float(low)), "high": _scaled(name, float(high))}
 
 
-def _exact_at_the_ends(share: float | None, low: float, high: float, tasks: int) -> tuple[float, float]:
-    """Seven passes of seven do not prove 100 %, but every draw of them says so: there the exact binomial bound holds."""
-    if share == 1:
-        return ((1 - COVERAGE) / 2) ** (1 / tasks), 1.0
-    if share == 0:
-        return 0.0, 1 - ((1 - COVERAGE) / 2) ** (1 / tasks)
-    return low, high
-
-
-def _or_none(value: float, scale: Any) -> float | None:
-    return None if math.isnan(value) else float(scale(value))
+def _scaled(name: str, value: float) -> float | None:
+    """Return a figure in its own unit, from a mean log for geometric means; None for NaN."""
+    if math.isnan(value):
+        return None
+    return math.exp(value) if name.startswith("geomean") else value
 
 
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k), for every k that all tasks have attempts for."""
-    tried = [
+    """Return pass@k, the mean over tasks of 1 - C(n - c, k) / C(n, k), for every k that all tasks have attempts for."""
+    outcomes = [
         [attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"]
         for row in rows
     ]
-    fewest = min(map(len, tried), default=0)
     return {
-        str(k): math.fsum(1 - math.comb(len(a) - sum(a), k) / math.comb(len(a), k) for a in tried)
-        / len(tried)
-        for k in range(1, fewest + 1)
+        str(k): math.fsum(1 - math.comb(len(a) - sum(a), k) / math.comb(len(a), k) for a in outcomes)
+        / len(outcomes)
+        for k in range(1, min(map(len, outcomes), default=0) + 1)
     }

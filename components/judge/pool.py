@@ -211,6 +211,12 @@ class LocalPool:
             self._judge.close()
 
 
+def with_any_duration(params: Params) -> Params:
+    """Return `params` with which a task is admitted whatever its eager time."""
+    data = params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})
+    return params.model_copy(update={"data": data})
+
+
 def open_pool(params: Params, verdicts: Path) -> LocalPool:
     """The judges of this machine, or those of a Ray cluster where `sandbox.pool` says so; `verdicts` is the journal's folder.
 

@@ -136,7 +136,7 @@ def run(out: Path, pool: Any, script: Script, tasks: Sequence[KernelTask] = TASK
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.evaluation.evaluate.AGAIN", (0.0,))
+    monkeypatch.setattr("components.evaluation.evaluate.RETRY_SECONDS", (0.0,))
 
 
 def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_are_not(
@@ -159,7 +159,7 @@ def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_ar
         == run(tmp_path / "calm", LinePool(), Script(LINES)).tasks
     )
     assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [2, 2, 0, 1, 2]
-    monkeypatch.setattr("components.evaluation.evaluate.AGAIN", ())
+    monkeypatch.setattr("components.evaluation.evaluate.RETRY_SECONDS", ())
     assert run(tmp_path / "never", Recovering(), Script(LINES)).errors == 3
 
 
