@@ -1,9 +1,9 @@
-"""What an optimisation leaves in its folder: a workspace, a drop-in module, a report, the figures and the trajectories.
+"""Output folder of an optimisation.
 
-report.md          what was found, measured how, and what holds for its use
-result.json        the same figures for machines
-model_new.py       ModelNew for your own code: it loads the library that lies in workspace/
-workspace/         the judged files with the template around them, and the built library
+report.md          what was found, how it was measured, and how to use it
+result.json        the same figures for programs
+model_new.py       ModelNew for the user's code; it loads the library in workspace/
+workspace/         the template with the judged files and the built library
 trajectories/      everything that the policy tried
 """
 
@@ -21,7 +21,7 @@ from components.agent.trajectory import save_trajectories
 from components.core.config import PROJECT, Params
 from components.core.errors import UserError
 from components.core.files import atomic_folder, write_json
-from components.judge.verdict import Ratio, Verdict
+from components.judge.verdict import Ratio, Seconds, Speedup, Verdict
 from components.sandbox.build import Builder
 
 RESULT = "result.json"
@@ -44,7 +44,7 @@ _sys.modules["cuda_extension"] = _load(_pathlib.Path(__file__).resolve().parent 
 
 
 def drop_in(model_new: str) -> str:
-    """The source of model_new.py with the library's loading before its first statement that may need it."""
+    """Return model_new.py with the code that loads the library before the first statement that may need it."""
     tree = ast.parse(model_new)
     first = next(
         (
@@ -55,8 +55,8 @@ def drop_in(model_new: str) -> str:
         None,
     )
     lines = model_new.splitlines(keepends=True)
-    place = first.lineno - 1 if first is not None else len(lines)
-    return "".join([*lines[:place], LOADER, "\n", *lines[place:]])
+    index = first.lineno - 1 if first is not None else len(lines)
+    return "".join([*lines[:index], LOADER, "\n", *lines[index:]])
 
 
 def _docstring(node: ast.stmt) -> bool:
@@ -68,7 +68,7 @@ def _docstring(node: ast.stmt) -> bool:
 
 
 def write_workspace(folder: Path, code: str, files: dict[str, str], library: Path | None) -> None:
-    """The template with the task, the candidate's files and its library."""
+    """Copy the template and add the task, the candidate's files and its library."""
     template = PROJECT / "agent_workdir"
     shutil.copytree(
         template, folder, ignore=shutil.ignore_patterns("kernels", "model.py", "model_new.py", "__pycache__")
@@ -81,14 +81,14 @@ def write_workspace(folder: Path, code: str, files: dict[str, str], library: Pat
         shutil.copyfile(library, folder / "cuda_extension.so")
 
 
-def check_out(out: Path) -> None:
-    """UserError, before any work is done, when `out` holds something that is not an optimisation's."""
+def check_output_folder(out: Path) -> None:
+    """Raise UserError when `out` holds anything but the output of an optimisation."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RESULT).is_file())):
         raise UserError(f"--out {out}: it holds other files; give a new or empty folder.")
 
 
-def hand_over(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:
-    """Write the folder in one step and return the figures (DESIGN §12). `builds` is the judge's cache of libraries."""
+def export(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:
+    """Write the folder atomically and return the contents of result.json; `builds` is the judge's cache of libraries."""
     record = as_record(outcome, params, out, policy)
     with atomic_folder(out) as temporary:
         if outcome.found:
@@ -107,10 +107,8 @@ def as_record(outcome: Outcome, params: Params, out: Path, policy: str) -> dict[
     verdict = outcome.verdict
     return {
         "found": outcome.found,
-        "speedup": verdict.speedup.model_dump() if verdict is not None else {"eager": None, "compile": None},
-        "seconds_per_call": verdict.seconds.model_dump()
-        if verdict is not None
-        else {"candidate": None, "eager": None, "compile": None},
+        "speedup": (verdict.speedup if verdict is not None else Speedup()).model_dump(),
+        "seconds_per_call": (verdict.seconds if verdict is not None else Seconds()).model_dump(),
         "milestone": verdict.milestone if verdict is not None else -1,
         "out": str(out.resolve()),
         "turns": outcome.turns,
@@ -126,7 +124,7 @@ def as_record(outcome: Outcome, params: Params, out: Path, policy: str) -> dict[
 
 
 def headline(outcome: Outcome) -> str:
-    """The answer in one sentence."""
+    """Return the result in one sentence."""
     verdict = outcome.verdict
     if verdict is None:
         return (
@@ -158,7 +156,7 @@ def _microseconds(seconds: float | None) -> str:
 
 
 def report(outcome: Outcome, params: Params, policy: str) -> str:
-    """report.md."""
+    """Return the text of report.md."""
     lines = [f"# {outcome.task.name or 'Module'}: {headline(outcome)}", ""]
     verdict = outcome.verdict
     if verdict is not None and verdict.status == "correct":

@@ -1,7 +1,7 @@
-"""Optimise one module: several trajectories, the best kernels of them measured anew, and an honest answer.
+"""Optimisation of one module: sample several trajectories, measure their best kernels again, report one of them.
 
-The figure in the answer selects nothing: the trajectories' own verdicts choose a few kernels, a second measurement
-chooses one of those, and a third, in fresh runners, is what is reported.
+The reported figure selects nothing: the trajectories' own verdicts choose a few kernels, a second measurement chooses
+one of these, and a third measurement, in fresh runners, is reported.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
 FULL_TURNS = 30
 """Default number of turns of one trajectory with the full prompt."""
 TEMPERATURE = 1.0
-SHORT_SECONDS = 2e-5
-UNSURE = "_does_not_matter"
-NOT_LEARNED = "The module was not recognised as a chain of the operators that this policy has learned; a larger policy (--policy) is the one to ask."
+SHORT_SECONDS = 2e-5  # eager time below which the overhead of the call dominates
+UNSURE = "_does_not_matter"  # suffix of a reason that names an input without effect on the output
+NOT_LEARNED = (
+    "The module was not recognised as a chain of the operators that this policy has learned; "
+    "a larger policy (--policy) is the one to ask."
+)
 UNJUDGEABLE = {
     "zeros_pass": "an output of zeros would pass as right",
     "mean_passes": "a constant would pass as right",
@@ -47,8 +50,8 @@ UNJUDGEABLE = {
 }
 
 
-class Bench(JudgePool, Protocol):
-    """A judge pool that can say whether a task is fit for it, such as `LocalPool`."""
+class AdmittingPool(JudgePool, Protocol):
+    """A judge pool that can also admit tasks, such as `LocalPool`."""
 
     def admit(self, code: str) -> Future[Admission]: ...
 
@@ -76,31 +79,30 @@ def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: fl
 
 
 class RecordingPool:
-    """A judge pool that remembers which candidate got which verdict: the best one may not be a trajectory's last."""
+    """A judge pool that keeps the verdict of every candidate, since the best one may not be a trajectory's last."""
 
     def __init__(self, pool: JudgePool):
         self.pool = pool
         self.lock = threading.Lock()
-        self.asked: dict[Candidate, Future[Verdict]] = {}
+        self.futures: dict[Candidate, Future[Verdict]] = {}
 
     def prepare(self) -> None:
         self.pool.prepare()
 
     def submit(self, job: Job) -> Future[Verdict]:
         with self.lock:
-            self.asked[job.candidate] = future = self.pool.submit(job)
+            self.futures[job.candidate] = future = self.pool.submit(job)
         return future
 
     @property
     def judged(self) -> dict[Candidate, Verdict]:
-        """The verdicts that there are by now."""
+        """The verdicts that are known by now."""
         with self.lock:
-            done = {
-                candidate: future
-                for candidate, future in self.asked.items()
+            return {
+                candidate: future.result()
+                for candidate, future in self.futures.items()
                 if future.done() and not future.cancelled()
             }
-        return {candidate: future.result() for candidate, future in done.items()}
 
     def drop(self) -> None:
         self.pool.drop()
@@ -111,7 +113,11 @@ class RecordingPool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`verdict` is the reported measurement of `files`, None when no correct kernel was found; `notes` are for people."""
+    """Result of an optimisation.
+
+    `verdict` is the reported measurement of `files`, None when no kernel was correct. `judged` has one verdict for each
+    different candidate, `notes` are sentences for the user.
+    """
 
     task: KernelTask
     found: bool
@@ -119,7 +125,6 @@ class Outcome:
     files: dict[str, str]
     trajectories: tuple[Trajectory, ...]
     judged: tuple[Verdict, ...]
-    """One verdict for each different candidate."""
     notes: tuple[str, ...]
     seconds: float
 
@@ -128,40 +133,44 @@ class Outcome:
         return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
 
-def admitted_task(params: Params, task: KernelTask, origin: str, pool: Bench) -> tuple[KernelTask, list[str]]:
-    """The task with what the judge found out about it, and notes; UserError when the judge could not tell right from wrong.
+def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
+    """Return the task with the evidence of its admission, and notes for the user.
 
-    `pool` must have been made for params with `any_time`, so that the module may take as long as it likes.
+    Raises UserError when the module does not run, or when the judge could not tell a wrong kernel from a right one. `pool`
+    needs parameters from `with_any_duration`.
     """
     admission = pool.admit(task.code).result()
-    detail = " ".join(str(admission.evidence.get("detail", "")).split())
+    evidence = admission.evidence
+    detail = " ".join(str(evidence.get("detail", "")).split())
     if admission.reason == "infrastructure":
         raise UserError(f"{origin}: the judge failed ({detail}); run cuda-agent doctor.")
     if admission.reason == "does_not_run":
         raise UserError(
-            f"{origin}: the module does not run by itself ({detail}); mend it: it may import torch, and nothing of your own."
+            f"{origin}: the module does not run by itself ({detail}); "
+            "mend it: it may import torch, and nothing of your own."
         )
     notes = []
-    if not admission.admitted and not admission.reason.endswith(UNSURE):
-        why = UNJUDGEABLE.get(admission.reason, admission.reason)
-        raise UserError(
-            f"{origin}: the judge could not tell a wrong kernel from a right one: {why}; give other inputs or another module."
-        )
     if admission.reason.endswith(UNSURE):
-        notes.append(
-            f"{admission.reason.removesuffix(UNSURE).replace('_', ' ', 1)} makes no difference to the output, so nothing about it was checked."
+        name = admission.reason.removesuffix(UNSURE).replace("_", " ", 1)
+        notes.append(f"{name} makes no difference to the output, so nothing about it was checked.")
+    elif not admission.admitted:
+        reason = UNJUDGEABLE.get(admission.reason, admission.reason)
+        raise UserError(
+            f"{origin}: the judge could not tell a wrong kernel from a right one: {reason}; "
+            "give other inputs or another module."
         )
-    if admission.evidence["eager_seconds"] < SHORT_SECONDS:
+    if evidence["eager_seconds"] < SHORT_SECONDS:
         notes.append(
-            f"One call takes {admission.evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call dominates, larger inputs would be more telling."
+            f"One call takes {evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call dominates, "
+            "larger inputs would be more telling."
         )
-    return task.model_copy(update={"evidence": admission.evidence}), notes
+    return task.model_copy(update={"evidence": evidence}), notes
 
 
 def optimize(
     policy: Policy,
     task: KernelTask,
-    pool: Bench,
+    pool: AdmittingPool,
     budget: SearchBudget,
     *,
     origin: str,
@@ -172,7 +181,7 @@ def optimize(
     The same search finds its verdicts in the judge's journal, so that an interrupted one continues.
     """
     begun, params = time.monotonic(), policy.params
-    task, notes = admitted_task(params, task, origin, pool)
+    task, notes = admitted_task(task, origin, pool)
     if params.policy.prompt == "compact" and canonicalize(task.code) is None:
         notes.append(NOT_LEARNED)
     epoch = digest_json([task.task_id, policy.version, str(budget.turns), str(params.seed)])[:16]
@@ -194,12 +203,26 @@ def optimize(
             ),
         )
     )
+    notes += _failures(trajectories, recorder)
+    chosen, verdict = _measure_again(task, recorder, pool, epoch, progress)
+    eager = verdict.speedup.eager if verdict is not None and verdict.status == "correct" else None
+    return Outcome(
+        task=task,
+        found=verdict is not None and eager is not None and verdict.milestone >= 2 and eager.low > 1,
+        verdict=verdict,
+        files=dict(chosen.files) if chosen is not None else {},
+        trajectories=tuple(trajectories),
+        judged=tuple(recorder.judged.values()),
+        notes=tuple(notes),
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[str]:
+    """Return notes on failures of the server and the judge; UserError when the server answered no turn at all."""
+    notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
-    if (
-        failed
-        and len(failed) == len(trajectories)
-        and not any(trajectory.turns for trajectory in trajectories)
-    ):
+    if failed and len(failed) == len(trajectories) and not any(one.turns for one in trajectories):
         raise UserError(f"--policy: {failed[0]}; mend the server or give another policy.")
     if failed:
         notes.append(
@@ -210,36 +233,31 @@ def optimize(
         notes.append(
             f"The judge itself failed on {broken} candidates; they count as neither right nor wrong."
         )
+    return notes
+
+
+def _measure_again(
+    task: KernelTask, recorder: RecordingPool, pool: JudgePool, epoch: str, progress: Progress
+) -> tuple[Candidate | None, Verdict | None]:
+    """Choose a kernel by a second measurement of the fastest ones, and return it with its third."""
+
+    def measure(candidate: Candidate, purpose: str) -> Verdict:
+        job = Job(task, candidate, f"evaluation/{purpose}/{epoch}", compare_compile=True)
+        return pool.submit(job).result()
 
     finalists = sorted(_correct(recorder).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
-    again: dict[Candidate, Verdict] = {}
+    again: dict[Candidate, float] = {}
     for number, (candidate, _) in enumerate(finalists):
         progress.update("measuring anew", number, len(finalists) + 1)
-        again[candidate] = pool.submit(
-            Job(task, candidate, f"evaluation/choice/{epoch}", compare_compile=True)
-        ).result()
-    chosen = max(
-        (item for item in again.items() if item[1].status == "correct"),
-        key=lambda item: _speed(item[1]),
-        default=None,
-    )
-    verdict = None
-    if chosen is not None:
-        verdict = pool.submit(
-            Job(task, chosen[0], f"evaluation/reported/{epoch}", compare_compile=True)
-        ).result()
-        progress.update("measuring anew", len(finalists) + 1, len(finalists) + 1)
-    eager = verdict.speedup.eager if verdict is not None and verdict.status == "correct" else None
-    return Outcome(
-        task=task,
-        found=verdict is not None and eager is not None and verdict.milestone >= 2 and eager.low > 1,
-        verdict=verdict,
-        files=dict(chosen[0].files) if chosen is not None else {},
-        trajectories=tuple(trajectories),
-        judged=tuple(recorder.judged.values()),
-        notes=tuple(notes),
-        seconds=time.monotonic() - begun,
-    )
+        verdict = measure(candidate, "choice")
+        if verdict.status == "correct":
+            again[candidate] = _speed(verdict)
+    if not again:
+        return None, None
+    chosen = max(again, key=lambda candidate: again[candidate])
+    reported = measure(chosen, "reported")
+    progress.update("measuring anew", len(finalists) + 1, len(finalists) + 1)
+    return chosen, reported
 
 
 def _correct(recorder: RecordingPool) -> dict[Candidate, Verdict]:

@@ -1,10 +1,11 @@
-"""The trajectory: exactly what the policy saw and produced, as files readable without this project.
+"""The trajectory: exactly what the policy saw and produced, in files that need no code of this project to read.
 
-Token in, token out: `ids` holds the sampled ids verbatim and is never made again from text (DESIGN §4).
+`ids` holds the sampled token ids themselves; they are never encoded again from text.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,36 +18,43 @@ from components.core.errors import UserError
 from components.core.files import atomic_folder
 from components.judge.verdict import Verdict
 
+SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler_logprob": np.float32}
+
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool with its observation; `valid` is False when it did not parse or names no tool."""
+    """One tool call with its observation; `valid` is False when it did not parse, `verdicts` counts its verdicts."""
 
     name: str
     arguments: dict[str, Any]
     observation: str
     valid: bool = True
     verdicts: int = 0
-    """How many of the trajectory's verdicts this call asked for."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant message (`text` is decoded for people) and the calls that it made."""
+    """One assistant message, decoded as `text`, and its calls.
+
+    `shortened` is the number of the oldest observations that were shortened in the history it was sampled from.
+    """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     shortened: int = 0
-    """So many earlier observations, the oldest, stood shortened in the history that this turn was sampled from."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode. Sequences have the length of `ids`; `action_mask` is 1 on the policy's own tokens.
+    """One episode; sequences have the length of `ids` and are empty where the policy is a chat server.
 
-    `sampler_logprob` is the sampler's log-probability (nats) of each own token, 0 elsewhere. `reward` is the milestone
-    reward and belongs to the last own token. `finish_reason` is stop, length (a token or context limit), turns, time or
-    server (the policy's server failed). A server that speaks text only leaves the sequences empty.
+    `action_mask` is 1 on the tokens that the policy sampled, and `sampler_logprob` their log-probability in nats, 0
+    elsewhere. `verdicts` are all in order; the last one, of the final answer, gives the milestone `reward`.
+    `finish_reason` is stop, length (a token or context limit), turns, time or server (the policy's server failed, for
+    the reason `error`). `policy_version` is the checkpoint's digest and update count. `files` are the candidate's at the
+    end by workspace path, `start` those before the first turn. With `task`, the source, and `settings` (`device`,
+    `in_turns`: several turns were allowed, `context`: window in tokens), a trajectory can be replayed without its
+    data set.
     """
 
     task_id: str
@@ -55,21 +63,14 @@ class Trajectory:
     sampler_logprob: tuple[float, ...]
     turns: tuple[Turn, ...]
     verdicts: tuple[Verdict, ...]
-    """Every verdict in order; the last one is of the final answer and gives the reward."""
     reward: float
     finish_reason: str
     policy_version: str
-    """Checkpoint digest and update count that sampled it."""
     files: dict[str, str] = field(default_factory=dict)
-    """The candidate's final files by workspace path."""
     error: str = ""
-    """Why the policy could not go on, when its server failed."""
     task: str = ""
-    """The task's source; with `start` and `settings` the record can be replayed without the data set."""
     start: dict[str, str] = field(default_factory=dict)
-    """The candidate's files before the first turn: the starter, where there is one."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """`device`, `in_turns` (whether it was a trajectory of several turns) and `context`, the window in tokens."""
 
     @property
     def final(self) -> Verdict:
@@ -77,39 +78,26 @@ class Trajectory:
 
 
 def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
-    """Write `trajectories.jsonl` (all but tokens) and `tokens.safetensors` (ids, action_mask, sampler_logprob, offsets)."""
-    lines: list[str] = []
-    ids: list[int] = []
-    mask: list[int] = []
-    logprob: list[float] = []
-    offsets = [0]
+    """Write trajectories.jsonl (all but tokens) and tokens.safetensors (ids, action_mask, sampler_logprob, offsets)."""
+    lines = []
     for trajectory in trajectories:
-        record = asdict(trajectory)
-        for key in ("ids", "action_mask", "sampler_logprob"):
-            del record[key]
+        record = {key: value for key, value in asdict(trajectory).items() if key not in SEQUENCES}
         record["verdicts"] = [verdict.model_dump() for verdict in trajectory.verdicts]
-        lines.append(json.dumps(record, ensure_ascii=False))
-        ids += trajectory.ids
-        mask += trajectory.action_mask
-        logprob += trajectory.sampler_logprob
-        offsets.append(len(ids))
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    tokens: dict[str, Any] = {
+        name: np.array([x for trajectory in trajectories for x in getattr(trajectory, name)], dtype=dtype)
+        for name, dtype in SEQUENCES.items()
+    }
+    offsets = list(itertools.accumulate((len(trajectory.ids) for trajectory in trajectories), initial=0))
     with atomic_folder(folder) as temporary:
-        (temporary / "trajectories.jsonl").write_bytes(
-            "".join(line + "\n" for line in lines).encode(errors="backslashreplace")
-        )  # JSON's own escapes
-        save_file(
-            {
-                "ids": np.array(ids, dtype=np.int32),
-                "action_mask": np.array(mask, dtype=np.uint8),
-                "sampler_logprob": np.array(logprob, dtype=np.float32),
-                "offsets": np.array(offsets, dtype=np.int64),
-            },
-            temporary / "tokens.safetensors",
-        )
+        # A lone surrogate, which JSON can spell, is written as JSON's own escape.
+        text = "".join(lines).encode(errors="backslashreplace")
+        (temporary / "trajectories.jsonl").write_bytes(text)
+        save_file(tokens | {"offsets": np.array(offsets, dtype=np.int64)}, temporary / "tokens.safetensors")
 
 
 def load_trajectories(folder: Path) -> list[Trajectory]:
-    """Read what `save_trajectories` wrote; UserError when the two files disagree."""
+    """Read what `save_trajectories` wrote; raises UserError when a file is damaged or the two disagree."""
     try:
         records = [
             json.loads(line) for line in (folder / "trajectories.jsonl").read_text().split("\n") if line
@@ -126,10 +114,7 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
         )
     result = []
     for number, (record, start, end) in enumerate(zip(records, offsets[:-1], offsets[1:], strict=True), 1):
-        sequences = {
-            name: tuple(tokens[name][start:end].tolist())
-            for name in ("ids", "action_mask", "sampler_logprob")
-        }
+        sequences = {name: tuple(tokens[name][start:end].tolist()) for name in SEQUENCES}
         try:
             turns = tuple(
                 Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])}))

@@ -64,7 +64,7 @@ def optimize(
     Exit code 0 in both cases.
     """
     resolved = options.resolve_for_judging(f"device={device or default_device()}")
-    from components.agent.export import check_out, hand_over, headline
+    from components.agent.export import check_output_folder, export, headline
     from components.agent.optimize import optimize as search
     from components.agent.optimize import search_budget
     from components.agent.user_module import user_task
@@ -73,14 +73,14 @@ def optimize(
 
     task = user_task(module, class_name, inputs, init)
     folder = out_folder or Path(f"optimized-{module.stem}")
-    check_out(folder)
+    check_output_folder(folder)
     chosen = find_policy(policy, model, resolved)
     params, home = with_any_duration(chosen.params), home_of(resolved)
     with judge_session(params, home) as (pool, view):
         pool.prepare()
         limits = search_budget(params, attempts, turns, budget)
         outcome = search(chosen, task, pool, limits, origin=str(module), progress=view)
-    record = hand_over(outcome, params, folder, home / "judge" / "builds", f"{policy} ({chosen.version})")
+    record = export(outcome, params, folder, home / "judge" / "builds", f"{policy} ({chosen.version})")
     for line in (headline(outcome), *(f"  {note}" for note in outcome.notes), f"{folder}/report.md"):
         print_line(line)
     return Output(record)

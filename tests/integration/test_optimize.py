@@ -26,7 +26,7 @@ from agent_fixtures import (
     write,
 )
 
-from components.agent.export import check_out, drop_in, hand_over, headline
+from components.agent.export import check_output_folder, drop_in, export, headline
 from components.agent.optimize import NOT_LEARNED, Outcome, SearchBudget, optimize, search_budget
 from components.agent.policies import folder_policy, with_policy_settings
 from components.agent.rollout import RolloutRequest
@@ -249,13 +249,13 @@ def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(UserError, match="it holds other files"):
-        check_out(tmp_path)
-    check_out(tmp_path / "new")
+        check_output_folder(tmp_path)
+    check_output_folder(tmp_path / "new")
 
 
 def test_no_gain_leaves_a_report_of_what_was_tried(tmp_path: Path, judge: Judge) -> None:
     outcome = search(lambda i, t: write(["build_failed", 0.5][t]) if t < 2 else "Done.")
-    record = hand_over(outcome, params(), tmp_path / "out", judge.builder.cache, "script")
+    record = export(outcome, params(), tmp_path / "out", judge.builder.cache, "script")
     assert not record["found"] and record["speedup"]["eager"]["estimate"] == 0.5
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "model.py",
@@ -312,7 +312,7 @@ def optimised(judge: Judge, pool: LocalPool, tmp_path_factory: pytest.TempPathFa
     )
     assert outcome.found, headline(outcome)
     out = tmp_path_factory.mktemp("optimised") / "out"
-    record = hand_over(outcome, params(), out, judge.builder.cache, "script")
+    record = export(outcome, params(), out, judge.builder.cache, "script")
     assert record["found"] and json.loads((out / "result.json").read_text()) == record
     return out
 
