@@ -27,6 +27,8 @@ from components.sandbox import clock, isolation
 
 TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
+TEMPORARY_BYTES = 1 << 28
+"""Capacity of the shell's /tmp."""
 MEMORY_BYTES = 4 << 30
 """Limit of the shell's memory."""
 MAX_FILE_BYTES = 64 << 20
@@ -242,41 +244,27 @@ class Shell:
             command[-1] = DRIVER.replace("/workspace", str(self.workspace))
             environment = _environment(str(self.control), str(self.output))
             return self._popen(command, (), os.environ | environment | {"HOME": str(self.workspace)})
-        isolated = isolation.bubblewrap(
-            device="cpu",
-            paths=isolation.interpreter_paths()
-            | {
-                self.control: "/control",
-                self.base / "model.py": "/workspace/model.py",
-                TEMPLATE / "utils": "/workspace/utils",
-            }
-            | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES},
-            writable={"/workspace": self.workspace, "/output": self.output},
-            temporary_bytes=1 << 28,
-            keep_capabilities=False,
-        )
         interpreter = Path(sys.base_prefix).resolve() / "bin"
         environment = _environment("/control", "/output") | {
             "PATH": f"/usr/local/bin:/usr/bin:/bin:{interpreter}",
             "TMPDIR": "/tmp",
         }
-        options = [word for key, value in environment.items() for word in ("--setenv", key, value)]
-        limited = isolation.with_limits(
-            command, memory_bytes=MEMORY_BYTES, file_bytes=MAX_FILE_BYTES, seconds=CPU_SECONDS
-        )
-        filter_fd = os.memfd_create("seccomp")
-        try:
-            os.write(filter_fd, isolation.seccomp_program("baseline"))
-            os.lseek(filter_fd, 0, os.SEEK_SET)
-            options += ["--seccomp", str(filter_fd)]
-            index = isolated.index("--chdir")
-            return self._popen(
-                [*isolated[:index], *options, *isolated[index:], *limited],
-                (filter_fd,),
-                isolation.BUBBLEWRAP_ENVIRONMENT,
-            )
-        finally:
-            os.close(filter_fd)
+        folders = {
+            self.control: "/control",
+            self.base / "model.py": "/workspace/model.py",
+            TEMPLATE / "utils": "/workspace/utils",
+        } | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES}
+        with isolation.confined(
+            command,
+            paths=isolation.interpreter_paths() | folders,
+            writable={"/workspace": self.workspace, "/output": self.output},
+            variables=environment,
+            temporary_bytes=TEMPORARY_BYTES,
+            memory_bytes=MEMORY_BYTES,
+            file_bytes=MAX_FILE_BYTES,
+            seconds=CPU_SECONDS,
+        ) as (confined, filter_fd):
+            return self._popen(confined, (filter_fd,), isolation.BUBBLEWRAP_ENVIRONMENT)
 
     def _popen(
         self, command: list[str], pass_fds: tuple[int, ...], environment: Mapping[str, str]

@@ -1,6 +1,6 @@
-"""Limits in wall time that do not count while the machine stands still: a closed laptop, a paused virtual machine, a stopped process.
+"""Limits in wall time that do not count while the machine is suspended: a closed laptop, a paused virtual machine, a stopped process.
 
-Whoever waits looks every second. A look that comes much later than it was asked for says that nothing ran meanwhile.
+Whoever waits polls every second. A poll that returns much later than requested shows that nothing ran meanwhile.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ import subprocess
 import time
 
 POLL_SECONDS = 1.0
-"""How long at most to wait between two looks."""
+"""Longest wait between two polls."""
 SUSPEND_SECONDS = 1.0
-"""How much later than asked for a look may come, and still be charged in full."""
+"""Largest delay of a poll that is still charged in full."""
 
 
-def charged_seconds(elapsed: float, asked: float) -> float:
-    """How many of the `elapsed` seconds of a wait of `asked` seconds count."""
-    return min(elapsed, asked + SUSPEND_SECONDS)
+def charged_seconds(elapsed: float, requested: float) -> float:
+    """Return how many of the `elapsed` seconds of a poll of `requested` seconds count towards a limit."""
+    return min(elapsed, requested + SUSPEND_SECONDS)
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """The exit status of `process`; after `seconds` it is killed and subprocess.TimeoutExpired raised."""
-    left = seconds
+    """Return the exit status of `process`; after `seconds` kill it and raise subprocess.TimeoutExpired."""
+    remaining = seconds
     while True:
-        began, asked = time.monotonic(), min(left, POLL_SECONDS)
+        start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)
         try:
-            return process.wait(asked)
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            left -= charged_seconds(time.monotonic() - began, asked)
-            if left <= 0:
+            remaining -= charged_seconds(time.monotonic() - start, timeout)
+            if remaining <= 0:
                 process.kill()
                 process.wait()
                 raise subprocess.TimeoutExpired(process.args, seconds) from None

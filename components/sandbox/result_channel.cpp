@@ -1,7 +1,7 @@
-// The loop of runner_roles.HostDelivery: a runner on cpu hands each result to the judge and waits for its word.
+// The loop of runner_roles.HostDelivery: a runner on cpu hands each result to the judge and waits until it was read.
 //
-// Every arm pays for it, with cold caches, since the call before has used them: as Python it took more of them than a small kernel's call can
-// spare, and a candidate that spoke to the judge from native code was up to 1.5 times as fast (docs/judge.md, Measured).
+// This loop is part of every measurement, with cold caches after each call. In Python it takes time that a small kernel feels, and
+// a candidate that spoke to the judge from native code of its own would save it (docs/judge.md, Measured).
 #include <pybind11/pybind11.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,26 +11,30 @@
 
 namespace py = pybind11;
 
-// The interpreter's lock is held meanwhile: the judge needs nothing of this process but its memory.
-static void say(int descriptor, const void* message, size_t size) {
+// Sends one message and waits for one byte; ends the process when the judge has closed the connection. The interpreter's lock is
+// held meanwhile: the judge needs nothing of this process but its memory.
+static void send_and_wait(int descriptor, const void* message, size_t size) {
   send(descriptor, message, size, 0);
-  char word;
-  ssize_t got;
+  char reply;
+  ssize_t count;
   do {
-    got = read(descriptor, &word, 1);
-  } while (got < 0 && errno == EINTR);
-  if (got <= 0) _exit(0);
+    count = read(descriptor, &reply, 1);
+  } while (count < 0 && errno == EINTR);
+  if (count <= 0) _exit(0);
 }
 
-static py::object method(py::handle object, py::handle name) {
+// Calls object.name() without arguments.
+static py::object call_method(py::handle object, py::handle name) {
   PyObject* result = PyObject_CallMethodNoArgs(object.ptr(), name.ptr());
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
-// One call for each tuple of `arguments`; a result that is not one contiguous tensor of the type `plain` is for `other` to hand over.
-static void calls(int descriptor, py::handle call, py::list arguments, py::handle plain, py::handle other) {
-  static const py::handle is_contiguous = PyUnicode_InternFromString("is_contiguous"), data_ptr = PyUnicode_InternFromString("data_ptr");
+// Makes one call for each tuple of `arguments` and delivers its result. `tensor` is the type torch.Tensor: a result that is one
+// contiguous tensor of exactly that type is delivered here, any other one by the Python function `deliver`.
+static void calls(int descriptor, py::handle call, py::list arguments, py::handle tensor, py::handle deliver) {
+  static const py::handle is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  static const py::handle data_ptr = PyUnicode_InternFromString("data_ptr");
   struct {
     char letter[8];
     uint64_t address;
@@ -38,20 +42,20 @@ static void calls(int descriptor, py::handle call, py::list arguments, py::handl
   for (py::handle values : arguments) {
     const auto result = py::reinterpret_steal<py::object>(PyObject_CallObject(call.ptr(), values.ptr()));
     if (!result) throw py::error_already_set();
-    if (py::type::handle_of(result).is(plain) && method(result, is_contiguous).is(py::handle(Py_True))) {
-      message.address = PyLong_AsUnsignedLongLong(method(result, data_ptr).ptr());
+    if (py::type::handle_of(result).is(tensor) && call_method(result, is_contiguous).is(py::handle(Py_True))) {
+      message.address = PyLong_AsUnsignedLongLong(call_method(result, data_ptr).ptr());
       if (PyErr_Occurred()) throw py::error_already_set();
-      say(descriptor, &message, sizeof message);
+      send_and_wait(descriptor, &message, sizeof message);
     } else {
-      other(result);
+      deliver(result);
     }
-  }  // the result goes here, or the next call could not have its memory
+  }  // the result is released here, so that the next call can have its memory
 }
 
 PYBIND11_MODULE(result_channel, module) {
   module.def("calls", calls);
-  module.def("say", [](int descriptor, py::bytes message, int times) {
+  module.def("send_and_wait", [](int descriptor, py::bytes message, int times) {
     const std::string_view text = message;
-    for (int i = 0; i < times; ++i) say(descriptor, text.data(), text.size());
+    for (int i = 0; i < times; ++i) send_and_wait(descriptor, text.data(), text.size());
   });
 }

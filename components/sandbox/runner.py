@@ -1,4 +1,4 @@
-"""The life of a runner once it is isolated: it plays the role that the judge's header names, and what it raises becomes a message.
+"""A runner once it is isolated: it plays the roles that the judge's messages name, and turns what they raise into a message.
 
 This file runs inside the sandbox only; zygote.py imports it, and so torch, before it forks the first runner.
 """
@@ -11,38 +11,41 @@ import os
 import socket
 import tempfile
 import traceback
+from typing import Any
 
 import op_blocker
 import runner_roles
 import runner_support
 import torch
 
-CACHE_FOLDER = ""
-"""Where a zygote outside of a sandbox keeps what torch.compile made of each task."""
+MAX_TRACEBACK = 6000
+"""Characters of a traceback that are sent to the judge."""
+_cache_folder = ""
+"""Where runners outside of a sandbox keep what torch.compile made of each task."""
 
 
-def play(
+def main(
     receive: runner_roles.Receive,
     connection: socket.socket,
-    header: dict,
+    message: dict[str, Any],
     descriptors: list[int],
     isolated: bool,
 ) -> None:
-    """Play roles until the judge closes the connection, whose further headers `receive` reads; never returns."""
+    """Play roles until the judge closes the connection, whose further messages `receive` reads; never returns."""
     code = 1
     try:
         torch.set_num_threads(1)
-        if header.get("cache") and not isolated:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE_FOLDER}/tasks/{header['cache']}"
-        runner_roles.serve(connection, header, descriptors, receive)
+        if message.get("cache") and not isolated:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_cache_folder}/tasks/{message['cache']}"
+        runner_roles.serve(connection, message, descriptors, receive)
         code = 0
     except MemoryError:
         connection.send(b"Mout of memory")
     except (SystemExit, KeyboardInterrupt) as error:
         connection.send(b"Eexit " + repr(error).encode()[:200])
-    except BaseException as error:  # the boundary: whatever untrusted code raises becomes a message
+    except BaseException as error:  # whatever untrusted code raises becomes a message
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        text = "".join(traceback.format_exception(error, limit=-6))[-6000:]
+        text = "".join(traceback.format_exception(error, limit=-6))[-MAX_TRACEBACK:]
         try:
             connection.send((b"M" if out_of_memory else b"E") + text.encode(errors="replace"))
         except OSError:
@@ -51,13 +54,14 @@ def play(
 
 
 def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "") -> None:
-    """What every runner of this zygote would otherwise do for itself, done once before they are forked."""
-    global CACHE_FOLDER
-    CACHE_FOLDER = cache_folder
+    """Do once, before runners are forked, what each of them would do by itself."""
+    global _cache_folder
+    _cache_folder = cache_folder
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):
         op_blocker.compute_operators(key)
-    runner_support.eval_mode(torch.nn.Linear(1, 1), "cpu").load_state_dict(torch.nn.Linear(1, 1).state_dict())
+    linear = runner_support.eval_mode(torch.nn.Linear(1, 1), "cpu")
+    linear.load_state_dict(torch.nn.Linear(1, 1).state_dict())
     if kind == "compile" and device == "cpu":
         warm_up_inductor(warm_folder)
     elif kind == "compile":
@@ -67,8 +71,8 @@ def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "
 def warm_up_inductor(folder: str) -> None:
     """Compile one function of ours, so that every later torch.compile finds Inductor's checks and headers done.
 
-    The first compilation of a process took 12 s, later ones about 1 s: nearly all of it is precompiling headers (kept on
-    disk in `folder`) and probing the instruction set (kept in memory, inherited by fork).
+    Most of a first compilation's time is precompiling headers (kept on disk in `folder`) and probing the instruction set
+    (kept in memory, inherited by fork).
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"
     tempfile.tempdir = folder  # where Inductor keeps precompiled headers, whatever its cache folder is
@@ -77,7 +81,7 @@ def warm_up_inductor(folder: str) -> None:
     tempfile.tempdir = None
 
 
-LATE = (
+LATE_IMPORTS = (
     "torch._dynamo.backends.inductor",
     "torch._export.passes.collect_tracepoints_pass",
     "torch._inductor.choices",
@@ -95,18 +99,18 @@ LATE = (
     "triton.backends.nvidia.compiler",
     "triton.compiler.code_generator",
 )
-"""What the first compilation of a process imports besides, as seen with torch 2.11 on a GPU; a name that another version lacks is passed over."""
+"""Modules that torch 2.11 imports only in its first compilation for a GPU; names that another version lacks are skipped."""
 
 
 def import_inductor() -> None:
-    """What compiling for a GPU imports, seconds of CPU time of every runner otherwise; CUDA must not be initialised before a fork.
+    """Import what compiling for a GPU needs, which takes seconds, without initialising CUDA, which must not precede a fork.
 
-    Of all of it one module asks whether there is a GPU when it is imported (`_inductor.runtime.benchmarking`), which initialises CUDA.
+    One of the modules (`_inductor.runtime.benchmarking`) asks at import whether there is a GPU, which initialises CUDA.
     """
-    asked, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:
-        for name in ("torch._inductor.compile_fx", *LATE):
+        for name in ("torch._inductor.compile_fx", *LATE_IMPORTS):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     finally:
-        torch.cuda.is_available = asked
+        torch.cuda.is_available = is_available

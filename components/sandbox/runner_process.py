@@ -1,4 +1,4 @@
-"""The judge's handle of one runner: its messages, its deadline, its clock, and reading its memory from outside."""
+"""The judge's handle of one runner: its messages, its deadline, its CPU clock, and its memory, read from outside."""
 
 from __future__ import annotations
 
@@ -16,53 +16,67 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from components.core.errors import InfrastructureError
 from components.sandbox.clock import POLL_SECONDS, charged_seconds
 
 MESSAGE_BYTES = 1 << 20
+"""Longest message of a runner that is read."""
+RunnerErrorKind = Literal["crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden"]
+ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
+    b"E": "error",
+    b"M": "out_of_memory",
+    b"W": "wrong",
+    b"F": "forbidden",
+}
+"""First letter of a runner's message that reports an error."""
 
 
 class RunnerError(Exception):
-    """A runner said or did something that ends it: `kind` is crashed, timed_out, protocol, error, out_of_memory, wrong or forbidden."""
+    """An error of one runner: it crashed, ran out of time or memory, broke the protocol, or reported an error of its own.
 
-    def __init__(self, kind: str, text: str = ""):
+    `wrong` is an output without the reference's form, `forbidden` a call to a blocked operator.
+    """
+
+    def __init__(self, kind: RunnerErrorKind, text: str = ""):
         super().__init__(f"{kind}: {text}")
         self.kind = kind
         self.text = text
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_readv.argtypes = [
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-]
-
-
-class _Vectors(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     """struct iovec of process_vm_readv(2)."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-KINDS = {b"E": "error", b"M": "out_of_memory", b"W": "wrong", b"F": "forbidden"}
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
+    *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
+]
+
+
+def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
+    """Send one JSON message, and with it descriptors."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([json.dumps(message).encode()], rights)
 
 
 @dataclass
 class Runner:
-    """One forked runner. `pid` is the host's, vouched for by the kernel; `pidfd` is its descriptor, which no other process inherits."""
+    """One forked runner. Methods raise RunnerError where the runner is at fault, and InfrastructureError where the machine is."""
 
     connection: socket.socket
     pid: int
+    """The host's PID of the process, which the kernel vouched for."""
     pidfd: int
     deadline: float
+    """When its time is up, by time.monotonic()."""
     paused_since: float | None = None
-    """Since when others measure and this one stands still: its time does not run meanwhile."""
+    """When `pause` stopped it; its time does not run meanwhile."""
 
     def send(self, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         try:
@@ -71,15 +85,15 @@ class Runner:
             raise RunnerError("crashed", str(error)) from error
 
     def receive(self, expected: bytes = b"RD") -> bytes:
-        """What follows the letter of a reply, one of `expected`; RunnerError for anything else."""
+        """Return what follows the letter of a reply, which must be one of `expected`."""
         data = None
         while data is None:
             since = self.paused_since
             remaining = self.deadline - (time.monotonic() if since is None else since)
             if remaining <= 0:
                 raise RunnerError("timed_out")
-            began, asked = time.monotonic(), min(remaining, POLL_SECONDS)
-            self.connection.settimeout(asked)
+            start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)
+            self.connection.settimeout(timeout)
             try:
                 data = self.connection.recv(MESSAGE_BYTES)
             except TimeoutError:
@@ -87,39 +101,63 @@ class Runner:
             except OSError as error:
                 raise RunnerError("crashed", str(error)) from error
             finally:
-                elapsed = time.monotonic() - began
-                self.deadline += elapsed - charged_seconds(elapsed, asked)
+                elapsed = time.monotonic() - start
+                self.deadline += elapsed - charged_seconds(elapsed, timeout)
         if not data:
             raise RunnerError("crashed", "the process ended without a word")
         letter = data[:1]
         if letter in expected:
             return data[1:]
-        raise RunnerError(KINDS.get(letter, "protocol"), data[1:].decode(errors="replace"))
+        raise RunnerError(ERROR_LETTERS.get(letter, "protocol"), data[1:].decode(errors="replace"))
 
     def receive_addresses(self, count: int) -> list[int]:
-        """Where the runner says that `count` results of a call lie in its own memory."""
+        """Return where the runner says that the `count` outputs of a call lie in its own memory."""
         data = self.receive(b"O")
-        if len(data) != 7 + 8 * count:  # a letter, padding to eight bytes, the addresses
+        if len(data) != 7 + 8 * count:  # padding of the letter to eight bytes, then the addresses
             raise RunnerError("wrong", "wrong_number_of_outputs")
         return list(struct.unpack(f"{count}Q", data[7:]))
 
-    def read_memory(self, addresses: list[int], into: list[int], sizes: list[int]) -> None:
-        """Copy memory of the runner to memory of this process (process_vm_readv(2)); the runner waits meanwhile."""
+    def request(self, message: Mapping[str, object]) -> bytes:
+        """Send one message and return the reply."""
+        self.send(message)
+        return self.receive()
+
+    def is_waiting(self) -> bool:
+        """Return whether there is no unread message: a runner that sends ahead does not wait to be acknowledged."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return all(events & select.POLLHUP for _, events in poll.poll(0))
+
+    def acknowledge(self) -> None:
+        """Let the runner go on after a result."""
+        if not self.is_waiting():
+            raise RunnerError("protocol", "it spoke before it was asked")
+        try:
+            self.connection.send(b"A")
+        except OSError as error:
+            raise RunnerError("crashed", str(error)) from error
+
+    def read_memory(self, addresses: list[int], targets: list[int], sizes: list[int]) -> None:
+        """Copy ranges of the runner's memory to addresses of this process (process_vm_readv(2))."""
         count, total = len(sizes), sum(sizes)
-        local, remote = ((_Vectors * count)(*map(_Vectors, places, sizes)) for places in (into, addresses))
-        done = _libc.process_vm_readv(self.pid, local, count, remote, count, 0)
-        if done != total:
-            problem = ctypes.get_errno() if done < 0 else errno.EFAULT
-            if problem == errno.EPERM:
-                raise InfrastructureError(
-                    "the judge may not read its runners' memory: run it as root or with the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE)."
-                )
-            if problem == errno.ESRCH:
-                raise RunnerError("crashed", "the process is gone")
-            raise RunnerError("wrong", "unreadable_output")
+        local, remote = (
+            (_IoVector * count)(*map(_IoVector, starts, sizes)) for starts in (targets, addresses)
+        )
+        copied = _libc.process_vm_readv(self.pid, local, count, remote, count, 0)
+        if copied == total:
+            return
+        problem = ctypes.get_errno() if copied < 0 else errno.EFAULT
+        if problem == errno.EPERM:
+            raise InfrastructureError(
+                "the judge may not read its runners' memory: run it as root or with the capability SYS_PTRACE"
+                " (docker run --cap-add SYS_PTRACE)."
+            )
+        if problem == errno.ESRCH:
+            raise RunnerError("crashed", "the process is gone")
+        raise RunnerError("wrong", "unreadable_output")
 
     def is_private_memory(self, address: int, size: int) -> bool:
-        """Whether these bytes are private memory without a file behind it, so that no two of their pages are one."""
+        """Return whether these bytes are private memory without a file behind it, so that no two of their pages are one."""
         try:
             maps = Path(f"/proc/{self.pid}/maps").read_bytes()
         except (FileNotFoundError, ProcessLookupError) as error:
@@ -140,54 +178,36 @@ class Runner:
                 return True
         return False
 
-    def is_waiting(self) -> bool:
-        """Whether the runner has said nothing that was not read: who speaks ahead is not waiting for the judge's word."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
-        return all(events & select.POLLHUP for _, events in poll.poll(0))
-
-    def acknowledge(self) -> None:
-        """Let the runner go on after a result."""
-        if not self.is_waiting():
-            raise RunnerError("protocol", "it spoke before it was asked")
-        try:
-            self.connection.send(b"A")
-        except OSError as error:
-            raise RunnerError("crashed", str(error)) from error
-
-    def request(self, message: Mapping[str, object]) -> bytes:
-        self.send(message)
-        return self.receive()
-
     def cpu_seconds(self) -> float:
-        """CPU time of the runner, all its threads together, read from outside (clock_getcpuclockid(3))."""
+        """Return the CPU time of all threads of the runner together, read from outside (clock_getcpuclockid(3))."""
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError as error:
             raise RunnerError("crashed", "the process is gone") from error
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP freezes every thread of the runner, SIGCONT thaws it."""
+        """Send a signal: SIGSTOP freezes every thread of the runner, SIGCONT resumes them."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def pause(self) -> None:
-        """Stand still while others measure."""
+        """Freeze the runner and its deadline while others measure."""
         self.signal(signal.SIGSTOP)
         self.paused_since = self.paused_since or time.monotonic()
 
     def resume(self) -> None:
+        """Let a paused runner go on."""
         self.extend_deadline()
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:
-        """Give back the time that it stood still."""
+        """Add the time of a pause to the deadline."""
         if self.paused_since is not None:
             self.deadline += time.monotonic() - self.paused_since
             self.paused_since = None
 
     def set_cores(self, cores: frozenset[int]) -> None:
-        """Where the runner's first thread, which calls what is measured, may run from now on."""
+        """Restrict the runner's first thread, which makes the measured calls, to these cores."""
         with contextlib.suppress(OSError):
             os.sched_setaffinity(self.pid, cores)
 
@@ -196,9 +216,3 @@ class Runner:
         self.signal(signal.SIGKILL)
         os.close(self.pidfd)
         self.connection.close()
-
-
-def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
-    data = json.dumps(message).encode()
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([data], rights)

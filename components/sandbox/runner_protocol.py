@@ -1,6 +1,8 @@
-"""The JSON messages between the judge and its runners, as typed records; they cross the sandbox's border as plain dictionaries.
+"""The JSON messages from the judge to its runners, as typed records; inside the sandbox they are plain dictionaries.
 
-The judge trusts none of a runner's answers: these types describe what the judge sends. Imports nothing of the project.
+A role begins with a RoleHeader. `describe` answers once; the others say `R` when ready and then take orders `{"op": …}`:
+`parameters` and `fill` (`reference`), or `warm`, `time` and `check` (measured roles), each answered by `D`, until `leave`.
+Imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -17,22 +19,19 @@ RegionName = Literal["parameters", "inputs", "outputs", "expected"]
 class Region(TypedDict):
     """Tensors in one shared buffer; the slots repeat every `stride` bytes, once for each input set."""
 
-    slots: list[tuple[int, list[int], str]]
-    """Byte offset, shape and dtype name of each tensor of one input set."""
+    slots: list[
+        tuple[int, list[int], str]
+    ]  # byte offset, shape and dtype name of each tensor of one input set
     stride: int
-    bytes: NotRequired[int]
-    """Size of the buffer; absent where the region tells a form only and no buffer is sent."""
+    bytes: NotRequired[int]  # size of the buffer; absent where only shapes are told and no buffer is sent
 
 
 class MemoryLayout(TypedDict, total=False):
     """Where a runner finds its tensors, and what else a call needs."""
 
-    sets: Required[int]
-    """Number of input sets that the buffers hold."""
-    scalars: Required[list[list[Any] | None]]
-    """One entry for each argument of a call: `[value]`, or None for a tensor."""
-    names: Required[list[str]]
-    """State-dict names of the tensors in `parameters`."""
+    sets: Required[int]  # number of input sets that the buffers hold
+    scalars: Required[list[list[Any] | None]]  # for each argument of a call `[value]`, or None for a tensor
+    names: Required[list[str]]  # state-dict names of the tensors in `parameters`
     parameters: Required[Region]
     inputs: Region
     outputs: Region
@@ -44,36 +43,23 @@ class RoleHeader(TypedDict, total=False):
 
     role: Required[Role]
     device: str
-    precision: str
-    """`strict-fp32` or `tf32`."""
-    code: str
-    """The task's source; every role but `candidate`."""
-    files: dict[str, str]
-    """A candidate's Python sources by workspace path."""
-    suffix: str
-    """File name suffix of extension modules, for a candidate's library, whose descriptor comes before the buffers."""
-    init_inputs: list[Any]
-    """Arguments of the model's constructor."""
+    precision: str  # `strict-fp32` or `tf32`
+    code: str  # the task's source; every role but `candidate`
+    files: dict[str, str]  # a candidate's Python sources by workspace path
+    suffix: str  # of a candidate's library, whose descriptor comes before the buffers
+    init_inputs: list[Any]  # arguments of the model's constructor
     layout: MemoryLayout
-    compile_mode: str
-    """`mode` of torch.compile."""
-    cache: str
-    """Name of the folder that keeps Inductor's results for this task, one for all its `compile` runners."""
-    zygote: ZygoteKind
-    """Which zygote forks the runner, where the role does not decide."""
-    share: float
-    """Largest part of a GPU's memory that a `describe` runner may allocate."""
+    compile_mode: str  # `mode` of torch.compile
+    cache: str  # folder name for Inductor's results, one for all `compile` runners of a task
+    zygote: ZygoteKind  # which zygote forks the runner, where the role does not decide
+    share: float  # largest part of a GPU's memory that a `describe` runner may allocate
 
 
 class Confinement(TypedDict):
     """Limits of one runner, which the zygote applies before any untrusted code is loaded."""
 
-    limits: dict[str, int]
-    """Values by the name of their resource, such as RLIMIT_AS."""
-    temporary_bytes: int
-    """Capacity of the runner's private /workspace."""
-    seccomp: str
-    """System-call filter as hexadecimal BPF; empty for none."""
-    folder: str
-    """Working folder where there is no isolation."""
+    limits: dict[str, int]  # values by the name of their resource, such as RLIMIT_AS
+    temporary_bytes: int  # capacity of the runner's private /workspace
+    seccomp: str  # system-call filter as hexadecimal BPF; empty for none
+    folder: str  # working folder where there is no isolation
     device: str

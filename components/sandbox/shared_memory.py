@@ -1,8 +1,7 @@
 """Memory that the judge and a sandboxed process share: host memory by memfd, device memory by the CUDA driver.
 
-The only thing that crosses is a file descriptor; the layout is fixed by the judge. On cuda the driver's virtual-memory
-API exports an allocation as a POSIX file descriptor, which crosses bubblewrap's namespaces (seen on an H200).
-This file is imported on both sides of the sandbox and imports nothing of the project.
+Only a file descriptor crosses the sandbox's border; the judge fixes the layout. On cuda the driver's virtual-memory API exports an
+allocation as a POSIX file descriptor. This file is imported on both sides of the sandbox and imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -10,22 +9,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 ALIGNMENT = 256
+"""Bytes to which every tensor is aligned."""
 PAGE_BYTES = 4096
-STEP = 5
-"""What the sets of a round lie apart in a page, in alignments: coprime to the 16 that a page has, so that they begin all over it.
+PAGE_STEP = 5
+"""Distance in a page between the beginnings of successive input sets, in alignments.
 
-A loop's time hangs on where in a page its input and its output begin: one took 134 to 154 µs or 160 to 175 on an Intel Xeon, by its output's
-place. With every input at a page's beginning that was a candidate's luck, the same in every verdict of one zygote.
+How fast a loop runs depends on where in a page its input and output begin. PAGE_STEP is coprime to the 16 alignments of a page,
+so that a round's input sets begin all over it and no candidate always has the best place.
 """
 
 
@@ -39,62 +39,60 @@ class Slot:
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+        item_bytes: int = getattr(torch, self.dtype).itemsize
+        return torch.Size(self.shape).numel() * item_bytes
 
 
-def pack_slots(specs: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
-    """Aligned slots for tensors of the given shapes and dtypes, one after the other, and the bytes from one such set to the next."""
+def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
+    """Return aligned slots for tensors of the given shapes and dtypes, one after the other, and the stride from one set to the next."""
     slots, offset = [], 0
-    for shape, dtype in specs:
-        slot = Slot(offset, tuple(shape), dtype)
-        slots.append(slot)
-        offset += -(-slot.bytes // ALIGNMENT) * ALIGNMENT
-    return slots, offset + (STEP - offset // ALIGNMENT) % (PAGE_BYTES // ALIGNMENT) * ALIGNMENT
+    for shape, dtype in forms:
+        slots.append(Slot(offset, tuple(shape), dtype))
+        offset += -(-slots[-1].bytes // ALIGNMENT) * ALIGNMENT
+    return slots, offset + (PAGE_STEP - offset // ALIGNMENT) % (PAGE_BYTES // ALIGNMENT) * ALIGNMENT
 
 
 @contextlib.contextmanager
 def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
-    """Flip one random byte in every page of `memory` for a while.
+    """Flip one random byte in every page of `memory` until the block ends.
 
-    A result that is an input's own pages mapped to another address, and no copy of them, reads wrong then. The system draws the
-    places: torch's generator starts from the same seed in every process, and a stage that trains beside the judge draws from it.
+    A result that is the input's own pages, mapped to another address instead of copied, is then wrong. os.urandom draws the
+    positions: torch's generator starts from the same seed in every process, and training draws from it beside the judge.
     """
-    places = torch.arange(0, memory.numel(), PAGE_BYTES)
-    drawn = torch.frombuffer(bytearray(os.urandom(2 * len(places))), dtype=torch.int16) & (PAGE_BYTES - 1)
-    places = (places + drawn).clamp_(max=memory.numel() - 1)
-    memory[places] ^= 0xFF
+    pages = torch.arange(0, memory.numel(), PAGE_BYTES)
+    offsets = torch.frombuffer(bytearray(os.urandom(2 * len(pages))), dtype=torch.int16) & (PAGE_BYTES - 1)
+    positions = (pages + offsets).clamp_(max=memory.numel() - 1)
+    memory[positions] ^= 0xFF
     try:
         yield
     finally:
-        memory[places] ^= 0xFF
+        memory[positions] ^= 0xFF
 
 
 class HostBuffer:
-    """`size` bytes of shared host memory."""
+    """`size` bytes of shared host memory, new or received as the descriptor `fd`."""
 
     def __init__(self, size: int, fd: int | None = None):
         self.fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, size)
-            # Shortened by a runner, the file would kill the judge (SIGBUS); lengthened, it would hold what nobody counts.
-            fcntl.fcntl(
-                self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
+            # Shortened by a runner, the file would end the judge (SIGBUS); lengthened, it would hold memory that no limit counts.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.size = size
         self.map = mmap.mmap(self.fd, size)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """A view of the slot; no copy."""
-        count = torch.Size(slot.shape).numel()
-        return torch.frombuffer(
-            self.map, dtype=getattr(torch, slot.dtype), count=count, offset=slot.offset
-        ).view(slot.shape)
+        """Return a view of the slot; no copy."""
+        count, dtype = torch.Size(slot.shape).numel(), getattr(torch, slot.dtype)
+        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=slot.offset).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
+        """Return all bytes as a view."""
         return torch.frombuffer(self.map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes with the last tensor that views it."""
+        """Close the descriptor; the mapping is freed with the last tensor that views it."""
         os.close(self.fd)
 
 
@@ -116,115 +114,79 @@ class _AccessDescriptor(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-POSIX_FILE_DESCRIPTOR = 1
-PINNED = 1
-DEVICE = 1
-READ_WRITE = 3
-OUT_OF_MEMORY = 2
+# Values of cuda.h: CU_MEM_HANDLE_TYPE_, CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_, CUDA_ERROR_.
+POSIX_FILE_DESCRIPTOR, PINNED, DEVICE, READ_WRITE, OUT_OF_MEMORY = 1, 1, 1, 3, 2
+_thread = threading.local()
 
 
-_here = threading.local()
-
-
+@functools.cache
 def _driver() -> ctypes.CDLL:
-    if not hasattr(_here, "driver"):
-        torch.cuda.init()
-        torch.zeros(1, device="cuda")  # makes the primary context current in this thread
-        _here.driver = ctypes.CDLL("libcuda.so.1")
-    return _here.driver
+    return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(result: int, call: str) -> None:
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the CUDA driver API; raise torch.OutOfMemoryError or RuntimeError where it fails."""
+    result = getattr(_driver(), name)(*arguments)
     if result == OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError(f"{call}: the device's memory is full")
+        raise torch.OutOfMemoryError(f"{name}: the device's memory is full")
     if result != 0:
-        raise RuntimeError(f"{call} failed with CUDA driver error {result}")
-
-
-def _wrapped(pointer: int, size: int) -> torch.Tensor:
-    """Device memory as a tensor of bytes; no copy. The way by `__cuda_array_interface__` asks the driver whose pointer it is, and
-    holds the interpreter's lock meanwhile: among many threads that make buffers all of them waited for that answer."""
-    storage = torch._C._construct_storage_from_data_pointer(
-        pointer, torch.device("cuda", torch.cuda.current_device()), size
-    )
-    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        raise RuntimeError(f"{name} failed with CUDA driver error {result}")
 
 
 class DeviceBuffer:
-    """`size` bytes of shared memory of the current CUDA device (CUDA driver API, section Virtual Memory Management)."""
+    """`size` bytes of shared memory of the current CUDA device, new or received as the descriptor `fd`.
+
+    Source: CUDA driver API, section Virtual Memory Management.
+    """
 
     def __init__(self, size: int, fd: int | None = None):
-        driver = _driver()
-        properties = _AllocationProperties(
-            type=PINNED,
-            requested_handle_types=POSIX_FILE_DESCRIPTOR,
-            location=_Location(DEVICE, torch.cuda.current_device()),
+        if not hasattr(_thread, "has_context"):
+            torch.zeros(
+                1, device="cuda"
+            )  # initialises CUDA and makes the primary context current in this thread
+            _thread.has_context = True
+        device = torch.cuda.current_device()
+        location = _Location(DEVICE, device)
+        properties = ctypes.byref(
+            _AllocationProperties(
+                type=PINNED, requested_handle_types=POSIX_FILE_DESCRIPTOR, location=location
+            )
         )
-        granularity = ctypes.c_size_t()
-        _check(
-            driver.cuMemGetAllocationGranularity(ctypes.byref(granularity), ctypes.byref(properties), 0),
-            "cuMemGetAllocationGranularity",
-        )
+        granularity, handle, exported = ctypes.c_size_t(), ctypes.c_ulonglong(), ctypes.c_int()
+        self._pointer, zero = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), properties, 0)
         self.size = -(-size // granularity.value) * granularity.value
-        handle = ctypes.c_ulonglong()
+        self._size = ctypes.c_size_t(self.size)
         if fd is None:
-            wanted = (
-                ctypes.byref(handle),
-                ctypes.c_size_t(self.size),
-                ctypes.byref(properties),
-                ctypes.c_ulonglong(0),
-            )
-            if (result := driver.cuMemCreate(*wanted)) == OUT_OF_MEMORY:
-                torch.cuda.empty_cache()  # which the driver does not know to be free
-                result = driver.cuMemCreate(*wanted)
-            _check(result, "cuMemCreate")
-            exported = ctypes.c_int()
-            _check(
-                driver.cuMemExportToShareableHandle(
-                    ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, ctypes.c_ulonglong(0)
-                ),
-                "cuMemExportToShareableHandle",
-            )
+            try:
+                _call("cuMemCreate", ctypes.byref(handle), self._size, properties, zero)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # memory that torch keeps is not free for the driver
+                _call("cuMemCreate", ctypes.byref(handle), self._size, properties, zero)
+            _call("cuMemExportToShareableHandle", ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, zero)
             self.fd = exported.value
         else:
-            _check(
-                driver.cuMemImportFromShareableHandle(
-                    ctypes.byref(handle), ctypes.c_void_p(fd), POSIX_FILE_DESCRIPTOR
-                ),
-                "cuMemImportFromShareableHandle",
-            )
+            descriptor = ctypes.c_void_p(fd)
+            _call("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, POSIX_FILE_DESCRIPTOR)
             self.fd = fd
-        pointer = ctypes.c_ulonglong()
-        zero = ctypes.c_ulonglong(0)
-        _check(
-            driver.cuMemAddressReserve(
-                ctypes.byref(pointer), ctypes.c_size_t(self.size), ctypes.c_size_t(0), zero, zero
-            ),
-            "cuMemAddressReserve",
+        _call("cuMemAddressReserve", ctypes.byref(self._pointer), self._size, ctypes.c_size_t(0), zero, zero)
+        _call("cuMemMap", self._pointer, self._size, ctypes.c_size_t(0), handle, zero)
+        access = ctypes.byref(_AccessDescriptor(location, READ_WRITE))
+        _call("cuMemSetAccess", self._pointer, self._size, access, ctypes.c_size_t(1))
+        _call("cuMemRelease", handle)
+        # `__cuda_array_interface__` would ask the driver about the pointer and hold the interpreter's lock meanwhile.
+        storage = torch._C._construct_storage_from_data_pointer(
+            self._pointer.value, torch.device("cuda", device), self.size
         )
-        _check(
-            driver.cuMemMap(pointer, ctypes.c_size_t(self.size), ctypes.c_size_t(0), handle, zero), "cuMemMap"
-        )
-        access = _AccessDescriptor(_Location(DEVICE, torch.cuda.current_device()), READ_WRITE)
-        _check(
-            driver.cuMemSetAccess(
-                pointer, ctypes.c_size_t(self.size), ctypes.byref(access), ctypes.c_size_t(1)
-            ),
-            "cuMemSetAccess",
-        )
-        _check(driver.cuMemRelease(handle), "cuMemRelease")
-        self._pointer = pointer
-        self._driver = driver
-        self._bytes: torch.Tensor | None = _wrapped(pointer.value, self.size)
+        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        return (
-            self.raw()[slot.offset : slot.offset + slot.bytes]
-            .view(getattr(torch, slot.dtype))
-            .view(slot.shape)
-        )
+        """Return a view of the slot; no copy."""
+        values = self.raw()[slot.offset : slot.offset + slot.bytes]
+        return values.view(getattr(torch, slot.dtype)).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
+        """Return all bytes as a view."""
         assert self._bytes is not None, "the buffer is closed"
         return self._bytes
 
@@ -232,14 +194,14 @@ class DeviceBuffer:
         """Unmap and free; no view may be used afterwards."""
         torch.cuda.synchronize()
         self._bytes = None
-        self._driver.cuMemUnmap(self._pointer, ctypes.c_size_t(self.size))
-        self._driver.cuMemAddressFree(self._pointer, ctypes.c_size_t(self.size))
+        _driver().cuMemUnmap(self._pointer, self._size)
+        _driver().cuMemAddressFree(self._pointer, self._size)
         os.close(self.fd)
 
 
 Buffer = HostBuffer | DeviceBuffer
 
 
-def make_buffer(device: str, size: int, fd: int | None = None) -> Any:
-    """A new shared buffer on `device`, or the mapping of one received as `fd`."""
+def make_buffer(device: str, size: int, fd: int | None = None) -> Buffer:
+    """Return a new shared buffer on `device`, or the mapping of one received as `fd`."""
     return (DeviceBuffer if device == "cuda" else HostBuffer)(size, fd)

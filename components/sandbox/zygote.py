@@ -1,16 +1,16 @@
 """The first process inside a sandbox: it loads torch once and forks a runner for every piece of untrusted code.
 
-    python zygote.py FD DEVICE plain|compile|probe isolated|open NATIVE PACKAGES [CACHE WARM]
+    python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [CACHE WARM]
 
 Importing torch takes seconds, a fork milliseconds. The zygote is trusted and runs no untrusted code. Each runner isolates itself
 from the zygote and from its neighbours (new PID, mount, IPC, UTS and network namespaces, private /workspace and /proc), drops every
-capability and privilege, takes the system-call filter, says who it is (the kernel vouches for its PID) and only then
-loads code. It is thrown away afterwards.
+capability and privilege, applies the system-call filter, tells the judge its PID (the kernel vouches for it) and only then
+loads code. It is used once.
 
-Trusted side -> runner: JSON with descriptors. Runner -> trusted side: one letter, then text or numbers that the judge
-checks for length and never believes: what counts is the shared memory, and the clock that the judge holds.
+Judge -> runner: JSON with descriptors (runner_protocol.py). Runner -> judge: one letter, then text or numbers, whose length the
+judge checks and whose content it does not trust: what counts is the shared memory, and the clock that the judge reads.
 
-A zygote of the kind `probe` loads no torch. Its one runner goes the same way and reports what it is (see preflight.py).
+A zygote of the kind `probe` loads no torch. Its one runner is isolated in the same way and reports its privileges (preflight.py).
 """
 
 from __future__ import annotations
@@ -31,36 +31,29 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = (
-    0x00020000,
-    0x08000000,
-    0x04000000,
-    0x20000000,
-    0x40000000,
-)
+# linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 0x1000, 0x4000, 1 << 18
-(
-    PR_SET_DUMPABLE,
-    PR_GET_SECCOMP,
-    PR_SET_SECCOMP,
-    PR_CAPBSET_READ,
-    PR_CAPBSET_DROP,
-    PR_SET_NO_NEW_PRIVS,
-    PR_GET_NO_NEW_PRIVS,
-) = 4, 21, 22, 23, 24, 38, 39
-CAPABILITIES = 64
-CAPABILITY_VERSION = 0x20080522
+PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP = 4, 21, 22, 23, 24
+PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
+CAPABILITIES, CAPABILITY_VERSION = 64, 0x20080522
 NOBODY = 65534
 MESSAGE_BYTES = 1 << 20
+"""Longest message of the judge."""
 INODES = 1 << 16
-"""Files that a runner may make: each takes a kilobyte of the kernel's memory, which no other limit counts."""
-INDUCTOR = "/workspace/inductor"
-"""Where torch.compile keeps what it compiled: a folder that the runners of one task share over time, and no others."""
+"""Files that a runner may create: each takes a kilobyte of kernel memory, which no other limit counts."""
+INDUCTOR_FOLDER = "/workspace/inductor"
+"""Where torch.compile keeps its results: a folder that successive runners of one task share, and no others."""
 PROBE_BYTES = 4096
+"""Size of the memory that the probe lets the judge read."""
 
 libc = ctypes.CDLL(None, use_errno=True)
-Play = Callable[[socket.socket, dict, list[int], bool], None]
+Message = dict[str, Any]
+RunnerMain = Callable[[socket.socket, Message, list[int], bool], None]
+"""Runs a runner after its isolation; takes its connection, first message and descriptors, and whether it is isolated."""
 
 
 def check(result: int, call: str) -> None:
@@ -69,8 +62,19 @@ def check(result: int, call: str) -> None:
         raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
 
 
-def receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    """One JSON message of the judge and the descriptors that came with it; ({}, []) at the end."""
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Call mount(2)."""
+    words = (None if word is None else word.encode() for word in (source, target, kind))
+    check(libc.mount(*words, flags, None if options is None else options.encode()), f"mount {target}")
+
+
+def hide(folder: str) -> None:
+    """Mount an empty folder over `folder`."""
+    mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, "size=4096")
+
+
+def receive(connection: socket.socket) -> tuple[Message, list[int]]:
+    """Return one JSON message of the judge and the descriptors that came with it; ({}, []) at the end."""
     data, ancillary, _, _ = connection.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(64 * 4))
     descriptors = array.array("i")
     for _, kind, payload in ancillary:
@@ -79,14 +83,11 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
     return (json.loads(data) if data else {}), list(descriptors)
 
 
-def close_all_but(keep: set[int]) -> None:
-    """Close every descriptor above 2 that is not in `keep`. Call it while /proc is there."""
-    for descriptor in map(
-        int,
-        os.listdir("/proc/self/fd")
-        if Path("/proc/self/fd").is_dir()
-        else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-    ):
+def close_descriptors_except(keep: set[int]) -> None:
+    """Close every descriptor above 2 that is not in `keep`."""
+    listed = Path("/proc/self/fd").is_dir()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for descriptor in map(int, os.listdir("/proc/self/fd") if listed else range(limit)):
         if descriptor > 2 and descriptor not in keep:
             try:
                 os.close(descriptor)
@@ -94,52 +95,45 @@ def close_all_but(keep: set[int]) -> None:
                 continue
 
 
-def isolate(header: dict, keep: set[int]) -> None:
-    """Lose everything that a runner must not have when it loads untrusted code, but the descriptors in `keep`."""
-    # The network too: two candidates that meet at a local socket's name would share one's uncounted time.
+def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
+    """Isolate this process from its neighbours and drop its privileges; of its descriptors it keeps those in `keep`."""
+    # The network too: two candidates that meet at a local socket could share computing time that no clock counts.
     check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET), "unshare")
-    check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
-    close_all_but(keep)
-    size = f"size={header['temporary_bytes']},nr_inodes={INODES},mode=0777".encode()
-    check(libc.mount(b"tmpfs", b"/workspace", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /workspace")
-    # All runners of a zygote would share its pseudo-terminals: one could compute for another through them.
-    check(
-        libc.mount(b"tmpfs", b"/dev/pts", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"),
-        "mount /dev/pts",
-    )
-    if header.get("cache"):
-        own = f"/cache/tasks/{header['cache']}"
-        os.makedirs(own, exist_ok=True)
-        os.utime(own)  # in use: not to be swept
-        os.makedirs(INDUCTOR)
-        os.chmod(own, 0o777 if os.getuid() == 0 else 0o700)
-        check(libc.mount(own.encode(), INDUCTOR.encode(), None, MS_BIND, None), "mount inductor")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR
-        for place in (b"/cache", b"/warm"):
-            check(
-                libc.mount(
-                    b"none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None
-                ),
-                f"remount {place.decode()}",
-            )
-        for folder in header["locks"]:  # who holds a lock there holds up every zygote that starts
-            check(
-                libc.mount(
-                    b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"
-                ),
-                f"mount {folder}",
-            )
-    if libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV, None) != 0:
-        # In a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well.
-        check(
-            libc.mount(b"tmpfs", b"/proc", b"tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, b"size=4096"),
-            "mount /proc",
-        )
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    close_descriptors_except(keep)
+    options = f"size={message['temporary_bytes']},nr_inodes={INODES},mode=0777"
+    mount("tmpfs", "/workspace", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    hide("/dev/pts")  # pseudo-terminals are common to all runners of a zygote, which could meet there
+    if message.get("cache"):
+        bind_compile_cache(f"/cache/tasks/{message['cache']}", lock_folders)
+    try:
+        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
+    except OSError:  # in a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well
+        hide("/proc")
     os.chdir("/workspace")
-    for name, value in header["limits"].items():
+    drop_privileges(message)
+
+
+def bind_compile_cache(folder: str, lock_folders: list[str]) -> None:
+    """Bind one task's folder at INDUCTOR_FOLDER, and make everything else that compilations share read-only."""
+    os.makedirs(folder, exist_ok=True)
+    os.utime(folder)  # it is in use: RunnerFactory removes old ones
+    os.makedirs(INDUCTOR_FOLDER)
+    os.chmod(folder, 0o777 if os.getuid() == 0 else 0o700)
+    mount(folder, INDUCTOR_FOLDER, None, MS_BIND)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR_FOLDER
+    for shared in ("/cache", "/warm"):
+        mount("none", shared, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for lock_folder in lock_folders:  # a runner that held a lock there would block every zygote that starts
+        hide(lock_folder)
+
+
+def drop_privileges(message: Message) -> None:
+    """Apply the resource limits, drop every capability and root's uid, and apply the system-call filter."""
+    for name, value in message["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     for capability in range(CAPABILITIES):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # of those that this kernel does not know it says so
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for those that this kernel does not know
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -147,66 +141,71 @@ def isolate(header: dict, keep: set[int]) -> None:
     check(libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)), "capset")
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl DUMPABLE")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl NO_NEW_PRIVS")
-    if header["seccomp"]:
-        code = bytes.fromhex(header["seccomp"])
+    if message["seccomp"]:
+        code = bytes.fromhex(message["seccomp"])
         memory = ctypes.create_string_buffer(code, len(code))
-        program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(memory))
+        program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(memory))  # struct sock_fprog
+        mode = 2  # SECCOMP_MODE_FILTER
         check(
-            libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program, len(program)), 0, 0),
-            "prctl SECCOMP",
+            libc.prctl(PR_SET_SECCOMP, mode, ctypes.create_string_buffer(program, len(program)), 0, 0),
+            "seccomp",
         )
 
 
-def discard_output() -> None:
-    """Send what is printed from here on to /dev/null: a log file is a place where one candidate leaves answers for the next."""
+def redirect_stdio() -> None:
+    """Connect stdin, stdout and stderr to /dev/null: in a log file one candidate could leave answers for the next."""
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
     os.close(null)
 
 
-def start_runner(header: dict, descriptors: list[int], isolated: bool, play: Play) -> None:
+def start_runner(
+    message: Message, descriptors: list[int], isolated: bool, runner_main: RunnerMain, lock_folders: list[str]
+) -> None:
     """Become a runner, in a forked child of the zygote; never returns.
 
-    unshare(CLONE_NEWPID) moves only children that are forked later. Going back to the former namespace needs CAP_SYS_ADMIN over it, which
-    a sandbox in an ordinary user's nested user namespace does not have. So the child unshares, forks once more and
-    ends; the grandchild is the first process of the new namespace, and all that it starts ends with it. The first process of
-    the sandbox inherits it: when bubblewrap is killed, the kernel ends every process of that namespace and of those inside it.
+    unshare(CLONE_NEWPID) moves only children that are forked later. Going back to the former namespace needs CAP_SYS_ADMIN
+    over it, which a sandbox in an ordinary user's nested user namespace does not have. So the child unshares, forks once more
+    and ends; the grandchild is the first process of the new namespace, and all that it starts ends with it. The first process
+    of the sandbox inherits it: when bubblewrap is killed, the kernel ends every process of that namespace and of those inside it.
     """
-    connection, rest = socket.socket(fileno=descriptors[0]), descriptors[1:]
+    connection, buffers = socket.socket(fileno=descriptors[0]), descriptors[1:]
     if isolated:
         score = Path("/proc/self/oom_score_adj")
         if score.exists():
-            score.write_text("1000")  # when memory runs out, a runner goes first and never the judge
+            score.write_text(
+                "1000"
+            )  # when memory runs out, the kernel ends runners first and never the judge
         check(libc.unshare(CLONE_NEWPID), "unshare PID")
         if os.fork() != 0:
             os._exit(0)
-        isolate(header, {connection.fileno(), *rest})
-        discard_output()
+        enter_sandbox(message, {connection.fileno(), *buffers}, lock_folders)
+        redirect_stdio()
     else:
-        os.makedirs(header["folder"], exist_ok=True)
-        os.chdir(header["folder"])
-    connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel says which PID this is
+        os.makedirs(message["folder"], exist_ok=True)
+        os.chdir(message["folder"])
+    connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel tells this process's PID
     if (
         connection.recv(1) != b"G"
-    ):  # nothing foreign runs, or ends, before the judge has a handle on this process
+    ):  # the judge could not open a descriptor of this process, by which it could end it
         os._exit(0)
-    play(connection, header, rest, isolated)
+    runner_main(connection, message, buffers, isolated)
 
 
-def serve(control: socket.socket, isolated: bool, play: Play, locks: list[str]) -> None:
-    """Fork a runner for each header that comes over `control`, until the judge closes it. `locks` are folders that no runner may see into."""
+def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
+    """Fork a runner for each message on `control`, until the judge closes it. Runners may not see into `lock_folders`."""
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
-        header, descriptors = receive(control)
-        if not header:
+        message, descriptors = receive(control)
+        if not message:
             os._exit(0)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 control.close()
-                start_runner(header | {"locks": locks}, descriptors, isolated, play)
+                start_runner(message, descriptors, isolated, runner_main, lock_folders)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -215,47 +214,48 @@ def serve(control: socket.socket, isolated: bool, play: Play, locks: list[str]) 
             os.close(descriptor)
 
 
-def report(connection: socket.socket, header: dict, descriptors: list[int], isolated: bool) -> None:
-    """Say what this runner is allowed, and the digest of memory that the judge is to read from outside."""
+def report_privileges(
+    connection: socket.socket, message: Message, descriptors: list[int], isolated: bool
+) -> None:
+    """Report this runner's privileges, and the digest of memory that the judge is to read from outside; never returns."""
     memory = ctypes.create_string_buffer(os.urandom(PROBE_BYTES), PROBE_BYTES)
     thread = threading.Thread(target=Path("/workspace/probe").write_bytes, args=(bytes(memory),))
     thread.start()
     thread.join()
-    held = ctypes.create_string_buffer(24)
-    check(libc.capget(struct.pack("Ii", CAPABILITY_VERSION, 0), held), "capget")
+    capabilities = ctypes.create_string_buffer(24)
+    check(libc.capget(struct.pack("Ii", CAPABILITY_VERSION, 0), capabilities), "capget")
     bounding = [number for number in range(CAPABILITIES) if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1]
     connection.send(struct.pack("cQ", b"O", ctypes.addressof(memory)))
     connection.recv(1)
-    found = {
+    report = {
         "digest": hashlib.sha256(bytes(memory)).hexdigest(),
         "written": Path("/workspace/probe").read_bytes() == bytes(memory),
         "uid": os.getuid(),
         "pid": os.getpid(),
-        "capabilities": any(bytes(held)) or bool(bounding),
+        "capabilities": any(bytes(capabilities)) or bool(bounding),
         "no_new_privileges": libc.prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0),
         "seccomp": libc.prctl(PR_GET_SECCOMP, 0, 0, 0, 0),
     }
-    connection.send(b"R" + json.dumps(found).encode())
+    connection.send(b"R" + json.dumps(report).encode())
     connection.recv(1)
     os._exit(0)
 
 
 def main() -> None:
-    descriptor, device, kind, isolation, native, packages, *folders = sys.argv[1:]
-    os.umask(0o022)  # a runner of root's has another uid, and reads what is kept for all runners
+    descriptor, device, kind, isolation, modules, packages, *caches = sys.argv[1:]
+    os.umask(0o022)  # where the judge is root, runners have another uid and read what is kept for all of them
     sys.path += [path for path in packages.split(os.pathsep) if path]
-    play: Play = report
+    runner_main: RunnerMain = report_privileges
     if kind != "probe":
-        sys.path.insert(0, native)  # the folder of result_channel.cpp, compiled
+        sys.path.insert(0, modules)  # the folder of the compiled result_channel.cpp
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         import runner
 
-        runner.warm_up(kind, device, *folders)
-        play = functools.partial(runner.play, receive)
-    locks = (
-        [path for path, _, _ in os.walk(folders[1]) if os.path.basename(path) == "locks"] if folders else []
-    )
-    serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", play, locks)
+        runner.warm_up(kind, device, *caches)
+        runner_main = functools.partial(runner.main, receive)
+    walked = os.walk(caches[1]) if caches else ()
+    lock_folders = [path for path, _, _ in walked if os.path.basename(path) == "locks"]
+    serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", runner_main, lock_folders)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
 from components.judge import judge as judge_module
 from components.judge.judge import Judge
-from components.sandbox import isolation
+from components.sandbox import seccomp_filter
 from components.sandbox.runner_process import RunnerError
 
 REPORT = """
@@ -219,7 +219,7 @@ print(json.dumps([name for name, action in {
 def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
     role: str, tmp_path: Path
 ) -> None:
-    program = isolation.seccomp_program(role).hex()
+    program = seccomp_filter.seccomp_program(role).hex()
     done = subprocess.run(
         [sys.executable, "-c", ALLOWED_IN_BOTH, str(tmp_path)],
         input=program,

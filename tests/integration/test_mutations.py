@@ -18,7 +18,7 @@ from components.judge.judge import Judge
 from components.judge.measurement import TimedRunner
 from components.judge.task_bench import Bench
 from components.judge.verdict import Verdict
-from components.sandbox import isolation, runner_factory, shared_memory
+from components.sandbox import runner_factory, seccomp_filter, shared_memory
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner
@@ -123,9 +123,9 @@ def test_clock_of_one_thread(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_system_call_filter(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "common_lock").status == "correct"  # it answers only if it gets no lock
-    program = isolation.seccomp_program
+    program = seccomp_filter.seccomp_program
     monkeypatch.setattr(
-        isolation,
+        seccomp_filter,
         "seccomp_program",
         lambda role, device="cpu": b"" if role == "candidate" else program(role, device),
     )
@@ -206,7 +206,7 @@ def mutated(
                 cold_judge.params.sandbox,
                 cold_judge.params.device,
                 tmp_path / "home",
-                cold_judge.runner_factory.native,
+                cold_judge.runner_factory.result_channel,
             )
         )
         cold_judge.runner_factory = nurseries[-1]
