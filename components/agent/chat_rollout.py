@@ -1,7 +1,7 @@
-"""The agent's loop over a server that speaks text: each episode in a thread of its own, messages in, a turn out.
+"""Rollouts over a chat server: each episode runs in a thread of its own and exchanges messages.
 
-Native tool calls where the server has them; where it refuses descriptions of tools, they are part of the first message
-and calls are read from the text.
+Native tool calls where the server has them; where it refuses descriptions of tools, they are part of the
+first message and calls are read from the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnknown
 
 MAX_PARALLEL = 64
 CHARACTERS_PER_TOKEN = 2.5
-"""Of source text, on the careful side, where the server does not count its prompt's tokens."""
+"""Low estimate for source text, by which a history is kept within the context window."""
 TEXT_FORM = """
 Call a tool by writing, in your answer, one JSON object for each call between tags:
 <tool_call>
@@ -33,7 +33,7 @@ You get what the tools say as the next message. An answer without a call ends yo
 
 
 class Chat(Protocol):
-    """`components.policy.chat_client.ChatClient`; tests give a scripted one."""
+    """Interface of `components.policy.chat_client.ChatClient`."""
 
     @property
     def version(self) -> str: ...
@@ -64,7 +64,10 @@ class ChatEpisode(Episode):
         """Indices of observations in `messages`."""
 
     def run(self, seed: int) -> Trajectory:
-        """Sample all turns and judge the result; the record keeps every turn, also when the server fails later."""
+        """Sample all turns and judge the result.
+
+        The record keeps every turn, also when the server fails later.
+        """
         for turn in range(self.request.max_turns):
             if self.request.is_out_of_time():
                 self.finish_reason = "time"
@@ -85,10 +88,10 @@ class ChatEpisode(Episode):
         calls = self.perform(
             reply.content, requests, cut=reply.finish_reason == "length", last=last, shortened=shortened
         )
-        said: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
-            said["tool_calls"] = [_spoken(request) for request in requests]
-        self.messages.append(said)
+            message["tool_calls"] = [_native_form(request) for request in requests]
+        self.messages.append(message)
         self._observe(requests, calls, native=bool(reply.calls))
 
     def _ask(self, history: list[dict[str, Any]], seed: int) -> ChatTurn:
@@ -128,20 +131,20 @@ class ChatEpisode(Episode):
             )
 
     def _history(self) -> tuple[list[dict[str, Any]], int]:
-        """The messages, the oldest observations shortened until they should fit, and how many were."""
-        room = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
+        """Return the messages with the oldest observations shortened to fit, and how many were shortened."""
+        capacity = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
         history, shortened = list(self.messages), 0
-        for place in self.observed[:-1]:
-            if size <= room:
+        for index in self.observed[:-1]:
+            if size <= capacity:
                 break
-            size -= max(0, len(str(history[place]["content"])) - len(SHORTENED))
-            history[place] = history[place] | {"content": SHORTENED}
+            size -= max(0, len(str(history[index]["content"])) - len(SHORTENED))
+            history[index] = history[index] | {"content": SHORTENED}
             shortened += 1
         return history, shortened
 
 
-def _spoken(request: Request) -> dict[str, Any]:
+def _native_form(request: Request) -> dict[str, Any]:
     arguments = json.dumps(request.arguments, ensure_ascii=False)
     return {
         "id": request.call_id,

@@ -42,8 +42,8 @@ class Episode:
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.
 
-        For the compact prompt, a source that is equivalent to a composed task is written as that task would be, since
-        a policy trained from scratch has seen no other layout.
+        For the compact prompt, a source that is equivalent to a composed task is written as that task would
+        be, since a policy trained from scratch has seen no other layout.
         """
         policy, code = self.params.policy, self.task.code
         if policy.prompt == "compact":
@@ -66,8 +66,8 @@ class Episode:
     ) -> tuple[ToolCall, ...]:
         """Run the calls of a sampled turn and set `finish_reason` if the turn ends the trajectory.
 
-        `cut`: the turn reached its token limit. `last`: it is the last turn allowed. `shortened`: the number of
-        observations that were shortened in the history it was sampled from.
+        `cut`: the turn reached its token limit. `last`: it is the last turn allowed. `shortened`: the number
+        of observations that were shortened in the history it was sampled from.
         """
         calls = tuple(self.tools.run(request) for request in requests)
         self.turns.append(Turn(text, calls, shortened))
@@ -108,7 +108,7 @@ class Episode:
 
 
 def abandon(episodes: Sequence[Episode], threads: ThreadPoolExecutor, pool: JudgePool) -> None:
-    """Cancel the episodes' waiting jobs after an exception, so that their threads wait only for running ones."""
+    """Cancel the episodes' waiting jobs after an exception; their threads then wait only for running ones."""
     threads.shutdown(wait=False, cancel_futures=True)
     for episode in episodes:
         episode.abandoned = True

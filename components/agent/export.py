@@ -32,7 +32,10 @@ import sys as _sys
 
 
 def _load(folder):
-    """The kernels as built for this machine; `bash utils/compile.sh` in workspace/ builds them for another."""
+    """The kernels as built for this machine.
+
+    `bash utils/compile.sh` in workspace/ builds them for another.
+    """
     spec = _util.spec_from_file_location("cuda_extension", folder / "cuda_extension.so")
     module = _util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -44,7 +47,7 @@ _sys.modules["cuda_extension"] = _load(_pathlib.Path(__file__).resolve().parent 
 
 
 def drop_in(model_new: str) -> str:
-    """Return model_new.py with the code that loads the library before the first statement that may need it."""
+    """Return model_new.py with the code that loads the library before the first statement."""
     tree = ast.parse(model_new)
     first = next(
         (
@@ -88,7 +91,10 @@ def check_output_folder(out: Path) -> None:
 
 
 def export(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:
-    """Write the folder atomically and return the contents of result.json; `builds` is the judge's cache of libraries."""
+    """Write the folder atomically and return the contents of result.json.
+
+    `builds` is the judge's cache of libraries.
+    """
     record = as_record(outcome, params, out, policy)
     with atomic_folder(out) as temporary:
         if outcome.found:
@@ -166,7 +172,8 @@ def report(outcome: Outcome, params: Params, policy: str) -> str:
     lines += [
         "## What was tried",
         "",
-        f"Policy: {policy}. {len(outcome.trajectories)} attempts, {outcome.turns} turns, {outcome.seconds:.0f} s.",
+        f"Policy: {policy}. {len(outcome.trajectories)} attempts, {outcome.turns} turns, "
+        f"{outcome.seconds:.0f} s.",
         "",
     ]
     lines += [
@@ -183,7 +190,8 @@ def report(outcome: Outcome, params: Params, policy: str) -> str:
         )
         speed = "–" if fastest is None else f"{fastest:.2f}"
         lines.append(
-            f"| {number} | {len(trajectory.turns)} | {len(trajectory.verdicts)} | {best} | {speed} | {trajectory.finish_reason} |"
+            f"| {number} | {len(trajectory.turns)} | {len(trajectory.verdicts)} | {best} | {speed} | "
+            f"{trajectory.finish_reason} |"
         )
     counts = Counter((v.status, v.reason) for v in outcome.judged)
     lines += [
@@ -205,10 +213,13 @@ def _figures(verdict: Verdict, params: Params) -> list[str]:
         "| --- | --- | --- |",
         f"| this kernel | {_microseconds(verdict.seconds.candidate)} | |",
         f"| eager PyTorch | {_microseconds(verdict.seconds.eager)} | {_interval(verdict.speedup.eager)} |",
-        f"| torch.compile | {_microseconds(verdict.seconds.compile)} | {_interval(verdict.speedup.compile)} |",
+        f"| torch.compile | {_microseconds(verdict.seconds.compile)} | "
+        f"{_interval(verdict.speedup.compile)} |",
         "",
-        f"Measured by {clock} on {evidence.get('device', verdict.device)}, torch {evidence.get('torch', '?')}, {verdict.precision}, {params.sandbox.rounds} "
-        f"rounds of each, alternating, on fresh inputs; the outputs of every round were checked. This measurement chose nothing: the kernel was picked by "
+        f"Measured by {clock} on {evidence.get('device', verdict.device)}, torch "
+        f"{evidence.get('torch', '?')}, {verdict.precision}, {params.sandbox.rounds} "
+        f"rounds of each, alternating, on fresh inputs; the outputs of every round were checked. This "
+        f"measurement chose nothing: the kernel was picked by "
         f"earlier ones. Isolation: {evidence.get('isolation', params.sandbox.isolation)}.",
         "",
     ]
@@ -229,7 +240,9 @@ def _use(outcome: Outcome, params: Params) -> list[str]:
         "new.load_state_dict(old.state_dict())",
         "```",
         "",
-        f"It was checked with inputs {shapes}: other dtypes do not work, other shapes are unchecked. Tensors must be contiguous. It has no backward pass.",
-        f"The library in workspace/ runs on {machine}; `bash utils/compile.sh` there builds it anew, `python3 -m utils.profiling` measures it again.",
+        f"It was checked with inputs {shapes}: other dtypes do not work, other shapes are unchecked. "
+        f"Tensors must be contiguous. It has no backward pass.",
+        f"The library in workspace/ runs on {machine}; `bash utils/compile.sh` there builds it anew, "
+        f"`python3 -m utils.profiling` measures it again.",
         "",
     ]

@@ -1,7 +1,8 @@
 """Unix socket through which a sandboxed shell asks the judge for a measurement.
 
-A request is one word (compile, verification, profiling) and a newline; the reply is an exit code, a newline and text.
-The judge takes the candidate's files from the workspace at that moment, so the shell cannot supply a result.
+A request is one word (compile, verification, profiling) and a newline; the reply is an exit code, a newline
+and text. The judge takes the candidate's files from the workspace at that moment, so the shell cannot supply
+a result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Optimisation of one module: sample several trajectories, measure their best kernels again, report one of them.
+"""Optimisation of one module: sample trajectories, measure their best kernels again, report one of them.
 
-The reported figure selects nothing: the trajectories' own verdicts choose a few kernels, a second measurement chooses
-one of these, and a third measurement, in fresh runners, is reported.
+The reported figure selects nothing: the trajectories' own verdicts choose a few kernels, a second measurement
+chooses one of these, and a third measurement, in fresh runners, is reported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ UNJUDGEABLE = {
     "half_precision_passes": "half precision would pass as right",
     "first_input_passes": "returning the input unchanged would pass as right",
     "untouched_parameters_pass": "its parameters make no difference",
-    "not_deterministic": "it gives different outputs for equal inputs (dropout and batch norm belong in evaluation mode)",
+    "not_deterministic": "it gives different outputs for equal inputs (dropout and batch norm belong in "
+    "evaluation mode)",
     "not_finite": "its output is not finite",
     "no_float_output": "it has no output of floating point",
 }
@@ -69,7 +70,10 @@ class SearchBudget:
 
 
 def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: float = 0) -> SearchBudget:
-    """Return the budget that the user has set; 0 stands for what suits the policy's prompt, or for no time limit."""
+    """Return the budget that the user has set.
+
+    0 stands for what suits the policy's prompt, or for no time limit.
+    """
     compact = params.policy.prompt == "compact"
     return SearchBudget(
         attempts or (COMPACT_ATTEMPTS if compact else FULL_ATTEMPTS),
@@ -79,7 +83,7 @@ def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: fl
 
 
 class RecordingPool:
-    """A judge pool that keeps the verdict of every candidate, since the best one may not be a trajectory's last."""
+    """A judge pool that keeps the verdict of every candidate that is submitted to it."""
 
     def __init__(self, pool: JudgePool):
         self.pool = pool
@@ -115,8 +119,8 @@ class RecordingPool:
 class Outcome:
     """Result of an optimisation.
 
-    `verdict` is the reported measurement of `files`, None when no kernel was correct. `judged` has one verdict for each
-    different candidate, `notes` are sentences for the user.
+    `verdict` is the reported measurement of `files`, None when no kernel was correct. `judged` has one
+    verdict for each different candidate, `notes` are sentences for the user.
     """
 
     task: KernelTask
@@ -136,8 +140,8 @@ class Outcome:
 def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
     """Return the task with the evidence of its admission, and notes for the user.
 
-    Raises UserError when the module does not run, or when the judge could not tell a wrong kernel from a right one. `pool`
-    needs parameters from `with_any_duration`.
+    Raises UserError when the module does not run, or when the judge could not tell a wrong kernel from a
+    right one. `pool` needs parameters from `with_any_duration`.
     """
     admission = pool.admit(task.code).result()
     evidence = admission.evidence
@@ -161,7 +165,8 @@ def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[K
         )
     if evidence["eager_seconds"] < SHORT_SECONDS:
         notes.append(
-            f"One call takes {evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call dominates, "
+            f"One call takes {evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call "
+            f"dominates, "
             "larger inputs would be more telling."
         )
     return task.model_copy(update={"evidence": evidence}), notes
@@ -219,7 +224,10 @@ def optimize(
 
 
 def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[str]:
-    """Return notes on failures of the server and the judge; UserError when the server answered no turn at all."""
+    """Return notes on failures of the server and the judge.
+
+    UserError when the server answered no turn at all.
+    """
     notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
     if failed and len(failed) == len(trajectories) and not any(one.turns for one in trajectories):

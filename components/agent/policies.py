@@ -1,4 +1,4 @@
-"""Policies that write kernels: a checkpoint that is sampled here, and a model behind an OpenAI-compatible server.
+"""Policies that write kernels: a checkpoint sampled here, and a model behind an OpenAI-compatible server.
 
 `optimize` and the evaluation sample both kinds in the same way.
 """
@@ -119,7 +119,8 @@ def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
     """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging Face folder."
+            f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging "
+            f"Face folder."
         )
     has_manifest = (folder / MANIFEST).is_file()
     digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
@@ -129,8 +130,8 @@ def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> CheckpointPolicy:
     """Return the policy in `folder`, sampled with the prompt and context window that it was trained with.
 
-    A Hugging Face folder without a manifest gets the full prompt and the window of its config.json. `chosen` are the
-    keys of parameters that the user has set; they stay. A checkpoint for another device is refused.
+    A Hugging Face folder without a manifest gets the full prompt and the window of its config.json. `chosen`
+    are the keys of parameters that the user has set; they stay. A checkpoint for another device is refused.
     """
     if not (folder / "config.json").is_file():
         raise UserError(

@@ -1,7 +1,7 @@
 """Replay of a recorded trajectory: the same calls from the same files, and which observations differ.
 
-Measured times are left out of the comparison, since they vary. Everything else that differs is reported, also output that
-is never the same, such as a date.
+Measured times are left out of the comparison, since they vary. Everything else that differs is reported, also
+output that is never the same, such as a date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MEASURED = re.compile(r"^(?:Torch Baseline: .*|Speed-up: .*)$", re.MULTILINE)
 class Difference:
     """One difference between record and replay.
 
-    `call` counts from 1 in its turn. Turn 0 is the end of the trajectory: call 1 its verdict, call 2 its files.
+    `call` counts from 1 in its turn. Turn 0 is the end of the trajectory: call 1 its verdict, call 2 its
+    files.
     """
 
     turn: int

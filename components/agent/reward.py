@@ -1,6 +1,7 @@
 """Rewards: the milestone of a verdict (CUDA Agent, eq. 1), and the raw speed-up of the paper's ablation.
 
-This file imports nothing at run time, since the judge, a lower layer, writes the milestone into each verdict with it.
+This file imports nothing at run time, since the judge, a lower layer, writes the milestone into each verdict
+with it.
 """
 
 from __future__ import annotations

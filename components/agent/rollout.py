@@ -19,8 +19,8 @@ def _ignore_progress(done: int, total: int) -> None:
 class RolloutRequest:
     """Which trajectories to sample, and within which limits.
 
-    A task is sampled once for each time that it is listed. `epoch` names the policy update to the judge: within one
-    epoch, equal candidates for a task share one measurement.
+    A task is sampled once for each time that it is listed. `epoch` names the policy update to the judge:
+    within one epoch, equal candidates for a task share one measurement.
     """
 
     tasks: Sequence[KernelTask]

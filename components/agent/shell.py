@@ -1,8 +1,9 @@
 """The agent's shell: one sandboxed bash from the first command to the end of the trajectory.
 
-Commands run in the same bash, so directory, variables and functions persist. Each command's output goes to a file, so
-that a background process which keeps its standard output open cannot block the end of the command. The shell may write
-/workspace, /output and /tmp, and reaches the judge through a socket in /control (components/agent/judge_socket.py).
+Commands run in the same bash, so directory, variables and functions persist. Each command's output goes to a
+file, so that a background process which keeps its standard output open cannot block the end of the command.
+The shell may write /workspace, /output and /tmp, and reaches the judge through a socket in /control
+(components/agent/judge_socket.py).
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Shell:
     ):
         """Create the shell's folders.
 
-        `judge_seconds` returns the seconds for which the judge has kept this shell waiting so far; they do not count
-        against a command's time limit.
+        `judge_seconds` returns the seconds for which the judge has kept this shell waiting so far; they do
+        not count against a command's time limit.
         """
         self.sandbox = sandbox
         self.judge_seconds = judge_seconds
@@ -111,7 +112,7 @@ class Shell:
     # --- files ---
 
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
-        """Write to the folder what differs between `files` and `before`, its contents when it was last read."""
+        """Write what differs between `files` and `before`, the folder's contents when last read."""
         untrusted_folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
             untrusted_folder.remove(self.workspace, path)
@@ -149,7 +150,10 @@ class Shell:
         return f"bash_{number}"
 
     def new_output(self, name: str) -> tuple[str, str] | None:
-        """Return a background command's output since the last call, and its state; None for an unknown name."""
+        """Return a background command's output since the last call, and its state.
+
+        None for an unknown name.
+        """
         number = name.removeprefix("bash_")
         if number not in self.read_until:
             return None
@@ -220,7 +224,8 @@ class Shell:
             elif untrusted_folder.used_bytes(self.base, MAX_DISK_BYTES, MAX_ENTRIES) > MAX_DISK_BYTES:
                 self._end()
                 return (
-                    f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder that is closed "
+                    f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder "
+                    f"that is closed "
                     "to its owner; remove some in the next command, which starts a new shell"
                 )
             elif spent - (self.judge_seconds() - judge_seconds) > seconds:
@@ -282,7 +287,10 @@ class Shell:
         )
 
     def _end(self) -> None:
-        """Kill the shell; the end of bubblewrap's process namespace kills everything that a command has started."""
+        """Kill the shell.
+
+        The end of bubblewrap's process namespace kills everything that a command has started.
+        """
         process, self.process = self.process, None
         if process is None:
             return
@@ -308,7 +316,8 @@ class Shell:
                 )
                 cut = end - start - 2 * KEPT_BYTES
                 return (
-                    f"{head.decode(errors='replace')}\n[... {cut} bytes cut ...]\n{tail.decode(errors='replace')}",
+                    f"{head.decode(errors='replace')}\n[... {cut} bytes cut "
+                    f"...]\n{tail.decode(errors='replace')}",
                     end,
                 )
         except OSError:
@@ -316,5 +325,5 @@ class Shell:
 
 
 def _environment(control: str, output: str) -> dict[str, str]:
-    """Return the variables by which the driver and the utilities find their folders and the judge's socket."""
+    """Return the variables by which the driver and the utilities find folders and socket."""
     return {"CONTROL": control, "OUTPUT": output, "JUDGE_SOCKET": f"{control}/judge.sock"}

@@ -1,4 +1,4 @@
-"""The `model_new.py` that a workspace begins with: Model's constructor, and a forward that calls the kernel."""
+"""The `model_new.py` that a workspace begins with: Model's constructor and a call of the kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from components.core.task import KernelTask
 def starter(task: KernelTask) -> str | None:
     """Return a `model_new.py` whose forward calls `cuda_extension.forward(inputs…, parameters…, outputs…)`.
 
-    Output shapes come from the admission's evidence. None where the task has no evidence, forward() takes anything
-    but tensors, or parameters live in numbered submodules: there the agent writes the file itself.
+    Output shapes come from the admission's evidence. None where the task has no evidence, forward() takes
+    anything but tensors, or parameters live in numbered submodules: there the agent writes the file itself.
     """
     evidence = task.evidence
     if "outputs" not in evidence or any(
@@ -63,7 +63,7 @@ def _rename(model: ast.ClassDef) -> None:
 
 
 def _module(tree: ast.Module) -> ast.Module:
-    """Return the task's module without docstring and input functions, with cuda_extension among its imports."""
+    """Return the task's module without docstring and input functions, and import cuda_extension in it."""
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     rest = [

@@ -1,7 +1,8 @@
-"""The agent's loop over a sampler of tokens: many episodes side by side over one sampler and one judge pool.
+"""Rollouts over a sampler of tokens: many episodes side by side with one sampler and one judge pool.
 
-All live episodes sample a turn together, then their calls run at the same time, then the next turn. Ids are appended and
-never made again from text; the suffix that carries observations is what the chat template puts after a turn.
+All unfinished episodes sample a turn together, then their calls run in parallel, then the next turn begins.
+Token ids are appended and never encoded again from text; observations are inserted as the chat template
+writes them after a turn.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PARALLEL_CALLS = 64
-SMALLEST_TURN = 16
-"""An episode ends when fewer tokens than this are left in the context window."""
+MIN_TURN_TOKENS = 16
+"""An episode ends when fewer tokens are left in the context window."""
 MARK = "\u2402assistant\u2403"
-"""Stands for a sampled turn when the template is asked what follows one; no template and no prompt holds it."""
+"""Placeholder of a sampled turn in the chat template, which occurs in no template and no prompt."""
 
 
 def suffix_ids(
     tokenizer: PreTrainedTokenizerBase, observations: Sequence[str], tools: list[Any] | None = None
 ) -> list[int]:
-    """What stands between a sampled turn, its end-of-turn token included, and the next one: a tool message for each
-    observation and the generation prompt, as the chat template writes them after an assistant's turn."""
+    """Return the ids between a sampled turn, its end-of-turn token included, and the next turn.
+
+    They are a tool message for each observation and the generation prompt, as the chat template writes them.
+    """
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": MARK},
@@ -45,7 +48,8 @@ def suffix_ids(
     _, mark, after = text.partition(MARK)
     if not mark:
         raise UserError(
-            f"the chat template of the policy ({tokenizer.name_or_path}) leaves out the assistant's own words; give the folder another chat_template.jinja."
+            f"the chat template of the policy ({tokenizer.name_or_path}) leaves out the assistant's own "
+            f"words; give the folder another chat_template.jinja."
         )
     return list(
         tokenizer.encode(after.lstrip().removeprefix(str(tokenizer.eos_token)), add_special_tokens=False)
@@ -53,14 +57,14 @@ def suffix_ids(
 
 
 class TokenEpisode(Episode):
-    """An episode whose policy takes and gives token ids; it keeps every one of them."""
+    """An episode whose policy reads and writes token ids, all of which are recorded."""
 
     def __init__(self, task: KernelTask, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase):
         super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
         self.tokenizer = tokenizer
-        # A policy with the compact prompt knows its tools; others are told by their template, where it can.
-        told = self.params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
-        self.descriptions = descriptions() if told else None
+        # A policy with the compact prompt knows its tools; for others the chat template describes them.
+        described = self.params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
+        self.descriptions = descriptions() if described else None
         text = str(
             tokenizer.apply_chat_template(
                 [self.first_message()], tokenize=False, add_generation_prompt=True, tools=self.descriptions
@@ -70,17 +74,20 @@ class TokenEpisode(Episode):
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
         self.observed: list[tuple[int, int]] = []
-        """Where each turn's observations begin and end in `ids`."""
+        """Begin and end of each turn's observations in `ids`."""
         self.shortened = 0
 
     def prompt(self, *, shorten: bool) -> list[int]:
-        """The history to sample from. With `shorten`, the oldest observations give way until a turn fits into the window."""
+        """The history to sample from.
+
+        With `shorten`, the oldest observations give way until a turn fits into the window.
+        """
         ids, self.shortened = self.ids, 0
-        room = self.params.policy.context - min(self.params.policy.context // 8, 4096)
-        if not shorten or len(ids) <= room:
+        capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)
+        if not shorten or len(ids) <= capacity:
             return ids
         short = suffix_ids(self.tokenizer, [SHORTENED], self.descriptions)
-        while len(ids) > room and self.shortened < len(self.observed) - 1:
+        while len(ids) > capacity and self.shortened < len(self.observed) - 1:
             self.shortened += 1
             pieces, end = [], 0
             for start, stop in self.observed[: self.shortened]:
@@ -90,7 +97,7 @@ class TokenEpisode(Episode):
         return ids
 
     def act(self, completion: Completion, last: bool) -> None:
-        """Take a sampled turn, run its calls and append their observations, or end the episode."""
+        """Append a sampled turn, run its calls and append their observations, or end the episode."""
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
@@ -113,7 +120,7 @@ class TokenEpisode(Episode):
         return self.finish(version, self.ids, self.mask, self.logprobs)
 
     def _messages(self, calls: Sequence[ToolCall]) -> list[str]:
-        """A message for each call where the template knows tools; the compact form has one for all."""
+        """Return a message per call where the template knows tools; the compact form has one for all."""
         observations = [call.observation for call in calls]
         return observations if self.descriptions is not None else ["\n".join(observations)]
 
@@ -123,8 +130,8 @@ def run_episodes(
 ) -> list[Trajectory]:
     """Return one trajectory per task, in order; the final answer is the workspace when its episode ends.
 
-    Nothing that a policy does raises an exception. A final verdict `infrastructure` means that the trajectory says
-    nothing about the policy.
+    Nothing that a policy does raises an exception. A final verdict `infrastructure` means that the trajectory
+    says nothing about the policy.
     """
     episodes = [TokenEpisode(task, request, tokenizer) for task in request.tasks]
     context = request.params.policy.context
@@ -134,7 +141,7 @@ def run_episodes(
             for turn in range(request.max_turns):
                 prompts = {id(episode): episode.prompt(shorten=request.shorten_history) for episode in live}
                 for episode in live:
-                    if context - len(prompts[id(episode)]) < SMALLEST_TURN:
+                    if context - len(prompts[id(episode)]) < MIN_TURN_TOKENS:
                         episode.finish_reason = "length"
                     elif request.is_out_of_time():
                         episode.finish_reason = "time"

@@ -1,6 +1,7 @@
 """Parser of the tool calls in an assistant's turn: native calls, Qwen and Hermes tags, fenced JSON.
 
-Text that looks like a call and cannot be parsed becomes a request with an `error`, which the policy gets to see.
+Text that looks like a call and cannot be parsed becomes a request with an `error`, which the policy gets to
+see.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ FORM = (
 
 @dataclass(frozen=True)
 class Request:
-    """A tool call of the policy; `error` says why it could not be parsed, `call_id` is the id of a native call."""
+    """A tool call of the policy.
+
+    `error` says why it could not be parsed, `call_id` is the id of a native call.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -40,7 +44,10 @@ class Request:
 
 
 def parse_calls(text: str) -> list[Request]:
-    """Return the first `MAX_CALLS` tool calls of a message; fences and bare JSON count only where there is no tag."""
+    """Return the first `MAX_CALLS` tool calls of a message.
+
+    Fences and bare JSON count only where there is no tag.
+    """
     text = THOUGHT.sub("", text)
     blocks = BLOCK.findall(text)
     if blocks:

@@ -1,7 +1,8 @@
 """The agent's tools, by the names and with the argument names that policies know from other agents.
 
-Files live in memory. A shell starts with the first command that needs one and gets a copy of the files; after each
-command, its changes in model_new.py and kernels/ are taken over. The measuring commands alone need no shell.
+Files live in memory. A shell starts with the first command that needs one and gets a copy of the files; after
+each command, its changes in model_new.py and kernels/ are taken over. The measuring commands alone need no
+shell.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ SEARCHED = (
 class Tools:
     """Runs the tool calls of one trajectory on its workspace.
 
-    `judge` returns the verdict on the files as they are. `context` is the policy's window in tokens: an observation
-    takes about a sixteenth of it at most. With `read_first`, a file that the policy has not seen in its present state
-    cannot be overwritten.
+    `judge` returns the verdict on the files as they are. `context` is the policy's window in tokens: an
+    observation takes about a sixteenth of it at most. With `read_first`, a file that the policy has not seen
+    in its present state cannot be overwritten.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The trajectory: exactly what the policy saw and produced, in files that need no code of this project to read.
+"""The trajectory: exactly what the policy saw and produced, in files of common formats.
 
 `ids` holds the sampled token ids themselves; they are never encoded again from text.
 """
@@ -23,7 +23,10 @@ SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call with its observation; `valid` is False when it did not parse, `verdicts` counts its verdicts."""
+    """One tool call with its observation.
+
+    `valid` is False when it did not parse, `verdicts` counts its verdicts.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -36,7 +39,8 @@ class ToolCall:
 class Turn:
     """One assistant message, decoded as `text`, and its calls.
 
-    `shortened` is the number of the oldest observations that were shortened in the history it was sampled from.
+    `shortened` is the number of the oldest observations that were shortened in the history it was sampled
+    from.
     """
 
     text: str
@@ -48,13 +52,13 @@ class Turn:
 class Trajectory:
     """One episode; sequences have the length of `ids` and are empty where the policy is a chat server.
 
-    `action_mask` is 1 on the tokens that the policy sampled, and `sampler_logprob` their log-probability in nats, 0
-    elsewhere. `verdicts` are all in order; the last one, of the final answer, gives the milestone `reward`.
-    `finish_reason` is stop, length (a token or context limit), turns, time or server (the policy's server failed, for
-    the reason `error`). `policy_version` is the checkpoint's digest and update count. `files` are the candidate's at the
-    end by workspace path, `start` those before the first turn. With `task`, the source, and `settings` (`device`,
-    `in_turns`: several turns were allowed, `context`: window in tokens), a trajectory can be replayed without its
-    data set.
+    `action_mask` is 1 on the tokens that the policy sampled, and `sampler_logprob` their log-probability in
+    nats, 0 elsewhere. `verdicts` are all in order; the last one, of the final answer, gives the milestone
+    `reward`. `finish_reason` is stop, length (a token or context limit), turns, time or server (the policy's
+    server failed, for the reason `error`). `policy_version` is the checkpoint's digest and update count.
+    `files` are the candidate's at the end by workspace path, `start` those before the first turn. With
+    `task`, the source, and `settings` (`device`, `in_turns`: several turns were allowed, `context`: window in
+    tokens), a trajectory can be replayed without its data set.
     """
 
     task_id: str
@@ -78,7 +82,7 @@ class Trajectory:
 
 
 def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
-    """Write trajectories.jsonl (all but tokens) and tokens.safetensors (ids, action_mask, sampler_logprob, offsets)."""
+    """Write trajectories.jsonl (all but tokens) and tokens.safetensors (`SEQUENCES` and offsets)."""
     lines = []
     for trajectory in trajectories:
         record = {key: value for key, value in asdict(trajectory).items() if key not in SEQUENCES}
@@ -124,6 +128,7 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
             result.append(Trajectory(**(record | {"turns": turns, "verdicts": verdicts} | sequences)))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(
-                f"{folder / 'trajectories.jsonl'}: line {number} is no trajectory ({error}); restore the file from its run."
+                f"{folder / 'trajectories.jsonl'}: line {number} is no trajectory ({error}); restore the "
+                f"file from its run."
             ) from error
     return result

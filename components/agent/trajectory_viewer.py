@@ -1,4 +1,4 @@
-"""A trajectory for people: what was said, done and measured turn by turn, for the terminal and as one HTML page."""
+"""A trajectory turn by turn for people, in the terminal and as one HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 760, 220, 56, 34
 
 @dataclass(frozen=True)
 class Action:
-    """One call: its arguments in short, the change that it made as lines of a diff, and the verdicts that it asked for."""
+    """One tool call: a short title, its change as lines of a diff, its observation and its verdicts."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """One turn; `text` without its calls."""
+    """One turn; `text` is without the calls."""
 
     number: int
     text: str
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Mark:
-    """A verdict in the plot: its turn, its ratios where it was correct, its words."""
+    """A verdict in the plot: its turn, its speed-ups where it was correct, and its text."""
 
     turn: int
     eager: float | None
@@ -53,13 +53,13 @@ class Mark:
 
 
 def find(folder: Path) -> list[Trajectory]:
-    """The trajectories of a folder that a stage, an evaluation or an optimisation wrote, in the order of their steps or batches."""
+    """Load all trajectories below a folder of a stage, an evaluation or an optimisation, in order."""
     found = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
     return [trajectory for place in found for trajectory in load_trajectories(place)]
 
 
 def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:
-    """Trajectory `number`, counted from 1; 0 is the first of those with the highest reward."""
+    """Return trajectory `number`, counted from 1; 0 is the first with the highest reward."""
     if not trajectories:
         raise UserError(f"{folder}: it holds no trajectory.")
     if not 0 <= number <= len(trajectories):
@@ -97,7 +97,7 @@ def _title(call: ToolCall) -> str:
 
 
 def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
-    """The diff of a call that changed a file; `files` follows the changes."""
+    """Yield the diff of a call that changed a file, and apply the change to `files`."""
     path = call.observation.removeprefix("Written ").removeprefix("Edited ").removesuffix(".")
     if call.observation == f"Written {path}.":
         before, after = files.get(path, ""), str(call.arguments.get("content", ""))
@@ -119,7 +119,7 @@ def _diff(before: str, after: str) -> Iterator[str]:
 
 
 def marks(trajectory: Trajectory) -> list[Mark]:
-    """Every verdict by its turn; the last one, on the final answer, stands after the last turn."""
+    """Return every verdict with its turn; that of the final answer comes after the last turn."""
     found = [
         mark
         for step in steps(trajectory)
@@ -137,7 +137,7 @@ def _mark(turn: int, verdict: Verdict) -> Mark:
 
 
 def words(verdict: Verdict) -> str:
-    """A verdict in one line."""
+    """Return a verdict in one line."""
     if verdict.status != "correct":
         return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"
     ratios = [
@@ -149,7 +149,7 @@ def words(verdict: Verdict) -> str:
 
 
 def plot(trajectory: Trajectory) -> dict[str, Any]:
-    """Places of the marks in an SVG of WIDTH x HEIGHT; the speed-up's axis is logarithmic."""
+    """Return the coordinates of the marks in an SVG; the axis of speed-ups is logarithmic."""
     found = marks(trajectory)
     ratios = [ratio for mark in found for ratio in (mark.eager, mark.compile) if ratio]
     low, high = min([0.5, *ratios]), max([2.0, *ratios])
@@ -185,7 +185,7 @@ def plot(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def page(trajectory: Trajectory, name: str) -> str:
-    """One HTML file that needs no other."""
+    """Return one self-contained HTML page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -205,7 +205,7 @@ def page(trajectory: Trajectory, name: str) -> str:
 
 
 def lines(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
-    """The trajectory for a terminal: text, and how it is meant (a rich style)."""
+    """Yield the lines for a terminal, each with its rich style."""
     for step in steps(trajectory):
         yield f"\nturn {step.number}", "bold"
         if step.text:

@@ -1,7 +1,7 @@
 """Safe access to a folder that an untrusted process also writes.
 
-Symbolic links are not followed; FIFOs, devices and large files are not read. The root folder is trusted, and everything
-below it is opened relative to a descriptor of its parent folder.
+Symbolic links are not followed; FIFOs, devices and large files are not read. The root folder is trusted, and
+everything below it is opened relative to a descriptor of its parent folder.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _remove(above: int, name: str, path: Path) -> None:
 def used_bytes(root: Path, limit: int, entries: int) -> int:
     """Return the bytes on disk below `root`.
 
-    The result is `limit` + 1 as soon as there are more bytes than `limit` or more names than `entries`, or when a
-    folder cannot be read.
+    The result is `limit` + 1 as soon as there are more bytes than `limit` or more names than `entries`, or
+    when a folder cannot be read.
     """
     total = count = 0
     errors: list[OSError] = []

@@ -1,4 +1,4 @@
-"""A user's own module as a kernel task: any file with the task contract, or a class of it with an expression for its inputs."""
+"""A user's own module as a kernel task: a file with the task contract, or one class of any file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from components.core.task import KernelTask, check_contract, load_task
 
 
 class _Renamed(ast.NodeTransformer):
-    """The class and every use of its name, as in super(Name, self)."""
+    """Renames a class to Model, with every use of its name, as in super(Name, self)."""
 
     def __init__(self, old: str):
         self.old = old
@@ -25,15 +25,18 @@ class _Renamed(ast.NodeTransformer):
 
 
 def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:
-    """The task that a file holds; with `class_name` it is made of that class, of the expressions `inputs` (one tensor or a
-    list of them) and `init` (the constructor's arguments)."""
+    """Return the task that a file holds, or the one made of its class `class_name`.
+
+    `inputs` is an expression for one tensor or a list of them, `init` one for the constructor's arguments.
+    """
     if not class_name:
         if inputs or init:
             raise UserError("--inputs, --init: they describe a class of the file; name it with --class.")
         return load_task(path)
     if not inputs:
         raise UserError(
-            "--inputs: missing; give an expression that makes the inputs, for instance --inputs 'torch.randn(1024, 512)'."
+            "--inputs: missing; give an expression that makes the inputs, for instance --inputs "
+            "'torch.randn(1024, 512)'."
         )
     try:
         tree = ast.parse(path.read_text())
@@ -44,7 +47,8 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if class_name not in classes:
         raise UserError(
-            f"{path}: --class {class_name}: the file has no class of this name; it has {', '.join(classes) or 'none'}."
+            f"{path}: --class {class_name}: the file has no class of this name; it has "
+            f"{', '.join(classes) or 'none'}."
         )
     if class_name != "Model" and "Model" in classes:
         raise UserError(f"{path}: --class {class_name}: the file has a class Model as well; rename that one.")
@@ -54,7 +58,10 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
         for node in tree.body
         if not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
     ]
-    functions = f"def get_inputs():\n    return {_list(inputs, '--inputs')}\n\ndef get_init_inputs():\n    return {_list(init or '[]', '--init')}\n"
+    functions = (
+        f"def get_inputs():\n    return {_list(inputs, '--inputs')}\n\n"
+        f"def get_init_inputs():\n    return {_list(init or '[]', '--init')}\n"
+    )
     code = f"import torch\n{ast.unparse(ast.fix_missing_locations(tree))}\n\n{functions}"
     if any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body):
         code = (
@@ -65,12 +72,13 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
 
 
 def _list(expression: str, option: str) -> str:
-    """The expression as a list: one that is neither list nor tuple is its only element."""
+    """Return the expression as a list; one that is neither list nor tuple is its only element."""
     try:
         body = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(
-            f"{option} {expression}: not a Python expression ({error}); give for instance 'torch.randn(1024, 512)'."
+            f"{option} {expression}: not a Python expression ({error}); give for instance "
+            f"'torch.randn(1024, 512)'."
         ) from error
     if isinstance(body, ast.List):
         return ast.unparse(body)

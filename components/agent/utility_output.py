@@ -1,4 +1,7 @@
-"""What the three measuring commands of a workspace print for a verdict; policies are trained on these exact lines."""
+"""What the three measuring commands of a workspace print for a verdict.
+
+Policies are trained on these exact lines.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from components.sandbox.build import Builder
 
 
 def run_utility(utility: Utility) -> None:
-    """Print what a utility says of the current folder and exit: 0 success, 1 failure, 2 a mistake of the user."""
+    """Run a utility on the current folder and exit: 0 success, 1 failure, 2 a mistake of the user."""
     if utility == "compile":
         _compile()
     with _user_errors():

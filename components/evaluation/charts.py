@@ -1,7 +1,7 @@
-"""Charts as inline SVG: a handful of small functions, no library, sharp at any size, coloured by the page's own style.
+"""Charts as inline SVG, coloured by the classes of the page's style sheet.
 
-Every function returns finished markup. Labels are escaped here; numbers are formatted here; colours are classes of the
-page's style sheet, so that the same drawing serves light and dark.
+Every function returns finished markup. Labels are escaped here; numbers are formatted here; colours are
+classes of the page's style sheet, so that the same drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     whole_x: bool = False,
 ) -> Markup:
-    """Lines over a common x axis; empty markup when there is no point to draw."""
+    """Draw lines over a common x axis; return empty markup when there is no point."""
     xs = [x for line in series for x in line.xs]
     ys = [y for line in series for y in line.ys] + [
         edge for line in series for pair in line.band for edge in pair
@@ -67,7 +67,10 @@ def line_chart(
 def stacked_shares(
     xs: Sequence[float], shares: Mapping[str, tuple[str, Sequence[float]]], *, x_label: str
 ) -> Markup:
-    """Areas that add up to one at every x; `shares` maps a label to its colour and values, drawn from the bottom up."""
+    """Draw areas that add up to one at every x.
+
+    `shares` maps a label to its colour and values, drawn from the bottom up.
+    """
     if not xs:
         return Markup("")
     if len(xs) == 1:
@@ -95,7 +98,7 @@ def stacked_shares(
 
 
 def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
-    """Counts of speed-ups in bins of a factor of the square root of two, side by side by group (label, colour, ratios)."""
+    """Draw counts of speed-ups in bins of a factor of sqrt(2), by group (label, colour, ratios)."""
     ratios = [ratio for _, _, values in groups for ratio in values]
     if not ratios:
         return Markup("")
@@ -131,26 +134,29 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
 
 
 def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 190) -> Markup:
-    """Horizontal bars (label, value, text, colour) on one common scale from zero."""
+    """Draw horizontal bars (label, value, text, colour) on one common scale from zero."""
     largest = max((value for _, value, _, _ in rows), default=0)
     if largest <= 0:
         return Markup("")
-    room, step = WIDTH - label_width - 90, 24
+    width, step = WIDTH - label_width - 90, 24
     parts = []
     for index, (label, value, text, colour) in enumerate(rows):
         top = index * step + 4
         parts.append(f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>')
         parts.append(
-            f'<rect class="fill {colour}" x="{label_width}" y="{top}" width="{max(room * value / largest, 1.5):.1f}" height="17" rx="2"/>'
+            f'<rect class="fill {colour}" x="{label_width}" y="{top}" width="{max(width * value / largest, 1.5):.1f}" height="17" rx="2"/>'
         )
         parts.append(
-            f'<text class="label" x="{label_width + max(room * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
+            f'<text class="label" x="{label_width + max(width * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
         )
     return _svg(parts, "bars", height=step * len(rows) + 6)
 
 
 def whisker(estimate: float, low: float, high: float) -> Markup:
-    """A ratio with its interval on a small logarithmic axis from 1/8 to 8; the centre line is "equally fast"."""
+    """Draw a ratio with its interval on a small logarithmic axis from 1/8 to 8.
+
+    The centre line is "equally fast".
+    """
     x = _scale(-3, 3, 2, 118)
 
     def place(value: float) -> float:
@@ -177,12 +183,12 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    room = 0.06 * (high - low) or 0.5
-    return low - room, high + room
+    margin = 0.06 * (high - low) or 0.5
+    return low - margin, high + margin
 
 
 def _ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> list[tuple[float, str]]:
-    """Round numbers between low and high, about five of them."""
+    """Return about five round numbers between low and high, with their labels."""
     span = high - low or 1.0
     raw = span / about
     power = 10.0 ** math.floor(math.log10(raw))

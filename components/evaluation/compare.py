@@ -1,8 +1,8 @@
-"""Comparison of two runs or evaluations: what differs in data, code, parameters and tasks, and whether it is chance.
+"""Comparison of two runs or evaluations: what differs in data, code, parameters and results.
 
-Both sides are paired by task. Yes-or-no outcomes are compared by McNemar's exact test, speed-ups by a sign-flip
-permutation test on the log ratios of the tasks that both solved: exact up to `EXACT_UP_TO` tasks, sampled above.
-Neither assumes a distribution.
+Both sides are paired by task. Yes-or-no outcomes are compared by McNemar's exact test, speed-ups by a
+sign-flip permutation test on the log ratios of the tasks that both solved: exact up to `EXACT_UP_TO` tasks,
+sampled above. Neither assumes a distribution.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class TaskChange(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """How `second` differs from `first`; what is equal is left out of `dataset`, `code`, `params` and `changed`.
+    """How `second` differs from `first`; `dataset`, `code`, `params` and `changed` leave out what is equal.
 
-    `unknown` names what a side did not record. `changes` are paired differences, second minus first (ratios for
-    geometric means), with 95 % intervals.
+    `unknown` names what a side did not record. `changes` are paired differences, second minus first (ratios
+    for geometric means), with 95 % intervals.
     """
 
     first: str
@@ -175,7 +175,7 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tup
 
 
 def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[PairedTest, ...]:
-    """Test every outcome over (first, second) results of the same tasks, without those that the judge failed on."""
+    """Test every outcome over pairs of results, without the tasks that the judge failed on."""
     pairs = [(a, b) for a, b in pairs if not a.error and not b.error]
     tests = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
     for baseline in BASELINES:
@@ -216,7 +216,7 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
 
 
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
-    """Return the change of a task that B alone solved or failed, or solved faster or slower by more than the margin."""
+    """Return how a task was won or lost by solving it, or by more than the margin of speed; else None."""
     if a.error or b.error:
         return None
     x, y = a.ratio("eager"), b.ratio("eager")

@@ -1,7 +1,8 @@
 """Evaluation of a policy on a suite: episodes in the agent loop, then each final answer measured again.
 
-The result of a task is the answer that the first attempt itself declares final, judged again under a new epoch. So
-nothing selects the best of several noisy measurements, as reporting the best solution of a trajectory would.
+The result of a task is the answer that the first attempt itself declares final, judged again under a new
+epoch. So nothing selects the best of several noisy measurements, as reporting the best solution of a
+trajectory would.
 
 Every result is on disk as soon as it is known, and a rerun in the same folder continues:
 
@@ -33,7 +34,10 @@ from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
 RETRY_SECONDS = (0.0, 30.0, 120.0)
-"""Pauses before final answers on which the judge failed are measured again; the last retry's failures are errors."""
+"""Pauses before final answers on which the judge failed are measured again.
+
+The last retry's failures are errors.
+"""
 SOUND = ("", "eager_time", "infrastructure")
 """Reasons of an admission that do not make a task degenerate."""
 
@@ -51,9 +55,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `policy` on `tasks` with its own parameters, keeping all results in the folder `out`.
 
-    `epoch` names this evaluation to the judge, which shares measurements inside an epoch only. `admit`, the pool's
-    admission, tells whether a wrong kernel could pass on a task; such tasks count and are marked degenerate.
-    Raises UserError when `out` holds a different evaluation, or when the policy's server does not answer.
+    `epoch` names this evaluation to the judge, which shares measurements inside an epoch only. `admit`, the
+    pool's admission, tells whether a wrong kernel could pass on a task; such tasks count and are marked
+    degenerate. Raises UserError when `out` holds a different evaluation, or when the policy's server does not
+    answer.
     """
     params = policy.params
     if not tasks:
@@ -130,7 +135,10 @@ def _attempts(
     progress: Progress,
     seed: int,
 ) -> list[list[Trajectory]]:
-    """Return the attempts of every task; batches, whose size depends on parameters only, are the unit of resumption."""
+    """Return the attempts of every task.
+
+    Batches, whose size depends on parameters only, are the unit of resumption.
+    """
     settings = policy.params.evaluation
     count = settings.attempts
     size = max(1, policy.params.policy.batch // count)

@@ -1,7 +1,7 @@
-"""Figures of an evaluation: pass rate, faster rates, geometric means, fast_p and rewards, each with an interval.
+"""Figures of an evaluation, each with an interval: rates, geometric means, fast_p and rewards.
 
-The definitions are KernelBench's with three corrections: every task stays in the denominator of every rate, the geometric
-mean is the exponential of the mean log, and a ratio counts only if it is positive and finite.
+The definitions are KernelBench's with three corrections: every task stays in the denominator of every rate,
+the geometric mean is the exponential of the mean log, and a ratio counts only if it is positive and finite.
 
 Every figure is a ratio of two sums over tasks, so that one matrix product gives it for all bootstrap samples.
 """
@@ -43,8 +43,8 @@ class Attempt(FrozenModel):
 class TaskResult(FrozenModel):
     """Result of one task: the final answer of its first attempt, measured again, and all attempts.
 
-    `source` is the task's program, `files` are the candidate's by workspace path. `degenerate` says why a wrong kernel
-    could pass on this task; it is empty for a sound one.
+    `source` is the task's program, `files` are the candidate's by workspace path. `degenerate` says why a
+    wrong kernel could pass on this task; it is empty for a sound one.
     """
 
     task_id: str
@@ -88,7 +88,10 @@ class TaskResult(FrozenModel):
 
 
 class Interval(FrozenModel):
-    """A 95 % bootstrap interval over tasks (exact binomial for shares of 0 and 1); None where no task counts."""
+    """A 95 % bootstrap interval over tasks (exact binomial for shares of 0 and 1).
+
+    None where no task counts.
+    """
 
     low: float | None
     high: float | None
@@ -119,10 +122,11 @@ class FastP(FrozenModel):
 class Summary(FrozenModel):
     """Figures over one set of tasks.
 
-    Rates are over all `tasks`, errors of the judge included; `beyond_margin` is the share that is more than 5 % faster.
-    `geomean` is over the `geomean_over` correct solutions whose ratio was measured; `mean_reward` leaves out errors.
-    `attempts_*` and `pass_at` (unbiased pass@k by k) are over all attempts as the episodes ended, before the final
-    measurement. `intervals` has one entry per figure by its dotted name, such as `fast_p.eager.1.5`.
+    Rates are over all `tasks`, errors of the judge included; `beyond_margin` is the share that is more than 5
+    % faster. `geomean` is over the `geomean_over` correct solutions whose ratio was measured; `mean_reward`
+    leaves out errors. `attempts_*` and `pass_at` (unbiased pass@k by k) are over all attempts as the episodes
+    ended, before the final measurement. `intervals` has one entry per figure by its dotted name, such as
+    `fast_p.eager.1.5`.
     """
 
     tasks: int
@@ -193,7 +197,7 @@ def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summa
 
 
 class Change(FrozenModel):
-    """Paired change of a figure, after minus before (after / before for geometric means), with its interval."""
+    """Paired change of a figure, after minus before (a ratio for geometric means), with its interval."""
 
     value: float | None
     low: float | None
@@ -287,7 +291,7 @@ def _scaled(name: str, value: float) -> float | None:
 
 
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """Return pass@k, the mean over tasks of 1 - C(n - c, k) / C(n, k), for every k that all tasks have attempts for."""
+    """Return pass@k, the mean over tasks of 1 - C(n - c, k) / C(n, k), for k up to the fewest attempts."""
     outcomes = [
         [attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"]
         for row in rows

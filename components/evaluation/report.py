@@ -1,8 +1,8 @@
 """The report: one HTML file with the decision on the new policy and all figures that it rests on.
 
-The file is self-contained: styles, charts (inline SVG) and the script that sorts its tables are inside, and its content
-security policy forbids everything else. Kernel sources and task names are untrusted text: the template escapes them, and
-only the markup of the charts is passed through.
+The file is self-contained: styles, charts (inline SVG) and the script that sorts its tables are inside, and
+its content security policy forbids everything else. Kernel sources and task names are untrusted text: the
+template escapes them, and only the markup of the charts is passed through.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BASELINE_TITLES: dict[Baseline, str] = {"eager": "against eager", "compile": "ag
 
 
 class StageFigures(FrozenModel):
-    """Figures of one training stage: those of its steps in order (metrics.jsonl), and its result (stage.json)."""
+    """Figures of one training stage: of its steps in order (metrics.jsonl) and its result (stage.json)."""
 
     name: str
     steps: tuple[dict[str, Any], ...] = ()
@@ -69,9 +69,10 @@ class StageFigures(FrozenModel):
 class ReportData(FrozenModel):
     """Everything that the report shows.
 
-    `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused or waiting), reasons
-    (texts), model (name and version) and environment. `dataset` is the data set's metrics.json. `gates` are rows of name,
-    value, low, high, threshold, passed. `cost` is device-seconds by what they were spent on.
+    `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused or
+    waiting), reasons (texts), model (name and version) and environment. `dataset` is the data set's
+    metrics.json. `gates` are rows of name, value, low, high, threshold, passed. `cost` is device-seconds by
+    what they were spent on.
     """
 
     meta: dict[str, Any]
@@ -93,7 +94,8 @@ def load_report_data(
 ) -> ReportData:
     """Read the files of a run: the folders `dataset` and `stages`, and the evaluations `before` and `after`.
 
-    A data set or a stage without figures leaves its chart out. Raises UserError when an evaluation is missing.
+    A data set or a stage without figures leaves its chart out. Raises UserError when an evaluation is
+    missing.
     """
     metrics = dataset / "metrics.json"
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
@@ -145,7 +147,7 @@ def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
 
 
 def write_report(path: Path, data: ReportData) -> None:
-    """Write the report as one self-contained HTML file, and its figures beside it as JSON, each atomically."""
+    """Write the report as one self-contained HTML file, and its figures beside it as JSON."""
     script = SCRIPT.read_text()
     before, after = data.before, data.after
     environment = tables.environment(after.tasks) | dict(data.meta.get("environment", {}))
@@ -222,7 +224,7 @@ def interval(bounds: Interval | Change | None, name: str) -> str:
 
 
 def _cards(before: Evaluation | None, after: Evaluation) -> list[dict[str, str]]:
-    """Return the headline figures, each with its paired change where there is an evaluation to compare with."""
+    """Return the headline figures, with their paired changes where there is an earlier evaluation."""
     paired = changes(before.tasks, after.tasks) if before is not None else {}
     cards = []
     for name, title in HEADLINE:

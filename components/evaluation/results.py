@@ -16,7 +16,7 @@ RESULTS = "results.json"
 
 
 class Evaluation(FrozenModel):
-    """All that one evaluation found; results.json holds exactly this."""
+    """One evaluation, as results.json holds it."""
 
     suite: str
     suite_digest: str
@@ -35,23 +35,25 @@ class Evaluation(FrozenModel):
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """A finished run's record, its run.json; UserError when it is damaged."""
+    """Read the run.json of a finished run; raises UserError when it is damaged."""
     try:
         record: dict[str, Any] = read_json(file)
         _ = record["stages"], record["evaluation"].keys(), record["dataset"]["version"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew from what the home holds."
+            f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew "
+            f"from what the home holds."
         ) from error
     return record
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read a results.json (or the folder that holds it); UserError when it is missing or damaged."""
+    """Read a results.json or its folder; raises UserError when it is missing or damaged."""
     file = path / RESULTS if path.is_dir() else path
     try:
         return Evaluation.model_validate(read_json(file))
     except (OSError, ValueError, ValidationError) as error:
         raise UserError(
-            f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again into an empty folder."
+            f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again "
+            f"into an empty folder."
         ) from error

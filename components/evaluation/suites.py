@@ -1,9 +1,9 @@
 """Suites: where the tasks of an evaluation come from.
 
-`held-out` is the held-out split of the run's data set. `shipped` is the small suite beside this file (components/evaluation/shipped),
-three levels, whose programs take their size from `evaluation.numel`. A path may be a folder of task files, a KernelBench checkout
-(`KernelBench/level1` to `level4`, the level is the folder's), or parquet: ours, the public data set's columns, or
-KernelBench's Hugging Face layout (`code, level, name, problem_id`).
+`held-out` is the held-out split of the run's data set. `shipped` is the small suite in
+components/evaluation/shipped, whose programs take their size from `evaluation.numel`. A path may be a folder
+of task files, a KernelBench checkout (`KernelBench/level1` to `level4`), or a parquet file: this project's,
+the public data set's, or that of KernelBench on Hugging Face (`code, level, name, problem_id`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ LEVEL_FOLDER = re.compile(r"level_?(\d+)")
 
 
 def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
-    """The tasks of `evaluation.suite` on `evaluation.levels`, in a fixed order. `dataset` is the run's data set: its folder or its parquet.
+    """Return the tasks of `evaluation.suite`; `dataset` is the run's data set, a folder or a parquet file.
 
-    Raises UserError when the suite does not exist, holds no task of these levels, or holds a file that is not a task.
+    Raises UserError when the suite does not exist, has no task of these levels, or holds a file that is not a
+    task.
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
     tasks = _tasks(params, suite, dataset)
@@ -39,7 +40,8 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
             ", ".join(map(str, sorted({task.level for task in tasks if task.level is not None}))) or "none"
         )
         raise UserError(
-            f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels are: {there}."
+            f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels "
+            f"are: {there}."
         )
     return chosen
 
@@ -64,17 +66,19 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
         tasks = _from_folder(path)
     else:
         raise UserError(
-            f"evaluation.suite: {suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file or a parquet file; give one of these."
+            f"evaluation.suite: {suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file "
+            f"or a parquet file; give one of these."
         )
     if not tasks:
         raise UserError(
-            f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench checkout or a parquet file."
+            f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench "
+            f"checkout or a parquet file."
         )
     return tasks
 
 
 def _sized(task: KernelTask, numel: int) -> KernelTask:
-    """A task of the shipped suite at another size: its program says `NUMEL = …` on a line of its own."""
+    """Return a shipped task at another size, by its line `NUMEL = …`."""
     code, count = re.subn(r"(?m)^NUMEL = \d+$", f"NUMEL = {numel}", task.code)
     assert count == 1, f"{task.name}: one line NUMEL = … is the shipped suite's own rule"
     return task.model_copy(update={"code": code, "data_source": SHIPPED})
@@ -101,7 +105,7 @@ def _level(folder: Path) -> int:
 
 
 def _task_files(folder: Path) -> list[KernelTask]:
-    """Task files by the number that KernelBench puts before their names, then by name."""
+    """Load task files in the order of the number before their names, then by name."""
     files = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
 
     def order(path: Path) -> tuple[int, str]:

@@ -56,7 +56,10 @@ PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
         "CUDA Agent": (0.94, 0.94, 0.90, 1.80, 1.52),
     },
 }
-"""Table 1 of arXiv 2602.24286 (KernelBench on H20) by set of tasks and model; values in the order of `FIGURES`."""
+"""Table 1 of arXiv 2602.24286 (KernelBench on H20) by set of tasks and model.
+
+Values in the order of `FIGURES`.
+"""
 PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 
 
@@ -111,7 +114,7 @@ def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
 
 
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return failed tasks, then the correct solutions with the smallest gains, without failures of the judge."""
+    """Return failed tasks, then the correct solutions with the smallest gains, of sound tasks."""
     judged = [row for row in rows if not row.error and not row.degenerate]
     return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
 
