@@ -139,11 +139,17 @@ def headline(outcome: Outcome) -> str:
             else "No gain found: the policy wrote no kernel."
         )
     if verdict.status != "correct":
-        return f"No gain found: the best kernel failed when it was measured again ({verdict.status}: {verdict.reason})."
+        return (
+            "No gain found: the best kernel failed when it was measured again "
+            f"({verdict.status}: {verdict.reason})."
+        )
     eager, compiled = verdict.speedup.eager, verdict.speedup.compile
     assert eager is not None
     if not outcome.found:
-        return f"No gain found: the fastest right kernel runs at {eager.estimate:.2f} times the speed of eager PyTorch."
+        return (
+            f"No gain found: the fastest right kernel runs at {eager.estimate:.2f} times "
+            "the speed of eager PyTorch."
+        )
     text = f"Found: {eager.estimate:.2f} times as fast as eager PyTorch"
     if compiled is None:
         return f"{text}."

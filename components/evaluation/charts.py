@@ -55,7 +55,8 @@ def line_chart(
             edge += [(x(a), y(high)) for a, (_, high) in reversed(list(zip(line.xs, line.band, strict=True)))]
             parts.append(f'<polygon class="band {line.colour}" points="{_points(edge)}"/>')
         parts.append(
-            f'<polyline class="line {line.colour}{" dashed" if line.dashed else ""}" points="{_points(points)}"/>'
+            f'<polyline class="line {line.colour}{" dashed" if line.dashed else ""}" '
+            f'points="{_points(points)}"/>'
         )
         if len(points) <= 40:
             parts += [
@@ -118,7 +119,8 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
         for index, count in enumerate(row):
             left = x((low + index) / 2) + slot * (0.175 + group)
             bars.append(
-                f'<rect class="fill {colour}" x="{left:.1f}" y="{y(count):.1f}" width="{max(slot - 1, 1):.1f}" height="{y(0) - y(count):.1f}"/>'
+                f'<rect class="fill {colour}" x="{left:.1f}" y="{y(count):.1f}" '
+                f'width="{max(slot - 1, 1):.1f}" height="{y(0) - y(count):.1f}"/>'
             )
     stride = max(1, math.ceil((high - low) / 2 / 10))
     x_ticks = [
@@ -144,10 +146,12 @@ def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 
         top = index * step + 4
         parts.append(f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>')
         parts.append(
-            f'<rect class="fill {colour}" x="{label_width}" y="{top}" width="{max(width * value / largest, 1.5):.1f}" height="17" rx="2"/>'
+            f'<rect class="fill {colour}" x="{label_width}" y="{top}" '
+            f'width="{max(width * value / largest, 1.5):.1f}" height="17" rx="2"/>'
         )
         parts.append(
-            f'<text class="label" x="{label_width + max(width * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
+            f'<text class="label" '
+            f'x="{label_width + max(width * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
         )
     return _svg(parts, "bars", height=step * len(rows) + 6)
 
@@ -164,7 +168,8 @@ def whisker(estimate: float, low: float, high: float) -> Markup:
 
     colour = "good" if low > 1 else "bad" if high < 1 else "muted"
     return Markup(
-        f'<svg class="whisker" viewBox="0 0 120 14" width="120" height="14" aria-hidden="true"><line class="even" x1="60" x2="60" y1="0" y2="14"/>'
+        f'<svg class="whisker" viewBox="0 0 120 14" width="120" height="14" aria-hidden="true">'
+        f'<line class="even" x1="60" x2="60" y1="0" y2="14"/>'
         f'<line class="line {colour}" x1="{place(low):.1f}" x2="{place(high):.1f}" y1="7" y2="7"/>'
         f'<circle class="dot {colour}" cx="{place(estimate):.1f}" cy="7" r="3"/></svg>'
     )
@@ -220,7 +225,8 @@ def _axes(
     )
     middle = (TOP + bottom) / 2
     parts.append(
-        f'<text class="tick middle" transform="translate(11 {middle:.0f}) rotate(-90)">{escape(y_label)}</text>'
+        f'<text class="tick middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
+        f"{escape(y_label)}</text>"
     )
     return parts
 
@@ -235,5 +241,6 @@ def _points(points: Sequence[tuple[float, float]]) -> str:
 
 def _svg(parts: Sequence[str], title: str, height: int = HEIGHT) -> Markup:
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
     )
