@@ -1,8 +1,8 @@
-"""Making a first policy without downloads: tokenizer and a small Qwen3 from demonstrations.
+"""Cold start: train a tokenizer and a small Qwen3 from scratch on demonstrations.
 
-Next-token prediction on what the demonstrator says, Muon for the matrices and AdamW for the rest. On cpu one process
-for each core computes part of every step's micro-batches; gradients meet in shared memory, so nothing needs a network.
-State is kept on disk: a killed run continues to the same numbers.
+Next-token prediction on what the demonstrator says, Muon for the matrices and AdamW for the rest. On cpu one
+process for each core computes part of every step's micro-batches; gradients meet in shared memory, so nothing
+needs a network. State is kept on disk: a killed run continues to the same numbers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ class _Gone(Exception):
 
 @dataclass(frozen=True)
 class _Ranks:
-    """One process of those that share the work; `grads` [ranks, parameters + 2] lies in memory that they share.
+    """One of the processes that share the work.
 
-    They meet over a pipe, which ends with either of them: a semaphore of one that was killed while it waited blocks whoever would wake it.
+    `grads` [ranks, parameters + 2] is in memory that they share. They meet over a pipe, which closes when
+    either of them ends; a semaphore would block the process that waits for one that was killed.
+
+    They meet over a pipe, which ends with either of them: a semaphore of one that was killed while it waited
+    blocks whoever would wake it.
     """
 
     rank: int
@@ -57,7 +61,7 @@ class _Ranks:
         return len(self.grads)
 
     def wait(self) -> None:
-        """Until the other process has come as far; _Gone when it has ended."""
+        """Block until the other process has come as far; raise _Gone when it has ended."""
         if self.other is None:
             return
         try:
@@ -72,7 +76,8 @@ def coldstart(
 ) -> Manifest:
     """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
 
-    `dataset` and `code` are versions for the manifest. Resumes from `state` beside `out`, which is removed at the end.
+    `dataset` and `code` are versions for the manifest. Resumes from `state` beside `out`, which is removed at
+    the end.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -105,9 +110,13 @@ def coldstart(
 
 @contextlib.contextmanager
 def _others(params: Params, state: Path) -> Iterator[_Ranks]:
-    """Run this process as the first rank, and on cpu another one beside it if there is a core for it.
+    """Start a second process beside this one, on cpu with a second core; yield this one's part.
 
-    It starts at once, so that its imports overlap with the making of the corpus. Whichever dies takes the others along.
+    It starts before the corpus is made, so that its imports overlap with that. When one process ends, so does
+    the other.
+
+    It starts at once, so that its imports overlap with the making of the corpus. Whichever dies takes the
+    others along.
     """
     count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
     parameters = sum(
@@ -140,7 +149,7 @@ def _others(params: Params, state: Path) -> Iterator[_Ranks]:
 
 
 def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
-    """What the process beside the first does, while there is a first."""
+    """Run the second process: train on the same corpus until done, or until the first process ends."""
     with contextlib.suppress(_Gone):
         ranks.wait()
         train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
@@ -149,7 +158,10 @@ def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
 def new_model(
     params: Params, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedModel:
-    """A Qwen3 with random weights that depend on coldstart.seed alone; the vocabulary is padded to a multiple of 64."""
+    """Return a Qwen3 with random weights that depend on coldstart.seed alone.
+
+    The vocabulary is padded to a multiple of 64.
+    """
     policy = params.policy
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -173,7 +185,7 @@ def new_model(
 
 
 def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for embeddings and norms."""
+    """Return Muon for the matrices and AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -183,13 +195,13 @@ def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optim
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then linear decay to zero."""
+    """Return the share of the peak learning rate: linear warm-up, then linear decay to zero."""
     warmup = max(1, round(WARMUP_SHARE * steps))
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor:
-    """Sum of next-token losses (nats) over the assistant's tokens; `ids`, `action_mask` [rows, length]."""
+    """Return the sum of next-token losses (nats) over the assistant's tokens; both tensors [rows, length]."""
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
     own = action_mask[:, 1:]
     return F.cross_entropy(model.lm_head(hidden[own]).float(), ids[:, 1:][own], reduction="sum")
@@ -198,8 +210,11 @@ def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor
 def train(
     params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: Progress
 ) -> tuple[PreTrainedModel, dict[str, float]]:
-    """All optimizer steps; every rank returns the same model. Figures: loss (nats per own token over the last steps),
-    tokens (own and prompt, without padding) and parameters."""
+    """Run the optimizer steps that are left and return the model and its figures.
+
+    The figures are loss (nats per own token, running mean), tokens (own and prompt, without padding) and
+    parameters.
+    """
     settings = params.coldstart
     if params.device == "cpu":
         torch.set_num_threads(1)
@@ -251,7 +266,7 @@ def train(
 
 
 def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_tokens: float) -> float:
-    """Sum the gradients over the ranks, divide them by the step's own tokens, clip; returns the loss of an own token."""
+    """Sum the processes' gradients, divide by the step's own tokens and clip; return the mean loss."""
     mine = ranks.grads[ranks.rank]
     offset = 0
     for parameter in parameters:
@@ -293,7 +308,7 @@ def _save_state(
 def _load_state(
     path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Restore what `_save_state` wrote: the number of steps that are done, and the running loss."""
+    """Restore what `_save_state` wrote and return the steps that are done and the running loss."""
     if not path.is_file():
         return 0, 0.0
     saved: dict[str, Any] = torch.load(path, weights_only=True)

@@ -1,7 +1,7 @@
 """Generalised advantage estimation over a stream that interleaves the policy's tokens with observations.
 
-Only tokens of the policy are transitions: an observation of ten thousand tokens costs no decay, and what the critic
-says about observation tokens never enters.
+Only tokens of the policy are transitions: an observation of ten thousand tokens costs no decay, and what the
+critic says about observation tokens never enters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [batch, seq], unwhitened, 0 where `action_mask` is 0.
 
-    All tensors are [batch, seq]. `values[:, t]` is the value of the state before token t is emitted; the state after the
-    last own token has the value 0, also in a truncated episode, which counts as a failure. Computed backward over the own
-    tokens (paper, section 4.2), leaving (V', A') unchanged at masked positions:
-    delta = r + gamma V' - V;  A = delta + gamma lam A';  return = A + V.
+    All tensors are [batch, seq]. `values[:, t]` is the value of the state before token t is emitted; the
+    state after the last own token has the value 0, also in a truncated episode, which counts as a failure.
+    Computed backward over the own tokens (paper, section 4.2), leaving (V', A') unchanged at masked
+    positions: delta = r + gamma V' - V;  A = delta + gamma lam A';  return = A + V.
     """
     mask = action_mask.bool()
     advantages = torch.zeros_like(values)
@@ -38,7 +38,7 @@ def gae(
 
 
 def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return advantages of zero mean and unit (biased) variance over the own tokens of the batch; 0 elsewhere.
+    """Return advantages of zero mean and unit (biased) variance over the own tokens; 0 elsewhere.
 
     Both tensors are [batch, seq] and hold the rows of all ranks. Compute returns from unwhitened advantages.
     """

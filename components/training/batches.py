@@ -1,6 +1,7 @@
 """Trajectories as padded tensors, and the micro-batches that each rank computes.
 
-Rows are padded on the right only: attention is causal, so padding needs no attention mask and no position ids.
+Rows are padded on the right only: attention is causal, so padding needs no attention mask and no position
+ids.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None = None) -> Rollout:
     """Return trajectories as one batch, with `rewards` in place of their own where given.
 
-    The reward is at the last own token: advantages skip observation tokens, so one after it would lose the reward.
+    The reward is at the last own token: advantages skip observation tokens, so one after it would lose the
+    reward.
     """
     earned = [trajectory.reward for trajectory in trajectories] if rewards is None else rewards
     batch = pad([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
@@ -106,10 +108,13 @@ class Microbatch:
 def plan(
     lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1
 ) -> list[Microbatch]:
-    """Return this rank's micro-batches of `rows`, longest first, each of at most that many padded tokens or one row.
+    """Return this rank's micro-batches of `rows`, longest first.
 
-    Rows are dealt by length, so ranks get equal work. Every rank gets the same number of micro-batches, since forward
-    and backward passes are collective under ZeRO 3. All ranks compute the same plan, so it needs no communication.
+    Each has at most `tokens_per_microbatch` padded tokens, or a single row.
+
+    Rows are dealt by length, so ranks get equal work. Every rank gets the same number of micro-batches, since
+    forward and backward passes are collective under ZeRO 3. All ranks compute the same plan, so it needs no
+    communication.
     """
     by_length = sorted(rows, key=lambda row: (-lengths[row], row))
     plans = []

@@ -1,7 +1,8 @@
 """When training stops early: signs that the policy has collapsed, and SIGTERM.
 
-Collapse shows in the figures of a step before anything is learnt from it (paper, Fig. 5): entropy leaves its band, answers
-run into the length limit, the sampler's distribution is no longer the trainer's, the critic explains nothing.
+Collapse shows in the figures of a step before anything is learnt from it (paper, Fig. 5): entropy leaves its
+band, answers run into the length limit, the sampler's distribution is no longer the trainer's, the critic
+explains nothing.
 """
 
 from __future__ import annotations

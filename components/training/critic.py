@@ -1,8 +1,9 @@
 """Stage 3: value pretraining. A critic learns the values of all trajectories so far, the failures too.
 
-Without it the critic of stage 4 explains nothing at first and the policy collapses (paper, section 4.2 and Fig. 5).
-Targets are Monte Carlo returns at lambda 1; at a lower lambda they are computed from the critic itself before every pass,
-because frozen targets of an untrained critic would be zero a hundred tokens from the end.
+Without it the critic of stage 4 explains nothing at first and the policy collapses (paper, section 4.2 and
+Fig. 5). Targets are Monte Carlo returns at lambda 1; at a lower lambda they are computed from the critic
+itself before every pass, because frozen targets of an untrained critic would be zero a hundred tokens from
+the end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.training.advantages import explained_variance, gae
 from components.training.batches import Rollout, collate
-from components.training.engine import DTYPES, DeepSpeedEngine, Engine, join_world
+from components.training.engine import DTYPES, DeepSpeedEngine, join_world
 from components.training.fit import StepRecord, finish, fit, resume
 from components.training.losses import value_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
@@ -86,7 +87,7 @@ def run(stage: Stage) -> StageResult:
     measured = [(value, int(epoch)) for value, epoch in passes if value is not None and epoch is not None]
     if measured:
         best, epoch = max(measured)
-        state.load_before(epoch + 2)
+        state.saved.load(before=epoch + 2)
         if best < settings.min_explained_variance:
             raise StageFailed(
                 f"{stage.name}: the critic's held-out explained variance {best:.3f} is below "
@@ -129,8 +130,8 @@ def read_trajectories(folders: Sequence[Path]) -> list[Trajectory]:
             is_probability = all(logprob <= 1e-3 for logprob in one.sampler_logprob)
             if not fits or starts_with_action or not is_probability or not set(one.action_mask) <= {0, 1}:
                 raise UserError(
-                    f"{folder}: action_mask or sampler_logprob of trajectory {index} does not fit its tokens; "
-                    "restore the folder from the run that wrote it."
+                    f"{folder}: action_mask or sampler_logprob of trajectory {index} does not fit its "
+                    "tokens; restore the folder from the run that wrote it."
                 )
     if not trajectories:
         raise UserError(
@@ -173,18 +174,18 @@ def _monte_carlo(batch: Rollout, gamma: float) -> Tensor:
     return gae(batch.rewards, torch.zeros_like(batch.rewards), batch.action_mask, gamma, 1.0)[1]
 
 
-def _values(engine: Engine, batch: Rollout) -> Tensor:
+def _values(engine: DeepSpeedEngine, batch: Rollout) -> Tensor:
     (values,) = evaluate(engine.forward, engine.world, batch, engine.settings.tokens_per_microbatch)
     return values
 
 
-def _returns(engine: Engine, batch: Rollout, gamma: float, lam: float) -> Tensor:
+def _returns(engine: DeepSpeedEngine, batch: Rollout, gamma: float, lam: float) -> Tensor:
     """Return the targets of a pass, [batch, seq]."""
     if lam == 1:
         return _monte_carlo(batch, gamma)
     return gae(batch.rewards, _values(engine, batch), batch.action_mask, gamma, lam)[1]
 
 
-def _explained(engine: Engine, batch: Rollout, gamma: float) -> float:
-    """Return the explained variance of the Monte Carlo returns, whatever lambda the critic is trained with."""
+def _explained(engine: DeepSpeedEngine, batch: Rollout, gamma: float) -> float:
+    """Return the explained variance of the Monte Carlo returns."""
     return explained_variance(_values(engine, batch), _monte_carlo(batch, gamma), batch.action_mask)

@@ -1,7 +1,7 @@
-"""The training engine: DeepSpeed behind a small interface, the same on one core and on many GPUs.
+"""The training engine: DeepSpeed behind four methods, the same on one core and on many GPUs.
 
-One process needs no launcher; under torchrun every rank runs the same stage and computes its part of each step.
-DeepSpeed is imported only when the first engine is made, because that takes seconds.
+One process needs no launcher; under torchrun every rank runs the same stage and computes its part of each
+step. DeepSpeed is imported only when the first engine is made, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -56,39 +56,11 @@ class World:
             distributed.barrier()
 
 
-class Engine(Protocol):
-    """Network with its optimizer, spread over the ranks."""
-
-    world: World
-    settings: config.Engine
-
-    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, ...]:
-        """Return the network's outputs, without gradients."""
-        ...
-
-    def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
-        """Take one optimizer step and return the gradient norm before clipping, NaN where it is unknown.
-
-        `loss` returns a micro-batch's share of the step's loss: a sum over its own tokens divided by the own tokens of
-        the whole step on all ranks. Nothing is divided again. Raises NotFinite.
-        """
-        ...
-
-    def gathered_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this process holds every parameter in full; ZeRO 3 shards them otherwise."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write parameters, optimizer and random state below `folder`, which must be new."""
-        ...
-
-    def load(self, folder: Path) -> None: ...
-
-
 def join_world(device: config.Device, timeout_seconds: float) -> World:
     """Join the process group of the launcher, or make one of this process alone.
 
-    The other ranks wait in a collective while rank 0 samples, for which DeepSpeed's default of 10 minutes is too short.
+    The other ranks wait in a collective while rank 0 samples, for which DeepSpeed's default of 10 minutes is
+    too short.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
     target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -114,10 +86,11 @@ def _deepspeed(device: config.Device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     if device == "cpu" and get_accelerator().device_name() != "cpu":
-        # Something else (accelerate, for instance) imported it before on a machine with a GPU, and it chose the GPU.
+        # Something else (accelerate, for instance) imported it before on a machine with a GPU, and it chose
+        # the GPU.
         set_accelerator(CPU_Accelerator())
-    # On cpu DeepSpeed compiles a shared-memory all-reduce (about a minute) when it first communicates, unless this
-    # table says that it cannot be built.
+    # On cpu DeepSpeed compiles a shared-memory all-reduce (about a minute) when it first communicates, unless
+    # this table says that it cannot be built.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     for handler in logging.getLogger("DeepSpeed").handlers:
         if type(handler) is logging.StreamHandler:
@@ -126,7 +99,7 @@ def _deepspeed(device: config.Device) -> Any:
 
 
 class DeepSpeedEngine:
-    """Engine of DeepSpeed: ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
+    """Network with its optimizer, spread over the ranks: ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
 
     def __init__(
         self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float
@@ -175,12 +148,18 @@ class DeepSpeedEngine:
         }
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, ...]:
+        """Return the network's outputs, without gradients."""
         self.engine.eval()
         with torch.no_grad():
             outputs: tuple[Tensor, ...] = self.engine(ids, action_mask)
         return outputs
 
     def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
+        """Take one optimizer step and return the gradient norm before clipping, NaN where it is unknown.
+
+        `loss` returns a micro-batch's share of the step's loss: a sum over its own tokens divided by the own
+        tokens of the whole step on all ranks. Nothing is divided again. Raises NotFinite.
+        """
         self.engine.train()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -198,7 +177,7 @@ class DeepSpeedEngine:
         return norm
 
     def _local_norm(self) -> float:
-        """Return the gradient norm of a single process under ZeRO 0, for which DeepSpeed reports none; else NaN."""
+        """Return the gradient norm, which DeepSpeed does not report under ZeRO 0; NaN for several ranks."""
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan
         gradients = [
@@ -210,6 +189,7 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def gathered_parameters(self) -> Iterator[None]:
+        """Return a context in which this process holds every parameter in full, also under ZeRO 3."""
         if self.settings.zero_stage < 3:
             yield
             return
@@ -217,6 +197,7 @@ class DeepSpeedEngine:
             yield
 
     def save(self, folder: Path) -> None:
+        """Write parameters, optimizer and random state below `folder`, which must be new."""
         self.engine.save_checkpoint(str(folder), tag="state", client_state={"rng": torch.get_rng_state()})
 
     def load(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""The training loop of every stage: where a killed stage resumes, when it stops, and what it writes after each step.
+"""Training loop of all stages: where a killed stage resumes, when it stops, what each step writes.
 
-A stage builds its engines, calls `resume` on them and then `fit` with a function that trains one step. What a step
-computes depends on the state and the step's number alone, so a resumed stage ends with the same bits.
+A stage builds its engines, calls `resume` on them and then `fit` with a function that trains one step. What a
+step computes depends on the state and the step's number alone, so a resumed stage ends with the same bits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from components.core.files import read_json, write_json
 from components.core.task import dataset_version
 from components.policy.checkpoint import save_checkpoint, verify_checkpoint
-from components.training.checkpointing import load_state, save_state
+from components.training.checkpointing import StateStore
 from components.training.collapse_detection import Collapsed, SigtermRequest, Terminated
-from components.training.engine import Engine, NotFinite, World
+from components.training.engine import DeepSpeedEngine, NotFinite, World
 from components.training.metrics_file import Figures, MetricsFile
 from components.training.stage import CHECKPOINT, RESULT, TASKS, Stage, StageResult
 
@@ -26,58 +26,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEPT_STATES = 2
-"""States kept on disk: the weights of the newest may prove collapsed once they sample, those before it do not."""
+"""Number of states kept on disk; the weights of the newest may prove collapsed once they sample."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a stage trains, at the step where an interrupted run of it left off."""
+    """Progress of a stage in training, from the step where an interrupted run of it left off."""
 
     stage: Stage
-    engines: Mapping[str, Engine]
     world: World
+    saved: StateStore
     start: int
-    """Number of steps that are already done."""
+    """Number of steps that were done when this process began."""
     metrics: MetricsFile
-    kept_states: int
     rolls_back: bool
-
-    def save(self, steps_done: int) -> None:
-        """Write a resumable state on all ranks, and delete all but the newest `kept_states`."""
-        save_state(
-            self.stage.out,
-            steps_done,
-            self.engines,
-            self.stage.params.engine,
-            self.world,
-            kept=self.kept_states,
-        )
-
-    def load_before(self, steps_done: int) -> None:
-        """Load the newest state of fewer than `steps_done` steps into the engines."""
-        load_state(self.stage.out, self.engines, self.stage.params.engine, self.world, before=steps_done)
 
 
 def resume(
-    stage: Stage, engines: Mapping[str, Engine], *, kept_states: int = KEPT_STATES, rolls_back: bool = False
+    stage: Stage,
+    engines: Mapping[str, DeepSpeedEngine],
+    *,
+    kept_states: int = KEPT_STATES,
+    rolls_back: bool = False,
 ) -> TrainState:
     """Load the newest state of the stage's folder into the engines; without one, training starts at step 0.
 
-    With `rolls_back`, the weights before the first step are saved as well, so that a stage whose policy collapses can
-    go back even to those.
+    With `rolls_back`, the weights before the first step are saved as well, so that a stage whose policy
+    collapses can go back even to those.
     """
     world = next(iter(engines.values())).world
-    start = load_state(stage.out, engines, stage.params.engine, world)
-    metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
-    state = TrainState(stage, engines, world, start, metrics, kept_states, rolls_back)
+    saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states)
+    start = saved.load()
     if rolls_back and start == 0:
-        state.save(0)
-    return state
+        saved.save(0)
+    metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
+    return TrainState(stage, world, saved, start, metrics, rolls_back)
 
 
 @dataclass
 class StepRecord:
-    """Metrics that a running step has gathered so far, with the seconds and tokens per second of its phases."""
+    """Metrics that a running step has gathered so far, with times and throughputs of its phases."""
 
     figures: Figures = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -102,10 +90,10 @@ def fit(
 ) -> str:
     """Run the steps that are left, up to `steps`, and return why training stopped early ("" when it did not).
 
-    After each step its metrics are written, the figures named in `shown` go to the progress display, and every
-    `save_every` steps (and after the last one) the state is saved. When a step raises Collapsed or NotFinite, a stage
-    that rolls back ends at the last good weights; any other stage fails with that error. After SIGTERM the running
-    step is finished and saved, then Terminated is raised.
+    After each step its metrics are written, the figures named in `shown` go to the progress display, and
+    every `save_every` steps (and after the last one) the state is saved. When a step raises Collapsed or
+    NotFinite, a stage that rolls back ends at the last good weights; any other stage fails with that error.
+    After SIGTERM the running step is finished and saved, then Terminated is raised.
     """
     stage = state.stage
     with SigtermRequest() as sigterm:
@@ -117,7 +105,7 @@ def fit(
                 if not state.rolls_back:
                     raise
                 # The update before may have made weights that only now show: go back beyond it.
-                state.load_before(max(1, step))
+                state.saved.load(before=max(1, step))
                 reason = f"{error} in update {step + 1}; the last good weights were kept"
             state.metrics.write(step, record.figures | {"seconds": time.monotonic() - record.started})
             if reason:
@@ -126,18 +114,18 @@ def fit(
             stage.progress.update(stage.name, step + 1, steps, **figures)
             stopping = sigterm.received_by_any(state.world)
             if stopping or (step + 1) % save_every == 0 or step + 1 == steps:
-                state.save(step + 1)
+                state.saved.save(step + 1)
             if stopping:
                 raise Terminated(
-                    f"{stage.name}: ended by SIGTERM after update {step + 1} of {steps}, whose state is saved; "
-                    "the same command continues"
+                    f"{stage.name}: ended by SIGTERM after update {step + 1} of {steps}, whose state is "
+                    "saved; the same command continues"
                 )
     return ""
 
 
 def finish(
     state: TrainState,
-    engine: Engine,
+    engine: DeepSpeedEngine,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -147,11 +135,12 @@ def finish(
     stopped: str = "",
     extra: Callable[[], dict[str, dict[str, Tensor]]] = dict,
 ) -> StageResult:
-    """Write the checkpoint of `model`, which `engine` trained, and then stage.json; every rank returns the result.
+    """Write the checkpoint of `model` and then stage.json; every rank returns the result.
 
-    `started` is the time.monotonic() at which this process began the stage; the seconds of the steps before a resume
-    are added. `rewards` are the means before and after training. `extra` makes the tensors of further files of the
-    checkpoint. `figures` must be equal after a resume (no times): they are part of the checkpoint's manifest.
+    `started` is the time.monotonic() at which this process began the stage; the seconds of the steps before a
+    resume are added. `rewards` are the means before and after training. `extra` makes the tensors of further
+    files of the checkpoint. `figures` must be equal after a resume (no times): they are part of the
+    checkpoint's manifest.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}

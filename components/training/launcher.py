@@ -1,8 +1,8 @@
 """Several ranks of one command on this host: when a rank dies the others end too, and one sentence says why.
 
-torchrun does the same across hosts, but after SIGTERM it kills the ranks within 30 seconds (`shutdown_timeout`), while a
-stage first finishes its update and saves its state, however long that takes. Errors of ranks are exchanged as with
-torchrun: in the file that TORCHELASTIC_ERROR_FILE names.
+torchrun does the same across hosts, but after SIGTERM it kills the ranks within 30 seconds
+(`shutdown_timeout`), while a stage first finishes its update and saves its state, however long that takes.
+Errors of ranks are exchanged as with torchrun: in the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -41,16 +40,6 @@ def error_file(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.error.json"
 
 
-@dataclass(frozen=True)
-class RankError:
-    """Exception that ended a rank."""
-
-    rank: int
-    kind: str
-    """Name of the exception's class."""
-    text: str
-
-
 def clear_errors(logs: Path) -> None:
     """Make the folder `logs` and delete the errors of an earlier run in it."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -58,28 +47,30 @@ def clear_errors(logs: Path) -> None:
         path.unlink()
 
 
-def first_error(logs: Path) -> RankError | None:
-    """Return the first recorded error of a rank; None when all that any rank recorded is the loss of another."""
+def raise_first_error(logs: Path, ranks: int) -> None:
+    """Raise the first error that a rank recorded, other than the loss of another rank, if there is one.
+
+    A rank's UserError stays one; anything else becomes StageFailed and names the rank.
+    """
     for path in sorted(logs.glob("rank-*.error.json"), key=lambda path: path.stat().st_mtime_ns):
         kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
+        sentence = " ".join(text.split())
+        if kind == "UserError":
+            raise UserError(sentence)
         if kind != "RankLost":
-            return RankError(int(path.name.split(".")[0].removeprefix("rank-")), kind, " ".join(text.split()))
-    return None
-
-
-def failure(error: RankError, ranks: int, where: str) -> Exception:
-    """Return the exception to raise for the error of a rank: UserError for a user's mistake, else StageFailed."""
-    if error.kind == "UserError":
-        return UserError(error.text)
-    kind = "" if error.kind == "StageFailed" else f"{error.kind}: "
-    return StageFailed(f"rank {error.rank} of {ranks} failed: {kind}{error.text} {where}; {CONTINUES}")
+            rank = path.name.split(".")[0].removeprefix("rank-")
+            sentence = sentence if kind == "StageFailed" else f"{kind}: {sentence}"
+            log = path.with_name(f"rank-{rank}.log")
+            where = log if log.is_file() else path
+            raise StageFailed(f"rank {rank} of {ranks} failed: {sentence} (see {where}); {CONTINUES}")
 
 
 def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run `command` as `ranks` ranks; return 0, or TERMINATED when SIGTERM ended them.
 
-    Rank 0 has this process's outputs, the others write to `logs`/rank-N.log. SIGTERM is forwarded to all. When a rank
-    ends badly, the others are ended and the error of the first is raised: StageFailed, or UserError where it raised that.
+    Rank 0 has this process's outputs, the others write to `logs`/rank-N.log. SIGTERM is forwarded to all.
+    When a rank ends badly, the others are ended and the error of the first is raised: StageFailed, or
+    UserError where it raised that.
     """
     clear_errors(logs)
     with socket.socket() as probe:
@@ -124,7 +115,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     """Wait until all ranks have ended, or soon after the first that ended badly; see `launch`."""
     first: list[int] = []
     while not first and any(process.poll() is None for process in processes):
-        first = [rank for rank, process in enumerate(processes) if process.poll()]
+        codes = [process.poll() for process in processes]
+        first = [rank for rank, code in enumerate(codes) if code not in (None, 0, TERMINATED)]
         time.sleep(0.1)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
@@ -132,23 +124,16 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     bad = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
     if all(code == TERMINATED for code in bad.values()):
         return TERMINATED if bad else 0
-    if error := first_error(logs):
-        raise failure(error, len(processes), _log(logs, error.rank)[0])
+    raise_first_error(logs, len(processes))
     # A signal is a cause, and an ordinary failure beside it a consequence; so is one that came later.
     rank = min(bad, key=lambda rank: (bad[rank] > 0, rank not in first, rank))
-    code = bad[rank]
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    where, tail = _log(logs, rank)
-    raise StageFailed(f"rank {rank} of {len(processes)} died by {how} {where}; {CONTINUES}{tail}")
-
-
-def _log(logs: Path, rank: int) -> tuple[str, str]:
-    """Return where a rank's output is, and the last lines of it as an addition to a message."""
-    path = logs / f"rank-{rank}.log"
-    if rank == 0:
-        return "(its output is above)", ""
-    lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    return f"(see {path})", "\n".join(["\nIts log ends with:", *lines]) if lines else ""
+    how = f"signal {signal.Signals(-bad[rank]).name}" if bad[rank] < 0 else f"exit code {bad[rank]}"
+    where, tail = "its output is above", ""
+    if rank > 0:
+        log = logs / f"rank-{rank}.log"
+        where, lines = f"see {log}", log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = "\n".join(["\nIts log ends with:", *lines]) if lines else ""
+    raise StageFailed(f"rank {rank} of {len(processes)} died by {how} ({where}); {CONTINUES}{tail}")
 
 
 def _die_with_parent() -> None:

@@ -1,8 +1,9 @@
 """The losses of PPO and of supervised fine-tuning, over the policy's own tokens.
 
-Each is computed as a sum over own tokens, because `microbatching.train_step` divides once by the own tokens of all
-micro-batches on all ranks: a mean per micro-batch would weigh tokens of small micro-batches more. `policy_loss` and
-`value_loss` are the token means. All tensors are [batch, seq]; values at masked positions change nothing.
+Each is computed as a sum over own tokens, because `microbatching.train_step` divides once by the own tokens
+of all micro-batches on all ranks: a mean per micro-batch would weigh tokens of small micro-batches more.
+`policy_loss` and `value_loss` are the token means. All tensors are [batch, seq]; values at masked positions
+change nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def policy_loss_sum(
 ) -> tuple[Tensor, TokenSums]:
     """Return PPO's clipped surrogate, summed over own tokens, and the sums of its metrics.
 
-    loss = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, rho = pi_actor / pi_old. `importance`
-    holds the detached truncated weights between sampler and trainer (`importance_weights`).
+    loss = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, rho = pi_actor / pi_old.
+    `importance` holds the detached truncated weights between sampler and trainer (`importance_weights`).
     """
     mask = action_mask.bool()
-    # Masked positions get a ratio of 1 before exp, so that neither the loss nor its gradient can be infinite there.
+    # Masked positions get a ratio of 1 before exp, so that neither the loss nor its gradient can be infinite
+    # there.
     difference = torch.where(mask, actor_logprob - old_logprob, 0.0)  # [batch, seq], nats
     ratio = torch.exp(difference.clamp(-20.0, 20.0))  # [batch, seq], rho
     unclipped = -advantages * ratio  # [batch, seq]
@@ -55,7 +57,7 @@ def policy_loss_sum(
 def value_loss_sum(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
 ) -> tuple[Tensor, TokenSums]:
-    """Return the value loss of PPO, 0.5 * max(error^2, clipped_error^2), summed over own tokens, and its metrics.
+    """Return PPO's value loss, 0.5 * max(error^2, clipped_error^2), summed over own tokens.
 
     The clipped error is that of the value clipped to `clip` around the old value; `clip` None is off.
     """
@@ -80,7 +82,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the token mean of the clipped surrogate, and of its metrics.
 
-    All tensors are [batch, seq]. The metrics are the clip fractions and the mean of old - actor log-probability.
+    All tensors are [batch, seq]. The metrics are the clip fractions and the mean of old - actor
+    log-probability.
     """
     total, sums = policy_loss_sum(actor_logprob, old_logprob, advantages, action_mask, clip_low, clip_high)
     return _mean(total, sums, action_mask)
@@ -89,7 +92,7 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the token mean of the value loss, and of its metrics; `clip` is in units of the reward, None is off."""
+    """Return the token means of the value loss and its metrics; `clip` is in units of the reward."""
     total, sums = value_loss_sum(values, old_values, returns, action_mask, clip)
     return _mean(total, sums, action_mask)
 
@@ -109,7 +112,8 @@ def importance_weights(
 ) -> Tensor:
     """Return min(pi_old / mu, cap) for each own token and 1 elsewhere, [batch, seq], without gradient.
 
-    Truncated importance sampling: it corrects for the sampler mu computing other probabilities than the trainer.
+    Truncated importance sampling: it corrects for the sampler mu computing other probabilities than the
+    trainer.
     """
     difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
@@ -126,11 +130,11 @@ def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_m
 
 
 def kl_k2(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return half the squared log-ratio, [batch, seq]; on-policy its gradient is that of the KL divergence."""
+    """Return half the squared log-ratio, [batch, seq]; its on-policy gradient is that of the KL."""
     return 0.5 * (actor_logprob - reference_logprob).square()
 
 
 def kl_k3(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return exp(-d) + d - 1 for d = actor - reference, [batch, seq]: an unbiased estimate of KL, never negative."""
+    """Return exp(-d) + d - 1 for d = actor - reference, [batch, seq]: an unbiased estimate of the KL."""
     difference = actor_logprob - reference_logprob  # [batch, seq], nats
     return torch.exp((-difference).clamp(-20.0, 20.0)) + difference - 1.0

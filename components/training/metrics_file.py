@@ -1,4 +1,4 @@
-"""metrics.jsonl of a stage: one JSON object a step, written by the stage and read by whoever watches it. No torch."""
+"""metrics.jsonl of a stage: one JSON object a step, readable while the stage runs. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MetricsFile:
     """The metrics of the steps so far; a resumed stage drops those of the steps that it repeats."""
 
     def __init__(self, stage_folder: Path, *, start: int, writes: bool):
-        """Read the records of the steps before `start`; only the process with `writes` (rank 0) changes the file."""
+        """Read the records of the steps before `start`; only rank 0 `writes`."""
         self.path = stage_folder / METRICS
         self.writes = writes
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
@@ -41,7 +41,7 @@ class MetricsFile:
 
 
 def newest_figures(home: Path, stage: str) -> Figures:
-    """Return the last record of the most recently written stage of that name; empty when there is none yet."""
+    """Return the last record of the most recently written stage of that name, or an empty one."""
     files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text().splitlines() if files else []
     record = json.loads(lines[-1]) if lines else {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from components.training.batches import Batch, Microbatch, plan
-from components.training.engine import Engine, NotFinite, World
+from components.training.engine import DeepSpeedEngine, NotFinite, World
 
 Rows = TypeVar("Rows", bound=Batch)
 
@@ -41,7 +41,7 @@ Loss = Callable[[nn.Module, Rows], tuple[Tensor, dict[str, Tensor]]]
 
 
 def train_step(
-    engine: Engine,
+    engine: DeepSpeedEngine,
     batch: Rows,
     index: Sequence[int],
     loss: Loss[Rows],

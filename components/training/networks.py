@@ -19,7 +19,7 @@ from components.core.errors import UserError
 
 VALUE_HEAD = "value_head.safetensors"
 LOGITS = 2**26
-"""Maximum number of logits in memory; larger batches go in slices that are recomputed in the backward pass."""
+"""Maximum number of logits in memory; larger batches are computed, and recomputed backward, in slices."""
 
 
 class Actor(nn.Module):
@@ -31,7 +31,7 @@ class Actor(nn.Module):
         self.temperature = temperature
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities at the sampling temperature and entropies, both [batch, seq], 0 where masked."""
+        """Return log-probabilities and entropies, both [batch, seq], 0 where masked."""
         hidden = self.policy.base_model(
             input_ids=ids, use_cache=False
         ).last_hidden_state  # [batch, seq, hidden]
@@ -74,8 +74,8 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """Backbone with a value head: V_t from the hidden state at t - 1.
 
-    `baseline` is the mean return of the first data. A head that starts at zero moves by about lr * width a step, so
-    without a baseline the first tens of updates would only learn that mean.
+    `baseline` is the mean return of the first data. A head that starts at zero moves by about lr * width a
+    step, so without a baseline the first tens of updates would only learn that mean.
     """
 
     def __init__(self, backbone: nn.Module, hidden: int):

@@ -1,9 +1,9 @@
 """Proximal policy optimisation, the loop of stages 1 and 4 (`run_ppo`).
 
-Each step samples trajectories, scores them with the trainer's actor, reference and critic, estimates advantages, and
-updates the critic and then the actor on minibatches. gamma is 1 and the reward terminal (paper, section 4.2). The
-actor's advantages and the critic's targets have lambdas of their own: at lambda .95 a fresh critic would be taught
-nothing beyond about a hundred tokens from the end.
+Each step samples trajectories, scores them with the trainer's actor, reference and critic, estimates
+advantages, and updates the critic and then the actor on minibatches. gamma is 1 and the reward terminal
+(paper, section 4.2). The actor's advantages and the critic's targets have lambdas of their own: at lambda .95
+a fresh critic would be taught nothing beyond about a hundred tokens from the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from components.core.config import Ppo
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
 from components.training.collapse_detection import Collapsed, collapse
-from components.training.engine import DeepSpeedEngine, Engine
+from components.training.engine import DeepSpeedEngine
 from components.training.fit import StepRecord, finish, fit, resume
 from components.training.losses import (
     effective_sample_size,
@@ -107,7 +107,8 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             critic_network.baseline.fill_(record.figures["reward"])
         best = best_of_task(trajectories, rewards)
         experience, scores = score(batch, best, actor, reference, critic, ppo)
-        # Advantages of a batch of equal rewards are the critic's errors alone, and whitening would make them large.
+        # Advantages of a batch of equal rewards are the critic's errors alone, and whitening would make them
+        # large.
         equal_rewards = len(set(rewards)) == 1
         record.figures |= scores | {"equal_rewards": float(equal_rewards)}
         tokens = int(batch.valid.sum())
@@ -144,7 +145,7 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
 
 
 def score(
-    batch: Rollout, best: Tensor, actor: Engine, reference: Actor, critic: Engine, ppo: Ppo
+    batch: Rollout, best: Tensor, actor: DeepSpeedEngine, reference: Actor, critic: DeepSpeedEngine, ppo: Ppo
 ) -> tuple[Experience, Figures]:
     """Evaluate the trainer's networks on the whole batch before any update, on every rank.
 
@@ -180,7 +181,7 @@ def score(
     }
 
 
-def update_critic(experience: Experience, critic: Engine, ppo: Ppo, seed: int) -> Figures:
+def update_critic(experience: Experience, critic: DeepSpeedEngine, ppo: Ppo, seed: int) -> Figures:
     """Fit the values to the returns and return the metrics."""
 
     def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
@@ -192,7 +193,9 @@ def update_critic(experience: Experience, critic: Engine, ppo: Ppo, seed: int) -
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
 
 
-def update_actor(experience: Experience, actor: Engine, ppo: Ppo, seed: int, updates: int) -> Figures:
+def update_actor(
+    experience: Experience, actor: DeepSpeedEngine, ppo: Ppo, seed: int, updates: int
+) -> Figures:
     """Move the policy along the clipped surrogate and return the metrics.
 
     `updates` is the number of the actor's updates so far, for the warm-up of the learning rate.
@@ -223,9 +226,14 @@ def update_actor(experience: Experience, actor: Engine, ppo: Ppo, seed: int, upd
 
 
 def update(
-    experience: Experience, engine: Engine, loss: Loss[Experience], ppo: Ppo, seed: int, learning_rate: float
+    experience: Experience,
+    engine: DeepSpeedEngine,
+    loss: Loss[Experience],
+    ppo: Ppo,
+    seed: int,
+    learning_rate: float,
 ) -> Figures:
-    """Train `ppo.epochs` passes over the batch in `ppo.minibatches` shuffled steps each; return mean metrics."""
+    """Train `ppo.epochs` passes in `ppo.minibatches` shuffled steps each; return mean metrics."""
     order, norms, sums, shuffler = list(range(len(experience.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):
         shuffler.shuffle(order)

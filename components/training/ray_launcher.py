@@ -1,7 +1,8 @@
 """A stage as ranks that Ray Train places on the nodes of a cluster.
 
-Ray Train chooses the nodes, sets what torchrun would set and makes the process group; when a rank dies it ends the
-others. All nodes must see the stage's folder under the same path, since a stage continues from what it holds.
+Ray Train chooses the nodes, sets what torchrun would set and makes the process group; when a rank dies it
+ends the others. All nodes must see the stage's folder under the same path, since a stage continues from what
+it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from components.core.errors import StageFailed
 from components.core.progress import Quiet
 from components.judge.pool import open_pool
 from components.judge.ray_pool import connect
-from components.training.launcher import ERROR_FILE, clear_errors, error_file, failure, first_error
+from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
 from components.training.metrics_file import METRICS
 from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageResult, load_result
@@ -32,7 +33,10 @@ LOCAL_FIELDS = ("pool", "progress")
 
 
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
-    """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names; their journals are in `verdicts`."""
+    """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names.
+
+    `verdicts` is the folder of the ranks' journals.
+    """
     connect()
     logs = stage.out / "logs"
     clear_errors(logs)
@@ -51,7 +55,8 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
             backend="nccl" if cuda else "gloo", timeout_s=int(engine.collective_seconds)
         ),
         scaling_config=ScalingConfig(num_workers=engine.ranks, use_gpu=cuda, resources_per_worker=resources),
-        # A stage with a lost rank is continued by its next run, not by Ray, so that there is one way to resume.
+        # A stage with a lost rank is continued by its next run, not by Ray, so that there is one way to
+        # resume.
         run_config=RunConfig(
             name=stage.name, storage_path=str(stage.out / "ray"), failure_config=FailureConfig(max_failures=0)
         ),
@@ -60,8 +65,7 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
         with _reported_progress(stage):
             trainer.fit()
     except TrainingFailedError as error:
-        if rank_error := first_error(logs):
-            raise failure(rank_error, engine.ranks, f"(see {error_file(logs, rank_error.rank)})") from error
+        raise_first_error(logs, engine.ranks)
         raise StageFailed(
             f"{stage.name}: a rank on Ray failed: {str(error)[-500:]}; the same command continues."
         ) from error
@@ -73,7 +77,7 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
 @contextmanager
 def _reported_progress(stage: Stage) -> Iterator[None]:
     """Report the steps that rank 0 writes to the metrics file to the stage's progress, which stays here."""
-    params, reported, done = stage.params, 0, threading.Event()
+    params, done = stage.params, threading.Event()
     # The number of steps of stage 2 is known only once it has sampled.
     total = {
         "warmup": params.warmup.steps,
@@ -81,17 +85,16 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
         "agentic": params.agentic.steps,
     }.get(stage.name, 0)
 
-    def report() -> None:
-        nonlocal reported
-        path = stage.out / METRICS
-        steps = len(path.read_text().splitlines()) if path.is_file() else 0
-        if steps != reported:
-            reported = steps
-            stage.progress.update(stage.name, steps, max(steps, total))
+    path = stage.out / METRICS
 
     def follow() -> None:
-        while not done.wait(FOLLOW_SECONDS):
-            report()
+        reported, ended = 0, False
+        while not ended:
+            ended = done.wait(FOLLOW_SECONDS)
+            steps = len(path.read_text().splitlines()) if path.is_file() else 0
+            if steps != reported:
+                reported = steps
+                stage.progress.update(stage.name, steps, max(steps, total))
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -100,7 +103,6 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-    report()
 
 
 def _rank(config: dict[str, Any]) -> None:

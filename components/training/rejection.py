@@ -1,9 +1,9 @@
 """Stage 2: rejection fine-tuning of the stage-1 policy on its own good trajectories in the agent loop.
 
-Kept are those with a reward above the limit and no redundant or invalid calls (paper, section 4.2), a few per task, best
-first: otherwise easy tasks dominate. Cold-start demonstrations are mixed in where the parameters say so, because a small
-policy otherwise memorises the tasks it is tuned on and forgets the others. Every trajectory is stored, the rejected ones
-too: stage 3 learns values from all.
+Kept are those with a reward above the limit and no redundant or invalid calls (paper, section 4.2), a few per
+task, best first: otherwise easy tasks dominate. Cold-start demonstrations are mixed in where the parameters
+say so, because a small policy otherwise memorises the tasks it is tuned on and forgets the others. Every
+trajectory is stored, the rejected ones too: stage 3 learns values from all.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def likelihood_loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, 
 
 
 def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
-    """Return the trajectories to learn from, in their order, and the count of each reason ("kept" among them)."""
+    """Return the trajectories to learn from, in their order, and the count of each reason."""
     reasons: Counter[str] = Counter(kept=0)
     candidates: list[tuple[int, Trajectory]] = []
     seen: set[tuple[int, ...]] = set()
@@ -143,7 +143,7 @@ def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
 
 
 def has_loop(calls: Sequence[str]) -> bool:
-    """Return whether a call is repeated with no new call in between; measuring again after an edit is no loop."""
+    """Return whether a call is repeated without a new call in between."""
     latest_new = 0
     last: dict[str, int] = {}
     for index, call in enumerate(calls):
@@ -163,7 +163,9 @@ def _speedup(trajectory: Trajectory) -> float:
 def schedule(
     kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]] | None, *, seed: int
 ) -> list[list[Row]]:
-    """Return the rows of every optimizer step: shuffled passes over the kept trajectories, with demonstrations.
+    """Return the rows of every optimizer step: shuffled passes over the kept trajectories.
+
+    Every batch is filled up with demonstrations.
 
     `replay` may be None only where rejection.replay_share asks for no demonstration (`stage_checks`).
     """

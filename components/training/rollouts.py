@@ -1,4 +1,4 @@
-"""Rollouts of a training step: which tasks, and one stored set of trajectories that is never sampled twice."""
+"""Rollouts of a training step: which tasks, and trajectories that are sampled only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from components.core.files import digest_json
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
-from components.training.engine import DTYPES, Engine, join_world
+from components.training.engine import DTYPES, DeepSpeedEngine, join_world
 from components.training.metrics_file import Figures
 from components.training.stage import Stage
 from components.training.weight_sync import open_policy_sampler
@@ -84,8 +84,8 @@ def choose_tasks(
 ) -> list[KernelTask]:
     """Return the `count` tasks of a step.
 
-    They continue shuffled passes over all tasks, which depend on seed and step alone. With a tracker, a `share` of them
-    is drawn by its weights instead.
+    They continue shuffled passes over all tasks, which depend on seed and step alone. With a tracker, a
+    `share` of them is drawn by its weights instead.
     """
     drawn = round(count * share) if tracker is not None else 0
     chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
@@ -98,22 +98,21 @@ def choose_tasks(
 
 
 def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: int) -> list[KernelTask]:
-    chosen = []
-    orders: dict[int, list[int]] = {}
-    for position in range(step * count, (step + 1) * count):
-        number, index = divmod(position, len(tasks))
-        if number not in orders:
-            orders[number] = list(range(len(tasks)))
-            random.Random(derived_seed(seed, "pass", number)).shuffle(orders[number])
-        chosen.append(tasks[orders[number][index]])
-    return chosen
+    def order(number: int) -> list[int]:
+        shuffled = list(range(len(tasks)))
+        random.Random(derived_seed(seed, "pass", number)).shuffle(shuffled)
+        return shuffled
+
+    positions = [divmod(position, len(tasks)) for position in range(step * count, (step + 1) * count)]
+    orders = {number: order(number) for number, _ in positions}
+    return [tasks[orders[number][index]] for number, index in positions]
 
 
 class TrainedPolicy:
     """The policy that a stage trains, with its tokenizer and the sampler of its current weights."""
 
     def __init__(self, stage: Stage, rollouts: config.Rollouts, run_episodes: RunEpisodes):
-        """Load the stage's actor. Make the engine that trains `model` afterwards: ZeRO 3 shards the weights."""
+        """Load the stage's actor; make the engine that trains `model` afterwards, which may shard it."""
         params = stage.params
         digest = verify_checkpoint(stage.actor, params.device).digest
         self.stage, self.rollouts, self.run_episodes = stage, rollouts, run_episodes
@@ -131,12 +130,12 @@ class TrainedPolicy:
         )
         self.sampler: Sampler | None = None
 
-    def publish(self, engine: Engine, updates: int) -> None:
+    def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
         """Give the sampler the weights after `updates` updates; call on every rank."""
         self.sampler = self.backend.publish(engine, updates)
 
     def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
-        """Return the trajectories of a step, `samples` for each task: those on disk, or else newly sampled ones.
+        """Return the trajectories of a step, those on disk or else `samples` new ones for each task.
 
         A step on which the judge failed on every trajectory is not stored, so the next run samples it again.
         """
@@ -172,7 +171,7 @@ def step_folder(out: Path, step: int) -> Path:
 
 
 def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories that have tokens of the policy and a verdict that is not the judge's own failure."""
+    """Return the trajectories with tokens of the policy and a verdict that the judge reached."""
     kept = [
         trajectory
         for trajectory in trajectories
@@ -187,7 +186,7 @@ def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
-    """Return mean reward and turns, and the shares of milestones, clipped episodes and tasks of equal rewards."""
+    """Return mean reward and turns, and shares of milestones, clipped episodes and equal rewards."""
     count = len(trajectories)
     by_task: dict[str, set[float]] = {}
     for trajectory in trajectories:

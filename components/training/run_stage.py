@@ -1,4 +1,4 @@
-"""The stages by name: one function that the command, the pipeline's tasks and every rank of a launcher call."""
+"""One function that runs a stage by name, for the command, the pipeline and every rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ class RankLost(StageFailed):
 
 
 def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Run the stage that `stage.name` names, on every rank alike; `episodes` replaces the agent loop in tests.
+    """Run the stage that `stage.name` names, on every rank alike.
 
-    A launcher that sets TORCHELASTIC_ERROR_FILE (torchrun, `launcher`) finds there what this rank raised. Whatever that
-    is, the states and the trajectories in `stage.out` are complete, and the next call continues from them.
+    `episodes` replaces the agent loop in tests.
+
+    A launcher that sets TORCHELASTIC_ERROR_FILE (torchrun, `launcher`) finds there what this rank raised.
+    Whatever that is, the states and the trajectories in `stage.out` are complete, and the next call continues
+    from them.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -64,13 +67,15 @@ def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
                 return agentic.run(stage, episodes)
     except NotFinite as error:
         raise StageFailed(
-            f"{stage.name}: {error}; nothing of that update was kept: lower {stage.name}.learning_rate and run again."
+            f"{stage.name}: {error}; nothing of that update was kept: "
+            f"lower {stage.name}.learning_rate and run again."
         ) from error
     except RuntimeError as error:
         if not LOST.search(str(error)):
             raise
         raise RankLost(
-            f"{stage.name}: another rank died or was cut off; the last good state is kept, and the same command continues from it."
+            f"{stage.name}: another rank died or was cut off; "
+            "the last good state is kept, and the same command continues from it."
         ) from error
 
 

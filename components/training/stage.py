@@ -1,4 +1,4 @@
-"""A training stage: a function from digests to digests, in a folder of its own from which a killed run continues.
+"""A training stage: its inputs, its result, and the folder from which a killed run continues.
 
 checkpoint/         the result: a Hugging Face folder with its manifest
 trajectories/       step-NNNN, every trajectory that the stage sampled

@@ -1,4 +1,4 @@
-"""What each stage requires of the parameters, so that a run is refused before anything is sampled. No torch."""
+"""Parameters that each stage requires, checked before anything is sampled. No torch."""
 
 from __future__ import annotations
 

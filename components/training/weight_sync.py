@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from components.core.config import Params
 from components.core.files import atomic_folder
@@ -12,22 +12,10 @@ from components.policy.sampler import Sampler
 from components.policy.vllm_local import LocalVllm
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
-from components.training.engine import Engine, World
+from components.training.engine import DeepSpeedEngine, World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-class PolicySampler(Protocol):
-    """Backend that samples with the weights of a policy in training."""
-
-    def publish(self, engine: Engine, updates: int) -> Sampler | None:
-        """Return the sampler of the weights after `updates` updates; None on ranks that do not sample. Collective."""
-        ...
-
-    def sleep(self) -> None:
-        """Release what sampling needs; nothing is sampled until the next `publish`."""
-        ...
 
 
 def open_policy_sampler(
@@ -39,7 +27,7 @@ def open_policy_sampler(
     checkpoint: Path,
     digest: str,
     out: Path,
-) -> PolicySampler:
+) -> InProcessSampler | SyncedSampler:
     """Return the sampler of `policy` that policy.backend names; rank 0 samples.
 
     `policy` was loaded from `checkpoint`. Call this before the engine that trains it is made.
@@ -60,8 +48,8 @@ def open_policy_sampler(
 class InProcessSampler:
     """Sampler with transformers in this process.
 
-    It shares the trained weights, so publishing an update only changes the version. ZeRO 3 shards the weights, so there
-    it holds a copy that each update is copied into.
+    It shares the trained weights, so publishing an update only changes the version. ZeRO 3 shards the
+    weights, so there it holds a copy that each update is copied into.
     """
 
     def __init__(
@@ -76,7 +64,7 @@ class InProcessSampler:
             self.model, tokenizer, batch=params.policy.batch, device=params.device, version=digest
         )
 
-    def publish(self, engine: Engine, updates: int) -> Sampler:
+    def publish(self, engine: DeepSpeedEngine, updates: int) -> Sampler:
         if self.model is not self.policy:
             with engine.gathered_parameters():
                 self.model.load_state_dict(self.policy.state_dict())
@@ -98,7 +86,7 @@ class SyncedSampler:
         self.folder = out / "published"
         """Checkpoint of the newest weights, for policy.weight_transfer = disk."""
 
-    def publish(self, engine: Engine, updates: int) -> Sampler | None:
+    def publish(self, engine: DeepSpeedEngine, updates: int) -> Sampler | None:
         with engine.gathered_parameters():
             if self.sampler is not None:
                 if self.sampler.settings.weight_transfer == "disk":
