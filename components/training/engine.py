@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import HashStore
 
 from components.core import config
 from components.core.errors import UserError
@@ -71,9 +72,7 @@ def join_world(device: config.Device, timeout_seconds: float) -> World:
         if "WORLD_SIZE" in os.environ:
             distributed.init_process_group(backend, timeout=timeout)
         else:
-            distributed.init_process_group(
-                backend, timeout=timeout, store=distributed.HashStore(), rank=0, world_size=1
-            )
+            distributed.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return World(distributed.get_rank(), distributed.get_world_size(), target)
 
 
