@@ -24,7 +24,7 @@ def params(folder: Path, *sets: str) -> Params:
     [
         (("rejection.replay_share=0.5",), r"rejection\.replay_share: .* set it to 0\."),
         (
-            ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.server="),
+            ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.server=''"),
             r"policy\.server: is empty",
         ),
         (
