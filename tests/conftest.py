@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from run_fixtures import survivor as survivor
 from components.core.config import Params, resolve
 from components.core.files import remove_tree, user_cache
 from components.judge import judge as judge_module
+from components.judge.bench_cache import BenchCache
 from components.judge.judge import Judge
 
 LONGEST = (
@@ -80,10 +80,9 @@ def no_compile_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
 def cold_judge(judge: Judge) -> Iterator[Judge]:
     """Yield the session's judge with benches of its own, so that patches leave nothing to other tests."""
     other = copy.copy(judge)
-    other.benches, other.bench_locks = OrderedDict(), {}
+    other.bench_cache = BenchCache(judge.bench_cache.capacity)
     yield other
-    for bench in other.benches.values():
-        bench.close()
+    other.bench_cache.close()
 
 
 @pytest.fixture(scope="session")

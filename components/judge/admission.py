@@ -1,6 +1,8 @@
-"""Whether a task is fit to be judged at all (DESIGN §5, Admission), and what the device could do with it at best.
+"""Admission of a task: whether the judge can tell a cheat from an answer on it, and how fast the device runs
+it.
 
-Most of an admission is preparation, which many do side by side; only rounds that are timed have the device to themselves.
+Most of an admission is preparation, which many threads do side by side; only timed rounds need the device
+exclusively.
 """
 
 from __future__ import annotations
@@ -19,29 +21,33 @@ import torch
 from components.core.config import Device, Params
 from components.core.errors import TaskError, UserError
 from components.core.task import check_contract
-from components.judge.compile_baseline import DEFAULT
+from components.judge.admission_bench import AdmissionBench
 from components.judge.correctness import compare
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.measurement import StagedInputs
 from components.judge.statistics import net
-from components.judge.task_bench import RUNNER_SHARE, Bench
+from components.judge.task_bench import COMPILE, EAGER, NOOP, Baseline
+from components.judge.task_reference import task_errors
 from components.judge.verdict import Admission
 from components.sandbox.runner_factory import RunnerFactory
 
 ROUNDS = 3
 COPIED_BYTES = 2**27
-DESCRIBED_BYTES = 1 << 30
-"""Taken while a task runs for the first time, and nobody knows what it needs."""
+DESCRIPTION_BYTES = 1 << 30
+"""Device memory reserved while a task runs for the first time and its needs are not known."""
+RUNNER_SHARE = 0.125
+"""Share of a GPU's memory that one task's process may allocate beside others."""
 TASK_SHARE = 0.25
-"""Of a GPU's memory, for a task of a data set: memory is given in the order of asking, so that one that needs all of it holds up every other."""
-MATRIX = {"cpu": 1024, "cuda": 8192}
+"""Largest share of a GPU's memory for a task of a data set: a larger one would hold up all others."""
+MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}
 TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device can do: bytes a second of a copy, counted once read and once written, and operations a second of a
-    float32 matrix product."""
+    """Device speed: bytes a second of a copy (read and write both counted), float32 operations a second of a
+    matrix product.
+    """
 
     bandwidth: float
     flops: float
@@ -49,13 +55,15 @@ class Rates:
 
 @functools.cache
 def measure_rates(device: Device) -> Rates:
-    """On an idle device, once for a process; on cpu of one thread, as the judge measures. A second at most."""
+    """Measure an idle device, once for each process, in a second at most; on cpu with one thread, as the
+    judge does.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         source = torch.ones(COPIED_BYTES // 4, device=device)
         target = torch.empty_like(source)
-        side = MATRIX[device]
+        side = MATRIX_SIZE[device]
         a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
         return Rates(
             2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device),
@@ -66,52 +74,51 @@ def measure_rates(device: Device) -> Rates:
 
 
 def _seconds(work: Callable[[], Any], device: Device) -> float:
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     times = []
     for _ in range(6):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
 
 
 def admit(
-    params: Params, runner_factory: RunnerFactory, turns: DeviceScheduler, code: str, *, headroom: bool
+    params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str, *, headroom: bool
 ) -> Admission:
-    """Whether the judge can tell a cheat from an answer on this task, its eager time, and where asked for what torch.compile
-    makes of it, with the figures that headroom is made of; a task that it cannot compile is not admitted then.
+    """Return whether a task can be judged, with its eager time and, if `headroom`, its torch.compile time.
 
-    A GPU's memory is shared with the tasks beside it: who ran out of it is tried once more, with the room that a runner may have at most.
-    That is all of it where headroom is not asked for: a data set is made of tasks that leave room for others, a user's module is what it is.
+    With `headroom` the task is meant for a data set: it must compile and leave memory for others. On a GPU a
+    task that runs out of memory is tried once more, with the largest share that a process may have; without
+    `headroom`, for a user's module, that is all memory.
     """
     try:
         check_contract(code, "task")
     except UserError as error:
         return _does_not_run(error)
-    most = RUNNER_SHARE if headroom else 1.0
-    for share, room in ((RUNNER_SHARE, 0), (most, int(most * turns.whole))) if turns.wall else ((1.0, 0),):
+    largest_share = RUNNER_SHARE if headroom else 1.0
+    attempts = (
+        ((RUNNER_SHARE, 0), (largest_share, int(largest_share * scheduler.reservable_bytes)))
+        if scheduler.is_exclusive
+        else ((1.0, 0),)
+    )
+    for share, extra_bytes in attempts:
         try:
-            with turns.reserve_memory(DESCRIBED_BYTES + room):
-                bench = Bench(
-                    params, runner_factory, turns, code, only="compile" if headroom else "plain", share=share
+            with scheduler.reserve_memory(DESCRIPTION_BYTES + extra_bytes):
+                bench = AdmissionBench(
+                    params, runner_factory, scheduler, code, compiles=headroom, memory_share=share
                 )
-            if headroom and bench.bytes > TASK_SHARE * turns.whole > 0:
-                bench.close()
-                return Admission(
-                    False,
-                    "too_large",
-                    {"detail": f"takes {bench.bytes / 2**30:.0f} GiB of the device to judge"},
-                )
-            with (
-                contextlib.closing(bench),
-                turns.reserve_memory(bench.bytes + room),
-                contextlib.closing(bench),
-            ):  # closed before its room is given back
-                bench.fill()
-                return _admission(bench, turns, headroom)
+            with contextlib.closing(bench):
+                if headroom and bench.bytes > TASK_SHARE * scheduler.reservable_bytes > 0:
+                    detail = f"takes {bench.bytes / 2**30:.0f} GiB of the device to judge"
+                    return Admission(False, "too_large", {"detail": detail})
+                bench.fill(extra_bytes)
+                return _admission(bench, headroom)
         except TaskError as error:
             fault: Exception = error
             if not error.out_of_memory:
@@ -122,22 +129,23 @@ def admit(
     return _does_not_run(fault)
 
 
-def _admission(bench: Bench, turns: DeviceScheduler, headroom: bool) -> Admission:
-    description = bench.description
-    eager, steady = _timed(bench, turns, "eager")
-    if not steady:
+def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
+    params, description = bench.reference.params, bench.reference.layout.description
+    eager, is_deterministic = _timed(bench, EAGER)
+    if not is_deterministic:
         return Admission(False, "not_deterministic", {})
-    noop, _ = _timed(bench, turns, "noop")
+    noop, _ = _timed(bench, NOOP)
+    inputs = [spec for spec in description.inputs if spec is not None]
     evidence: dict[str, Any] = {
-        "inputs": [{"shape": form[0], "dtype": form[1]} for form in description.inputs if form is not None],
+        "inputs": [{"shape": shape, "dtype": dtype} for shape, dtype in inputs],
         "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in description.outputs],
         "parameters": [name for name, _, _ in description.state],
         "eager_seconds": float(statistics.median(net(eager, noop))),
     }
-    low, high = bench.params.data.eager_seconds
+    low, high = params.data.eager_seconds
     if not low <= evidence["eager_seconds"] <= high:
         return Admission(False, "eager_time", evidence)
-    with turns.preparing():
+    with bench.scheduler.preparing():
         reason = find_trivial_answer(bench)
     if reason is None:
         reason, evidence["spread"] = _sensitivity(bench)
@@ -145,32 +153,36 @@ def _admission(bench: Bench, turns: DeviceScheduler, headroom: bool) -> Admissio
         return Admission(False, reason, evidence)
     if headroom:
         try:
-            evidence |= _compiled(bench, turns, noop)
+            evidence |= _compile_evidence(bench, noop)
         except TaskError as error:
             return Admission(False, "does_not_compile", {"detail": str(error)[:300]})
     return Admission(True, "", evidence)
 
 
-def _timed(bench: Bench, turns: DeviceScheduler, role: str) -> tuple[list[float], bool]:
-    """Seconds per call of one role in rounds on the same inputs, and whether its outputs were the same in all of them."""
-    arm = bench.arm(role)
-    seconds, steady, first = [], True, None
-    with turns.measuring():
-        sets = bench.sets.fresh(bench.per_round)
-        staged = StagedInputs(bench, len(sets)).hold(sets)
+def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool]:
+    """Return seconds per call in rounds on the same inputs, and whether all rounds had the same outputs."""
+    reference = bench.reference
+    runner = bench.start(baseline)
+    seconds, is_deterministic, first = [], True, None
+    with bench.scheduler.measuring():
+        mixes = reference.inputs.fresh(reference.layout.calls)
+        staged = StagedInputs(reference, len(mixes)).hold(mixes)
         for _ in range(ROUNDS):
-            found, taken = arm.round("time", staged)
-            seconds.append(found)
-            first = taken.clone() if first is None else first
-            steady = steady and bench.differs(taken, first, sets) is None
-    return seconds, steady
+            with task_errors():
+                took, results = runner.round("time", staged)
+            seconds.append(took)
+            first = results.clone() if first is None else first
+            same = reference.first_mismatch(results, first, mixes) is None
+            is_deterministic = is_deterministic and same
+    return seconds, is_deterministic
 
 
-def _compiled(bench: Bench, turns: DeviceScheduler, noop: list[float]) -> dict[str, Any]:
-    with turns.measuring():
-        rates = measure_rates(bench.params.device)
-    seconds, _ = _timed(bench, turns, DEFAULT)
-    slots = [*bench.inputs.slots, *bench.outputs.slots, *bench.parameters_part.slots]
+def _compile_evidence(bench: AdmissionBench, noop: list[float]) -> dict[str, Any]:
+    with bench.scheduler.measuring():
+        rates = measure_rates(bench.reference.params.device)
+    seconds, _ = _timed(bench, COMPILE)
+    layout = bench.reference.layout
+    slots = [*layout.inputs.slots, *layout.outputs.slots, *layout.parameters.slots]
     return {
         "compile_seconds": float(statistics.median(net(seconds, noop))),
         "compulsory_bytes": sum(slot.bytes for slot in slots),
@@ -178,44 +190,43 @@ def _compiled(bench: Bench, turns: DeviceScheduler, noop: list[float]) -> dict[s
     }
 
 
-def _sensitivity(bench: Bench) -> tuple[str | None, float]:
-    """Another input, another parameter, untouched parameters: each must change the output beyond the tolerance. And how much
-    the output varies, with the judge's parameters or with untouched ones, whichever is less (see `_spread`)."""
-    description = bench.description
-    seed, parameters = bench.seeds[0], bench.parameter_seed
-    orders: list[tuple[str, dict[str, Any]]] = [
+def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
+    """Return which change leaves the output within the tolerance, or None, and how much the output varies.
+
+    Another input, another parameter, and the parameters' initial values must each change the output. The
+    variation is that with the judge's parameters or with the initial ones, whichever is less.
+    """
+    reference, params = bench.reference, bench.reference.params
+    description = reference.layout.description
+    changes: list[tuple[str, dict[str, Any]]] = [
         (f"input_{i}_does_not_matter", {"other_input": i})
-        for i, form in enumerate(description.inputs)
-        if form is not None and form[1].startswith("float")
+        for i, spec in enumerate(description.inputs)
+        if spec is not None and spec[1].startswith("float")
     ]
-    orders += [
+    changes += [
         (f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters
     ]
     if description.parameters:
-        orders.append(("untouched_parameters_pass", {"parameters": None}))
-    same: dict[str, Any] = {
-        "op": "fill",
-        "seed": seed,
-        "distribution": "given",
-        "outputs": True,
-        "exact": False,
-        "parameters": parameters,
-    }
-    expected = bench.expected.tensors(bench.bank_expected, 0)
-    single = bench.outputs.tensors(bench.bank_single, 0)
-    found = bench.probe([same | {"set": i} | change for i, (_, change) in enumerate(orders)])
+        changes.append(("untouched_parameters_pass", {"parameters": None}))
+    single, expected = reference.correctness_outputs(0)
+    probed = reference.probe([change for _, change in changes])
     with bench.scheduler.preparing():
-        for (reason, _), outputs in zip(orders, found, strict=True):
-            if all(
-                compare(got, one, wide, bench.params) is None
-                for got, one, wide in zip(outputs, single, expected, strict=True)
-            ):
+        for (reason, _), outputs in zip(changes, probed, strict=True):
+            if _passes(outputs, single, expected, params):
                 return reason, 0.0
-        return None, min(_spread(single), _spread(found[-1]) if description.parameters else math.inf)
+        return None, min(_spread(single), _spread(probed[-1]) if description.parameters else math.inf)
+
+
+def _passes(
+    outputs: list[torch.Tensor], single: list[torch.Tensor], expected: list[torch.Tensor], params: Params
+) -> bool:
+    """Return whether `outputs` count as correct."""
+    triples = zip(outputs, single, expected, strict=True)
+    return all(compare(output, one, exact, params) is None for output, one, exact in triples)
 
 
 def _spread(outputs: list[torch.Tensor]) -> float:
-    """Standard deviation of the output that varies most, as a share of its mean magnitude."""
+    """Return the standard deviation of the output that varies most, as a share of its mean magnitude."""
     floats = [t.float() for t in outputs if t.dtype.is_floating_point]
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 
@@ -224,38 +235,33 @@ def _does_not_run(error: Exception) -> Admission:
     return Admission(False, "does_not_run", {"detail": str(error)[:300]})
 
 
-def find_trivial_answer(bench: Bench) -> str | None:
-    """The first cheap answer that would pass as correct on this task, or None (knowledge: KernelBench's zeros, METR's list)."""
-    single = bench.outputs.tensors(bench.bank_single, 0)
-    other = bench.outputs.tensors(bench.bank_single, 1)
-    expected = bench.expected.tensors(bench.bank_expected, 0)
-    first_input = bench.inputs.tensors(bench.bank_inputs, 0)[:1]
-    floats = [i for i, t in enumerate(single) if t.dtype.is_floating_point]
+def find_trivial_answer(bench: AdmissionBench) -> str | None:
+    """Return the first cheap answer that would pass as correct on this task, or None."""
+    reference, params = bench.reference, bench.reference.params
+    single, expected = reference.correctness_outputs(0)
+    other_seed, _ = reference.correctness_outputs(1)
+    first_input = reference.layout.inputs.tensors(reference.input_buffer, 0)[:1]
+    floats = [t for t in single if t.dtype.is_floating_point]
     if not floats:
         return "no_float_output"
-    if not all(torch.isfinite(single[i]).all() for i in floats):
+    if not all(torch.isfinite(t).all() for t in floats):
         return "not_finite"
-    answers: dict[str, list[torch.Tensor]] = {
+
+    def replaced(answer: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [answer(t) if t.dtype.is_floating_point else t for t in single]
+
+    answers = {
         "zeros_pass": [torch.zeros_like(t) for t in single],
-        "mean_passes": [
-            torch.full_like(t, t.double().mean().item()) if t.dtype.is_floating_point else t for t in single
-        ],
-        "seeds_agree": other,
+        "mean_passes": replaced(lambda t: torch.full_like(t, t.double().mean().item())),
+        "seeds_agree": other_seed,
     }
-    if bench.params.precision != "tf32":  # whose products are rounded as much
-        answers["half_precision_passes"] = [
-            t.half().to(t.dtype) if t.dtype.is_floating_point else t for t in single
-        ]
-    if (
-        len(single) == 1
-        and first_input
-        and first_input[0].shape == single[0].shape
-        and first_input[0].dtype == single[0].dtype
+    if params.precision != "tf32":  # whose products are rounded as much
+        answers["half_precision_passes"] = replaced(lambda t: t.half().to(t.dtype))
+    if len(single) == len(first_input) == 1 and (first_input[0].shape, first_input[0].dtype) == (
+        single[0].shape,
+        single[0].dtype,
     ):
         answers["first_input_passes"] = first_input
-    for reason, answer in answers.items():
-        if all(
-            compare(a, s, e, bench.params) is None for a, s, e in zip(answer, single, expected, strict=True)
-        ):
-            return reason
-    return None
+    return next(
+        (reason for reason, answer in answers.items() if _passes(answer, single, expected, params)), None
+    )

@@ -1,4 +1,4 @@
-"""A candidate as it lies in a folder, and its verdict."""
+"""Candidates in workspace folders: reading one, and judging it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ MAX_FILES = 200
 
 
 def read_workspace(workdir: Path) -> dict[str, str]:
-    """The candidate's files of a workspace: model_new.py and kernels/*; symbolic links and large files are refused."""
+    """Return text by path of a workspace's model_new.py and kernels/*; raises UserError for links and large
+    files.
+    """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
     files = {}
@@ -44,7 +46,10 @@ def read_workspace(workdir: Path) -> dict[str, str]:
 
 
 def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
-    """The verdict on a workspace; `task` defaults to its model.py, `folder` holds builds."""
+    """Return the verdict on a workspace, compared with torch.compile too; `folder` is the judge's.
+
+    `task` is a task file, the workspace's model.py if None.
+    """
     files = read_workspace(workdir)
     kernel_task = load_task(task if task is not None else workdir / "model.py")
     judge = Judge(params, folder)

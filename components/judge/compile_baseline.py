@@ -1,101 +1,99 @@
-"""The torch.compile that an evaluation is held against: the fastest of its modes on this task, found once per task.
+"""Choice of the torch.compile mode that an evaluation compares with: the fastest on this task, found once per
+task.
 
-Training compares with the default mode alone: the others cost a task seconds to minutes (max-autotune times kernels of
-its own), and a reward asks only whether a kernel beats what everybody gets. Which mode is fastest is decided in rounds
-of its own; the ratio that counts is then measured anew beside the candidate, so the choice makes no mode look better.
+Training compares with the default mode alone: the others cost a task seconds to minutes (max-autotune times
+kernels of its own). The mode is chosen in rounds of its own; the ratio that counts is then measured anew
+beside the candidate, so that the choice makes no mode look better.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
+from components.core.config import Device
 from components.core.errors import InfrastructureError, TaskError
-from components.judge.measurement import StagedInputs
-from components.judge.statistics import LONGEST, net, precise_rounds
-from components.judge.task_bench import Bench, TimedRunner
+from components.judge.measurement import StagedInputs, TimedRunner
+from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
+from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.sandbox.runner_process import RunnerError
 
-DEFAULT = "compile"
-ROLES: dict[str, dict[str, str]] = {
-    "cpu": {"default": DEFAULT},
-    "cuda": {
-        "default": DEFAULT,
-        "reduce-overhead": "compile reduce-overhead",
-        "max-autotune": "compile max-autotune",
-    },
+MAX_AUTOTUNE = Baseline("compile", "max-autotune")
+"""Times kernels as it compiles, so nothing may run beside it."""
+COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
+    "cpu": (COMPILE,),
+    "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
 }
-"""The arm of each mode. CUDA graphs and Triton's tuning are what the other two add, so on cpu there is one mode."""
-ALONE = "max-autotune"
-"""The mode that times kernels as it compiles: nothing may run beside it."""
+"""The other modes add CUDA graphs and the tuning of Triton kernels, so on cpu there is one."""
 
 
-def begin(bench: Bench) -> None:
-    """Compile the modes that need not be alone, beside whatever else runs: seconds in which the device would stand still."""
-    if not bench.modes:
-        started(bench, {mode: role for mode, role in ROLES[bench.params.device].items() if mode != ALONE})
+def start_modes(bench: TaskBench) -> None:
+    """Compile the modes that may share the device with other work, before it is needed exclusively."""
+    if not bench.mode_seconds:
+        modes = COMPILE_MODES[bench.reference.params.device]
+        start_available(bench, [mode for mode in modes if mode != MAX_AUTOTUNE])
 
 
-def fastest(bench: Bench) -> tuple[TimedRunner, str, dict[str, float]]:
-    """The arm of the fastest mode, the mode, and the seconds of one call in each where there are several. Call with the clock to oneself.
+def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
+    """Return the runner of the fastest mode, the mode, and seconds of one call by mode where there are
+    several.
 
-    A mode that cannot compile the task, computes something else or dies is left out; the default mode has to be there.
+    The calling thread must have exclusive access to the device. A mode that fails on the task is left out,
+    except for the default one, whose failure raises TaskError or InfrastructureError.
     """
-    roles = ROLES[bench.params.device]
-    if len(roles) == 1:
-        return bench.arm(DEFAULT), "default", {}
-    if not bench.modes:
-        bench.modes.update(seconds(bench, roles))
-    best = min(bench.modes, key=bench.modes.__getitem__)
-    for mode, role in roles.items():
-        if mode not in ("default", best):  # the default's is what training compares with
-            bench.drop(role)
-    return bench.arm(roles[best]), best, dict(bench.modes)
+    modes = COMPILE_MODES[bench.reference.params.device]
+    if len(modes) == 1:
+        return bench.baselines.get(COMPILE), COMPILE, {}
+    if not bench.mode_seconds:
+        bench.mode_seconds.update(baseline_seconds(bench, modes))
+    best = min(bench.mode_seconds, key=bench.mode_seconds.__getitem__)
+    for mode in modes:
+        if mode not in (COMPILE, best):  # training compares with the default mode
+            bench.baselines.drop(mode)
+    return bench.baselines.get(best), best, dict(bench.mode_seconds)
 
 
-def started(bench: Bench, roles: dict[str, str]) -> list[str]:
-    """Start each named arm, which compiles; those that the task does without are left out of the names that come back."""
-    names = []
-    for name, role in roles.items():
+def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Baseline]:
+    """Start each baseline and return those that the task supports; raises TaskError if a required one fails."""
+    available = []
+    for baseline in baselines:
         try:
-            bench.arm(role)
-            names.append(name)
+            bench.baselines.get(baseline)
+            available.append(baseline)
         except TaskError:
-            if not _optional(role):
+            if not baseline.is_optional:
                 raise
-    return names
+    return available
 
 
-def seconds(bench: Bench, roles: dict[str, str]) -> dict[str, float]:
-    """Median seconds of one call of each named arm, in alternating rounds of rotating order; modes that the task does without are left
-    out. As in a verdict the first round is not counted, and there are more rounds while a median is uncertain."""
-    sandbox, number = bench.params.sandbox, 0
-    raw: dict[str, list[float]] = {name: [] for name in ("noop", *started(bench, roles))}
-    names, wanted, staging = list(raw), sandbox.rounds, StagedInputs(bench, bench.per_round)
-    while number <= wanted:
-        staged = staging.hold(bench.sets.fresh(bench.per_round))
-        for name in list(names):
-            role = roles.get(name, name)
+def baseline_seconds(bench: TaskBench, baselines: Sequence[Baseline]) -> dict[Baseline, float]:
+    """Return the median seconds of one call of each baseline that the task supports, from alternating rounds.
+
+    As in a verdict the first round is not counted, and rounds are added while a median is uncertain.
+    """
+    reference = bench.reference
+    sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0
+    raw: dict[Baseline, list[float]] = {b: [] for b in (NOOP, *start_available(bench, baselines))}
+    order, rounds, staging = list(raw), sandbox.rounds, StagedInputs(reference, calls)
+    while number <= rounds:
+        staged = staging.hold(reference.inputs.fresh(calls))
+        for baseline in list(order):
             try:
-                took = bench.arm(role).round("time", staged)[0]
+                seconds, _ = bench.baselines.get(baseline).round("time", staged)
             except RunnerError as error:
-                bench.drop(role)
-                if not _optional(role):
-                    raise InfrastructureError(f"{name}: {error}") from error
-                del raw[name]
-                names.remove(name)
+                bench.baselines.drop(baseline)
+                if not baseline.is_optional:
+                    raise InfrastructureError(f"{baseline}: {error}") from error
+                del raw[baseline]
+                order.remove(baseline)
                 continue
             if number > 0:
-                raw[name].append(took)
-        names = [*names[1:], names[0]]
-        if number == wanted:
-            wanted = precise_rounds(raw, number, min(sandbox.most_rounds, LONGEST * sandbox.rounds))
+                raw[baseline].append(seconds)
+        order = [*order[1:], order[0]]
+        if number == rounds:
+            others = {baseline: samples for baseline, samples in raw.items() if baseline != NOOP}
+            most = min(sandbox.most_rounds, UNPAIRED_ROUNDS * sandbox.rounds)
+            rounds = precise_rounds(list(others.values()), raw[NOOP], number, most)
         number += 1
-    return {
-        name: float(statistics.median(net(samples, raw["noop"])))
-        for name, samples in raw.items()
-        if name != "noop"
-    }
-
-
-def _optional(role: str) -> bool:
-    return role.startswith(f"{DEFAULT} ")
+    noop = raw.pop(NOOP)
+    return {baseline: float(statistics.median(net(samples, noop))) for baseline, samples in raw.items()}

@@ -1,4 +1,11 @@
-"""Who may use the device: many that prepare, or one that measures; and how much of its memory preparations take together."""
+"""Access to the device: many preparations at once or one measurement; and reservations of its memory.
+
+On cpu a measurement reads its runners' own CPU clocks: runners start, are checked and compile beside it, and
+only measurements exclude each other. On cuda the clock is wall time: a measurement begins when no preparation
+runs, and preparations that come later wait for the measurements that wait already. What a runner does for
+long and without the judge, such as starting or compiling, is background work: it is paused during
+measurements instead.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +24,42 @@ from components.core.config import Device
 from components.sandbox.runner_process import Runner
 
 MEMORY_SHARE = 0.85
-"""Of the device's memory, for what is prepared side by side; the rest is for what was guessed too low."""
-
+"""Share of the device's memory that can be reserved; the rest is for estimates that were too low."""
 CACHED_SHARE = 0.1
-"""Of the device's memory, what torch's allocator in the judge's process may keep of what was given back: no other process can use it."""
-TIDY_SECONDS = 5
-"""Between two looks at it. A look waits for the allocator with the interpreter's lock held: at each end of a bench it was more than
-half of all that held the lock, and forty threads that admitted tasks waited for it."""
-RELIEF_SECONDS = 0.2
-"""Between two looks for memory that could be given back."""
-CORES_TO_SPARE_ONE = 4
-"""On a machine with fewer, timed rounds on cuda run where the system puts them."""
+"""Share of the device's memory that torch's allocator in this process may cache; no other process can use it.
+"""
+TRIM_SECONDS = 5
+"""Seconds between two looks at that cache; each look holds the interpreter's lock."""
+RETRY_SECONDS = 0.2
+"""Seconds between two attempts to free memory that is only kept warm."""
+MIN_CORES = 4
+"""Fewest cores of a machine where timed rounds on cuda get a core of their own."""
 
 
 @functools.cache
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
-    """The cores of timed rounds and those of everything else that this process does and starts; the first call takes the one from the other.
+    """Return the cores of timed rounds and those of everything else; moves this process off the former.
 
-    A small kernel takes as long as its launch, and cores of one machine differ by up to a half for as long as it pleases their
-    host: with arms on any core one kernel read 0.91 to 1.74 times as fast as eager on an H200, on one core 1.14 to 1.34. Two
-    hardware threads of a core slow each other down, so the other ones of that core do nothing.
+    On a GPU a small kernel takes as long as its launch, and cores of one machine differ in speed, so all
+    timed rounds use one core (docs/judge.md). Its other hardware threads stay idle, since they would slow it
+    down.
     """
-    here = frozenset(os.sched_getaffinity(0))
-    if device == "cpu" or len(here) < CORES_TO_SPARE_ONE:
-        return here, here
-    whole = sorted({here & _threads(core) for core in here}, key=max)
+    available = frozenset(os.sched_getaffinity(0))
+    if device == "cpu" or len(available) < MIN_CORES:
+        return available, available
+    physical = sorted({available & _hardware_threads(core) for core in available}, key=max)
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]  # each GPU's judge has a core of its own
-    taken = whole[-1 - (int(first) if first.isdecimal() else 0) % max(1, len(whole) // 2)]
-    others = here - taken
+    number = int(first) if first.isdecimal() else 0
+    timed = physical[-1 - number % max(1, len(physical) // 2)]
+    others = available - timed
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it may have ended
             os.sched_setaffinity(int(thread), others)
-    return frozenset({max(taken)}), others
+    return frozenset({max(timed)}), others
 
 
-def _threads(core: int) -> frozenset[int]:
-    """The hardware threads of the core that this one belongs to, itself among them, as far as Linux tells."""
+def _hardware_threads(core: int) -> frozenset[int]:
+    """Return the hardware threads that share a physical core with `core`, itself among them."""
     try:
         listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -62,130 +69,137 @@ def _threads(core: int) -> frozenset[int]:
 
 
 class DeviceScheduler:
-    """On cpu runners start, are checked and are compiled beside a measurement, which reads their own CPU clocks: only
-    measurements take turns. On cuda the clock is the wall's: a measurement begins when nobody prepares, and who would prepare
-    waits for the measurements that are waiting. What a runner does for long and without the judge, such as to start or to
-    compile, is stopped during a measurement instead. A thread that measures may do everything else as well."""
+    """Shared and exclusive access to one device. A thread that measures may do everything else as well."""
 
     def __init__(self, device: Device):
-        self.wall = device == "cuda"
-        self.total: int = torch.cuda.get_device_properties(0).total_memory if self.wall else 0
+        self.is_exclusive = device == "cuda"
+        """Whether a measurement excludes preparations."""
+        self.device_bytes: int = torch.cuda.get_device_properties(0).total_memory if self.is_exclusive else 0
+        """Memory of the GPU; 0 on cpu."""
         self.timed_cores, self.other_cores = cores(device)
-        self.free = int(MEMORY_SHARE * self.total)
-        self.whole = self.free
-        self.takers: deque[object] = deque()
-        """Those that wait for memory, in their order: who needs much is not passed by."""
-        self.relieve: Callable[[], None] = lambda: None
-        """Gives back memory that is only kept warm; asked while somebody waits for some."""
+        self.reservable_bytes = int(MEMORY_SHARE * self.device_bytes)
+        self.free_bytes = self.reservable_bytes
+        self.memory_queue: deque[object] = deque()
+        """One ticket for each thread that waits for memory, served in order, so that none is passed by."""
+        self.release_idle_memory: Callable[[], None] = lambda: None
+        """Frees memory that is only kept warm; called while a thread waits for some."""
         self.condition = threading.Condition()
-        self.tidied = 0.0
-        self.preparers = 0
-        self.runners: list[Runner] = []
-        """Those that work aside."""
-        self.waiting = 0
-        self.measurer: int | None = None
+        self.trimmed_at = 0.0
+        self.preparations = 0
+        self.background_runners: list[Runner] = []
+        self.waiting_measurements = 0
+        self.measuring_thread: int | None = None
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self.measuring_thread == threading.get_ident()
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Beside others that prepare. Not to be held while waiting for anything else."""
-        if not self.wall or self.measurer == threading.get_ident():
+        """Hold shared access for preparation; the holder must not wait for anything else."""
+        if not self.is_exclusive or self._is_measuring:
             yield
             return
         with self.condition:
-            self.condition.wait_for(lambda: self.measurer is None and not self.waiting)
-            self.preparers += 1
+            self.condition.wait_for(lambda: self.measuring_thread is None and not self.waiting_measurements)
+            self.preparations += 1
         try:
             yield
         finally:
             with self.condition:
-                self.preparers -= 1
+                self.preparations -= 1
                 self.condition.notify_all()
 
     @contextlib.contextmanager
     def background_work(self, runner: Runner) -> Iterator[None]:
-        """While `runner`, thawed here, works and the judge only waits for its answer: it stands still whenever others measure."""
+        """Let `runner` work while the judge waits for its answer; it is paused whenever another thread
+        measures.
+        """
         with self.condition:
-            mine = not self.wall or self.measurer in (None, threading.get_ident())
-            runner.resume() if mine else runner.pause()
-            if self.wall and self.measurer != threading.get_ident():
-                self.runners.append(runner)
+            may_run = not self.is_exclusive or self.measuring_thread is None or self._is_measuring
+            runner.resume() if may_run else runner.pause()
+            if self.is_exclusive and not self._is_measuring:
+                self.background_runners.append(runner)
         try:
             yield
         finally:
             with self.condition:
-                if runner in self.runners:
-                    self.runners.remove(runner)
+                if runner in self.background_runners:
+                    self.background_runners.remove(runner)
                 runner.extend_deadline()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Alone."""
-        me = threading.get_ident()
-        if self.measurer == me:
+        """Block until this thread has exclusive access for a measurement; reentrant."""
+        if self._is_measuring:
             yield
             return
         with self.condition:
-            self.waiting += 1
+            self.waiting_measurements += 1
             try:
-                self.condition.wait_for(lambda: self.measurer is None and not self.preparers)
+                self.condition.wait_for(lambda: self.measuring_thread is None and not self.preparations)
             finally:
-                self.waiting -= 1
-            self.measurer = me
-            for runner in self.runners:
+                self.waiting_measurements -= 1
+            self.measuring_thread = threading.get_ident()
+            for runner in self.background_runners:
                 runner.pause()
         try:
             yield
         finally:
             with self.condition:
-                self.measurer = None
-                for runner in self.runners:
+                self.measuring_thread = None
+                for runner in self.background_runners:
                     runner.resume()
                 self.condition.notify_all()
 
     @contextlib.contextmanager
     def exclusive_device(self) -> Iterator[None]:
-        """While a candidate lives. What it started on a GPU goes on while it is stopped and would slow down others: there it is alone."""
-        with self.measuring() if self.wall else contextlib.nullcontext():
+        """Hold a GPU exclusively while a candidate lives: kernels that it launched go on while its process is
+        stopped.
+        """
+        with self.measuring() if self.is_exclusive else contextlib.nullcontext():
             yield
 
-    def tidy(self) -> None:
-        """Give back what torch's allocator keeps of the device's memory, where that is much."""
+    def trim_cache(self) -> None:
+        """Return device memory that torch's allocator caches, if it is much."""
         with self.condition:
-            if not self.wall or time.monotonic() < self.tidied + TIDY_SECONDS:
+            if not self.is_exclusive or time.monotonic() < self.trimmed_at + TRIM_SECONDS:
                 return
-            self.tidied = time.monotonic()
-        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_SHARE * self.total:
+            self.trimmed_at = time.monotonic()
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_SHARE * self.device_bytes:
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def reserve_memory(self, memory: int) -> Iterator[None]:
-        """Once so many bytes of the device's memory are free; who needs more than there are takes all."""
-        wanted = min(memory, self.whole)  # nothing on cpu
-        place = object()
+    def reserve_memory(self, size: int) -> Iterator[None]:
+        """Block until `size` bytes of device memory are free and hold them; a request beyond the limit takes
+        all.
+        """
+        wanted = min(size, self.reservable_bytes)  # nothing on cpu
+        ticket = object()
         with self.condition:
-            self.takers.append(place)
+            self.memory_queue.append(ticket)
         try:
-            while not self._took(place, wanted):
-                if self.takers[0] is place:
-                    self.relieve()
+            while not self._take_memory(ticket, wanted):
+                if self.memory_queue[0] is ticket:
+                    self.release_idle_memory()
         except BaseException:
             with self.condition:
-                self.takers.remove(place)
+                self.memory_queue.remove(ticket)
             raise
         try:
             yield
         finally:
             with self.condition:
-                self.free += wanted
+                self.free_bytes += wanted
                 self.condition.notify_all()
 
-    def _took(self, place: object, wanted: int) -> bool:
-        """Whether it is `place`'s turn and the memory is there, taken then; if not, something may have changed since."""
+    def _take_memory(self, ticket: object, wanted: int) -> bool:
+        """Take the memory if it is free and the ticket's turn; otherwise wait a little and return False."""
         with self.condition:
-            if self.takers[0] is not place or self.free < wanted:
-                self.condition.wait(RELIEF_SECONDS)
+            if self.memory_queue[0] is not ticket or self.free_bytes < wanted:
+                self.condition.wait(RETRY_SECONDS)
                 return False
-            self.takers.popleft()
-            self.free -= wanted
+            self.memory_queue.popleft()
+            self.free_bytes -= wanted
             self.condition.notify_all()
             return True

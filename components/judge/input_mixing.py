@@ -1,4 +1,6 @@
-"""The inputs of the calls that are judged: those that the task's source made, and what is mixed from them for timed calls."""
+"""Inputs of the calls that are judged: the sets that the task's source made, and mixtures of them for timed
+calls.
+"""
 
 from __future__ import annotations
 
@@ -11,126 +13,128 @@ import torch
 
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
-DOUBLED_BYTES = 1 << 28
-"""Largest input that is held twice, so that a turned one is a view."""
+MAX_DOUBLED_BYTES = 1 << 28
+"""Largest input that is held twice in a row, so that a rotated copy is a view."""
 
 
-class Mix(NamedTuple):
-    """The inputs of one call, made of sets `first` and `second` of the bank: each tensor of either is turned, flat, by so
-    many elements, and then (1 - weight) * first + weight * second; what is no real number is only turned.
+class InputMix(NamedTuple):
+    """Recipe for the inputs of one call, made of the sets `first` and `second` of an input bank.
 
-    So every call has inputs that no call had before, although the task's source made only a few sets. An answer kept from
-    an earlier call is wrong, and no element tells how this one was mixed: with turning alone a sum over everything would
-    stay the same, and with scaling alone it would be known from one element. What comes out is then made one of `family`.
+    Each flattened tensor of either set is rotated by a number of elements; the call gets (1 - weight) * first
+    + weight * second, mapped to `distribution`. Tensors of integers are only rotated.
+
+    Every call so has inputs that no call had before, although the task's source made a few sets: an answer
+    kept from an earlier call is wrong. Rotating alone would keep a sum over all elements, and blending alone
+    would tell `weight` by one element.
     """
 
     first: int
     second: int
-    first_turns: tuple[int, ...]
-    second_turns: tuple[int, ...]
+    first_shifts: tuple[int, ...]
+    second_shifts: tuple[int, ...]
     weight: float
-    family: str = "given"
+    distribution: str = "given"
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view in which NaN equals itself, of as few elements as may be: comparing bytes one by one took nine times as long."""
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat integer view, in which NaN equals itself; of int64 where size and address allow, which is
+    faster.
+    """
     flat = tensor.view(-1)
     return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else torch.uint8)
 
 
-def structured(sets: list[list[torch.Tensor]]) -> bool:
-    """Whether inputs have a form that turning them would destroy: zeros in fixed places, symmetry, sorted rows, rows of one sum.
+def has_structure(sets: list[list[torch.Tensor]]) -> bool:
+    """Return whether an input has a structure that rotating destroys and on which a kernel may rely.
 
-    `sets` are inputs made from different seeds. A kernel may rely on such a form (a triangular or symmetric matrix).
+    `sets` are two sets of inputs from different seeds. Looks for zeros in fixed places (triangular matrices),
+    symmetry, sorted rows, and rows of equal sum.
     """
     for tensors in zip(*sets, strict=True):
         first, second = (t.double() for t in tensors[:2])
         if ((first == 0) & (second == 0)).double().mean() > 0.01 and not (first == 0).all():
             return True
-        if (
-            first.dim() >= 2
-            and first.shape[-1] == first.shape[-2]
-            and torch.equal(first, first.transpose(-1, -2))
-        ):
+        is_matrix = first.dim() >= 2 and first.shape[-1] == first.shape[-2]
+        if is_matrix and torch.equal(first, first.transpose(-1, -2)):
             return True
         if first.dim() >= 1 and first.shape[-1] > 2 and first.numel() > first.shape[-1]:
-            if bool((first.diff(dim=-1) >= 0).all()):
-                return True
             sums = first.sum(-1)
-            if bool((sums - sums.flatten()[0]).abs().max() <= 1e-4 * first.abs().sum(-1).max()):
+            equal_sums = (sums - sums.flatten()[0]).abs().max() <= 1e-4 * first.abs().sum(-1).max()
+            if bool((first.diff(dim=-1) >= 0).all()) or bool(equal_sums):
                 return True
     return False
 
 
-class Sets:
-    """The bank's sets of inputs, `bank[set][input]`: one of each of `families` for correctness, then at least two that timed calls are mixed from."""
+class InputBank:
+    """Input sets of a task, `sets[set][input]`: one for each of `distributions`, then those that are mixed."""
 
-    def __init__(self, bank: list[list[torch.Tensor]], families: list[str]):
-        self.bank = bank
-        self.families = families
-        self.turned = not structured(bank[-2:])
-        self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in bank[-2]]
-        self.doubled: dict[tuple[int, int], torch.Tensor] = {}
+    def __init__(self, sets: list[list[torch.Tensor]], distributions: list[str]):
+        self.sets = sets
+        self.distributions = distributions
+        self.rotates = not has_structure(sets[-2:])
+        self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in sets[-2]]
+        self.flattened: dict[tuple[int, int], torch.Tensor] = {}
 
     def close(self) -> None:
-        """Before the bank's memory is given back."""
-        self.doubled.clear()
-        self.bank.clear()
+        """Drop all views of the shared memory, which may then be unmapped."""
+        self.flattened.clear()
+        self.sets.clear()
 
-    def plain(self, index: int) -> Mix:
-        """Set `index` as the task's source made it."""
-        still = (0,) * len(self.bank[index])
-        return Mix(index, index, still, still, 0.0)
+    def original(self, index: int) -> InputMix:
+        """Return the recipe for set `index` as the task's source made it."""
+        unshifted = (0,) * len(self.sets[index])
+        return InputMix(index, index, unshifted, unshifted, 0.0)
 
-    def verified(self) -> list[Mix]:
-        """Those whose right outputs are known."""
-        return [self.plain(i) for i in range(len(self.families))]
+    def correctness_sets(self) -> list[InputMix]:
+        """Return recipes for the sets with reference outputs."""
+        return [self.original(i) for i in range(len(self.distributions))]
 
-    def fresh(self, count: int, number: int = 0) -> list[Mix]:
-        """Inputs for the `count` calls of timed round `number` that no round had before, of the family that the task gives but for one call of
-        each round: who counts its calls, to be right on the other families only while it is verified, meets them here."""
-        sizes = [t.numel() if self.turned else 1 for t in self.bank[-1]]
-        bases = range(len(self.families), len(self.bank))
-        chance = random.Random(
-            secrets.token_bytes(32)
-        )  # three times as fast as asking the system for each number
-        sets = []
-        for _ in range(count):
-            first, second = chance.sample(bases, 2)
-            turns = [tuple(chance.randrange(max(1, size)) for size in sizes) for _ in range(2)]
-            sets.append(Mix(first, second, turns[0], turns[1], chance.uniform(0.25, 0.75)))
-        other = chance.randrange(count)
-        sets[other] = sets[other]._replace(family=self.families[number % len(self.families)])
-        return sets
+    def fresh(self, calls: int, number: int = 0) -> list[InputMix]:
+        """Return recipes for the calls of timed round `number` that no earlier call had.
 
-    def write(self, mix: Mix, index: int, out: torch.Tensor) -> None:
+        One call, at a random place, gets one of the other distributions: a candidate that counts calls to be
+        right on them only while it is verified meets them here.
+        """
+        sizes = [t.numel() if self.rotates else 1 for t in self.sets[-1]]
+        bases = range(len(self.distributions), len(self.sets))
+        generator = random.Random(secrets.token_bytes(32))  # faster than asking the system for each number
+        mixes = []
+        for _ in range(calls):
+            first, second = generator.sample(bases, 2)
+            shifts = [tuple(generator.randrange(max(1, size)) for size in sizes) for _ in range(2)]
+            mixes.append(InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75)))
+        other = generator.randrange(calls)
+        distribution = self.distributions[number % len(self.distributions)]
+        mixes[other] = mixes[other]._replace(distribution=distribution)
+        return mixes
+
+    def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:
         """Write input `index` of a call into the flat tensor `out`."""
-        first, second = mix.first_turns[index], mix.second_turns[index]
+        first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = self.blends[index] and mix.first != mix.second
-        # Turned inputs are views of two copies side by side; a large one has a single copy, and is written in up to three pieces.
+        # A rotated input is a view of two copies in a row; a large one has a single copy and up to three
+        # pieces.
         count = out.numel()
-        edges = (
-            {0, count}
-            if count * out.element_size() <= DOUBLED_BYTES
-            else {0, count, count - first, *([count - second] if blended else [])}
-        )
+        edges = {0, count}
+        if count * out.element_size() > MAX_DOUBLED_BYTES:
+            edges |= {count - first, *([count - second] if blended else [])}
         for start, end in itertools.pairwise(sorted(edges)):
-            piece, one = out[start:end], self._turned(mix.first, index, first, start, end)
+            piece, one = out[start:end], self._rotated(mix.first, index, first, start, end)
             if blended:
-                torch.lerp(one, self._turned(mix.second, index, second, start, end), mix.weight, out=piece)
+                torch.lerp(one, self._rotated(mix.second, index, second, start, end), mix.weight, out=piece)
             else:
                 piece.copy_(one)
-        if mix.family != "given" and out.is_floating_point():
-            out.copy_(INPUT_DISTRIBUTIONS[mix.family](out))
+        if mix.distribution != "given" and out.is_floating_point():
+            out.copy_(INPUT_DISTRIBUTIONS[mix.distribution](out))
 
-    def _turned(self, base: int, index: int, turn: int, start: int, end: int) -> torch.Tensor:
-        """Elements `start` to `end` of one flat input of the bank, turned by `turn` elements."""
-        if (base, index) not in self.doubled:
-            flat = self.bank[base][index].view(-1)
-            double = base >= len(self.families) and self.turned and flat.nbytes <= DOUBLED_BYTES
-            self.doubled[base, index] = torch.cat([flat, flat]) if double else flat
-        held = self.doubled[base, index]
-        first = turn + start
+    def _rotated(self, base: int, index: int, shift: int, start: int, end: int) -> torch.Tensor:
+        """Return elements `start` to `end` of one flat input, rotated by `shift` elements."""
+        if (base, index) not in self.flattened:
+            flat = self.sets[base][index].view(-1)
+            double = base >= len(self.distributions) and self.rotates and flat.nbytes <= MAX_DOUBLED_BYTES
+            self.flattened[base, index] = torch.cat([flat, flat]) if double else flat
+        held = self.flattened[base, index]
+        first = shift + start
         if first >= held.numel():
             first -= held.numel()
         return held[first : first + end - start]

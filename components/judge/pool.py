@@ -1,7 +1,7 @@
-"""The pool of judges: one interface, jobs in, verdicts out.
+"""The pool of judges: jobs in, verdicts out.
 
-Verdicts are journalled before anybody sees them, by task, candidate, epoch and protocol. So a stage that was killed and
-runs again gets the verdicts that it had, and comes to the same end as if nothing had happened.
+Each verdict is written to a journal before it is returned, by task, candidate, epoch and protocol: a stage
+that was killed and runs again gets the same verdicts (docs/design/caching-and-resume.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from components.core import telemetry
 from components.core.config import Params
@@ -21,24 +21,24 @@ from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
 from components.sandbox.preflight import check_isolation
 
+WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
+"""Parameters of the sandbox that say where and how many, and change no verdict."""
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the policy wrote: text by workspace path (`model_new.py`, `kernels/…`)."""
+    """Sources written by a policy: pairs of workspace path (`model_new.py`, `kernels/…`) and text, sorted."""
 
     files: tuple[tuple[str, str], ...]
 
     @staticmethod
     def of(files: dict[str, str]) -> Candidate:
-        # A lone surrogate, which JSON can spell, is no text: it becomes a question mark, and the compiler says so.
-        return Candidate(
-            tuple(
-                sorted(
-                    (name.encode(errors="replace").decode(), text.encode(errors="replace").decode())
-                    for name, text in files.items()
-                )
-            )
-        )
+        """Return a candidate with lone surrogates, which JSON can spell and UTF-8 cannot, as question marks."""
+
+        def encodable(text: str) -> str:
+            return text.encode(errors="replace").decode()
+
+        return Candidate(tuple(sorted((encodable(name), encodable(text)) for name, text in files.items())))
 
     @property
     def digest(self) -> str:
@@ -47,10 +47,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """One judgement to make; jobs of equal task, candidate and epoch share one measurement and one journal entry.
+    """One judgement to make; jobs of equal task, candidate and epoch share one measurement and one journal
+    entry.
 
-    With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile; without it only
-    one that beats eager, with the default mode. All jobs of an epoch have the same `compare_compile`.
+    With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile; without
+    it only one that beats eager, with the default mode. All jobs of an epoch have the same `compare_compile`.
     """
 
     task: KernelTask
@@ -59,7 +60,12 @@ class Job:
     compare_compile: bool = False
 
 
+T = TypeVar("T")
+
+
 class JudgePool(Protocol):
+    """What gives verdicts to episodes and evaluations."""
+
     def prepare(self) -> None: ...
 
     def submit(self, job: Job) -> Future[Verdict]: ...
@@ -69,8 +75,22 @@ class JudgePool(Protocol):
     def close(self) -> None: ...
 
 
+class JudgeLike(Protocol):
+    """What a pool measures with: one judge, or several behind the same methods."""
+
+    def verdict(
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False
+    ) -> Verdict: ...
+
+    def admit(self, code: str, *, headroom: bool = False) -> Admission: ...
+
+    def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class LocalPool:
-    """Judges on this machine: builds and preparation in parallel, measurements one at a time (DESIGN §5).
+    """Judges on this machine: builds and preparation in parallel, measurements one at a time.
 
     `verdicts` is the journal's folder. Files are added and never changed.
     """
@@ -79,72 +99,70 @@ class LocalPool:
         self.params = params
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
-        self.protocol = digest_json(
-            [
-                params.device,
-                params.precision,
-                params.sandbox.model_dump(
-                    exclude={"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
-                ),
-            ]
-        )
+        settings = params.sandbox.model_dump(exclude=WITHOUT_EFFECT)
+        self.protocol = digest_json([params.device, params.precision, settings])
         self.executor = ThreadPoolExecutor(
             max_workers=workers or params.sandbox.build_workers, thread_name_prefix="judge"
         )
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
-        self._judge: Any = None
+        self._judge: JudgeLike | None = None
 
     @property
-    def judge(self) -> Any:
-        """What measures, started with the first job that the journal cannot answer."""
+    def judge(self) -> JudgeLike:
+        """The judge, started for the first job that the journal cannot answer."""
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
             return self._judge
 
-    def start(self) -> Any:
-        from components.judge.judge import (
-            Judge,  # torch comes with it, and a night that is cached judges nothing
-        )
+    def start(self) -> JudgeLike:
+        """Start the judge; torch is imported here, since a cached run judges nothing."""
+        from components.judge.judge import Judge
 
         return Judge(self.params, self.folder)
 
     def prepare(self) -> None:
-        """Begin to warm up what the first jobs would wait for: most of a minute of one core, best spent beside other work."""
-        self.executor.submit(lambda: self.judge.runner_factory.prepare())
+        """Begin to start what the first jobs would wait for, most of a minute of one core, without waiting
+        for it.
+        """
+        self.executor.submit(lambda: self.judge.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
-        """The verdict, from the journal or by measurement. `infrastructure` verdicts are not journalled."""
+        """Return the verdict from the journal or by measurement; `infrastructure` verdicts are not written
+        there.
+        """
         key = digest_json(["verdict", self.protocol, job.task.task_id, job.candidate.digest, job.epoch])
 
-        def work() -> Verdict:
+        def measure() -> Verdict:
+            files = dict(job.candidate.files)
             with telemetry.judging() as status:
-                verdict = self._retried(
-                    lambda: self.judge.verdict(
-                        job.task, dict(job.candidate.files), compare_compile=job.compare_compile
-                    )
-                )
+                for _ in range(self.params.sandbox.attempts):
+                    try:
+                        verdict = self.judge.verdict(job.task, files, compare_compile=job.compare_compile)
+                    except InfrastructureError as error:
+                        verdict = Verdict(
+                            status="infrastructure",
+                            reason="judge",
+                            device=self.params.device,
+                            precision=self.params.precision,
+                            log=str(error)[:500],
+                        )
+                    if verdict.status != "infrastructure":
+                        break
                 status.append(verdict.status)
             if verdict.status != "infrastructure":
                 write_json(self._path(key), verdict.model_dump())
             return verdict
 
-        return self._once(key, work, lambda record: Verdict.model_validate(record))
+        return self._measure_once(key, measure, Verdict.model_validate)
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
-        """Whether a task's source is admitted (DESIGN §5, Admission), from the journal or by measurement."""
-        key = digest_json(
-            [
-                "admission",
-                self.protocol,
-                self.params.data.eager_seconds,
-                headroom,
-                digest_bytes(code.encode()),
-            ]
-        )
+        """Return whether a task's source is admitted, from the journal or by measurement."""
+        window = self.params.data.eager_seconds
+        key = digest_json(["admission", self.protocol, window, headroom, digest_bytes(code.encode())])
 
-        def work() -> Admission:
+        def measure() -> Admission:
             for _ in range(self.params.sandbox.attempts):
                 try:
                     admission = self.judge.admit(code, headroom=headroom)
@@ -155,38 +173,23 @@ class LocalPool:
                 write_json(self._path(key), asdict(admission))
             return admission
 
-        return self._once(key, work, lambda record: Admission(**record))
+        return self._measure_once(key, measure, lambda record: Admission(**record))
 
-    def _retried(self, judge: Callable[[], Verdict]) -> Verdict:
-        for _ in range(self.params.sandbox.attempts):
-            try:
-                verdict = judge()
-            except InfrastructureError as error:
-                verdict = Verdict(
-                    status="infrastructure",
-                    reason="judge",
-                    device=self.params.device,
-                    precision=self.params.precision,
-                    log=str(error)[:500],
-                )
-            if verdict.status != "infrastructure":
-                return verdict
-        return verdict
-
-    def _once(self, key: str, work: Callable[[], Any], read: Callable[[Any], Any]) -> Future[Any]:
+    def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
+        """Return the journal's record, the future that is in flight, or a new one that measures."""
         path = self._path(key)
         with self.lock:
             if key in self.in_flight:
                 return self.in_flight[key]
             if path.exists():
-                done: Future[Any] = Future()
+                done: Future[T] = Future()
                 done.set_result(read(read_json(path)))
                 return done
-            future = self.executor.submit(work)
+            future = self.executor.submit(measure)
             self.in_flight[key] = future
             telemetry.WAITING.inc()
 
-        def forget(_: Future[Any]) -> None:
+        def forget(_: Future[T]) -> None:
             telemetry.WAITING.dec()
             with self.lock:
                 self.in_flight.pop(key, None)
@@ -198,14 +201,14 @@ class LocalPool:
         return self.verdicts / key[:2] / f"{key}.json"
 
     def drop(self) -> None:
-        """Cancel what no judge has begun, so that whoever waits for it ends (concurrent.futures.CancelledError)."""
+        """Cancel jobs that no judge has begun; whoever waits for one gets concurrent.futures.CancelledError."""
         with self.lock:
             waiting = list(self.in_flight.values())
         for future in waiting:
             future.cancel()
 
     def close(self) -> None:
-        """Drop what has not begun, end what runs, and every sandboxed process."""
+        """Cancel what has not begun, wait for what runs, and end every sandboxed process."""
         self.executor.shutdown(wait=True, cancel_futures=True)
         if self._judge is not None:
             self._judge.close()
@@ -218,9 +221,10 @@ def with_any_duration(params: Params) -> Params:
 
 
 def open_pool(params: Params, verdicts: Path) -> LocalPool:
-    """The judges of this machine, or those of a Ray cluster where `sandbox.pool` says so; `verdicts` is the journal's folder.
+    """Return a pool of this machine's judge, or of a Ray cluster's where `sandbox.pool` says so.
 
-    Raises IsolationUnavailable where no runner can be isolated on this machine, before anything is loaded or sampled.
+    `verdicts` is the journal's folder. Raises IsolationUnavailable, before anything is loaded or sampled, if
+    no runner can be isolated on this machine.
     """
     if params.sandbox.pool == "ray":
         from components.judge.ray_pool import RayPool

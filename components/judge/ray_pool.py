@@ -1,7 +1,8 @@
 """Judges as actors of a Ray cluster: the same jobs, journal and retries as on one machine, measured on many.
 
-Each actor is one judge with a device of its own; its node needs this project, bubblewrap and the compilers. The journal
-stays with the caller, so a run may change from one pool to the other between two nights and judges nothing twice.
+Each actor is one judge with a device of its own; its node needs this project, bubblewrap and the compilers.
+The journal stays with the caller, so a home may change from one pool to the other between two runs and judges
+nothing twice.
 """
 
 from __future__ import annotations
@@ -28,35 +29,37 @@ from components.judge.judge import Judge
 from components.judge.pool import LocalPool
 from components.judge.verdict import Admission, Verdict
 
-ENDED_FROM_OUTSIDE = ("crashed", "build_failed", "load_failed", "out_of_memory")
-"""What a runner that is killed from outside looks like."""
-DEATH_SECONDS = 0.2
+KILLED_STATUSES = ("crashed", "build_failed", "load_failed", "out_of_memory")
+"""Statuses of a verdict on a candidate whose runner was killed from outside."""
+RESTART_SECONDS = 0.2
+"""Time in which an actor that Ray is ending has ended."""
 
 
 class JudgeActor:
-    """One judge, in a folder of its own on its node. Answers are plain records: the caller's classes may be older."""
+    """One judge, in a folder of its own on its node; answers are plain records, since the caller's classes
+    may be older.
+    """
 
     def __init__(self, params: dict[str, Any]):
-        self.life = secrets.token_hex(8)
+        self.incarnation_id = secrets.token_hex(8)
         self.folder = Path(tempfile.mkdtemp(prefix="cuda-agent-judge-", dir=scratch_folder()))
         self.judge = Judge(Params.model_validate(params), self.folder)
 
-    def which(self) -> str:
-        """Tells one life of this actor from the next."""
-        return self.life
+    def incarnation(self) -> str:
+        """Return an id that changes when Ray restarts the actor."""
+        return self.incarnation_id
 
     def verdict(
         self, task: KernelTask, files: dict[str, str], compare_compile: bool
     ) -> tuple[str, dict[str, Any]]:
-        return self.life, self.judge.verdict(task, files, compare_compile=compare_compile).model_dump(
-            mode="json"
-        )
+        verdict = self.judge.verdict(task, files, compare_compile=compare_compile)
+        return self.incarnation_id, verdict.model_dump(mode="json")
 
     def admit(self, code: str, headroom: bool) -> dict[str, Any]:
         return asdict(self.judge.admit(code, headroom=headroom))
 
     def prepare(self) -> None:
-        self.judge.runner_factory.prepare()
+        self.judge.prepare()
 
     def close(self) -> None:
         self.judge.close()
@@ -64,12 +67,13 @@ class JudgeActor:
 
 
 class RemoteJudges:
-    """Stands where one judge stands in a local pool, and hands each job to one of the actors."""
+    """Actors behind the methods of one judge (`pool.JudgeLike`); each job goes to one of them."""
 
     def __init__(self, params: Params):
         connect()
         sandbox, cuda = params.sandbox, params.device == "cuda"
-        # On cpu a judge measures with a core of its own; beside a GPU it needs cores for its builds only now and then.
+        # On cpu a judge measures with a core of its own; beside a GPU it needs cores for its builds only now
+        # and then.
         options: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": 1 if cuda else 0,
@@ -84,27 +88,27 @@ class RemoteJudges:
         ]
         self.loads = [0] * sandbox.judges
         self.failed: dict[str, int] = {}
-        """The actor that last failed a job of this key: the next try goes to another."""
+        """Index of the actor that last failed a job of this key: the next attempt goes to another."""
         self.workers = sandbox.build_workers
         self.lock = threading.Lock()
 
     def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
-        with self._place(task.task_id) as actor:
-            life, record = _answer(actor.verdict.remote(task, files, compare_compile))
-            if record["status"] in ENDED_FROM_OUTSIDE:
-                # Ray ends an actor's children before the actor: a dying judge sees its runner die and would blame the candidate.
-                time.sleep(DEATH_SECONDS)
-                if _answer(actor.which.remote()) != life:
+        with self._actor(task.task_id) as actor:
+            incarnation, record = _result(actor.verdict.remote(task, files, compare_compile))
+            if record["status"] in KILLED_STATUSES:
+                # Ray ends an actor's children before the actor, whose judge would then blame the candidate.
+                time.sleep(RESTART_SECONDS)
+                if _result(actor.incarnation.remote()) != incarnation:
                     raise InfrastructureError("the judge's Ray actor died while it judged")
             return Verdict.model_validate(record)
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        with self._place(code) as actor:
-            return Admission(**_answer(actor.admit.remote(code, headroom)))
+        with self._actor(code) as actor:
+            return Admission(**_result(actor.admit.remote(code, headroom)))
 
     def prepare(self) -> None:
         for actor in self.actors:
-            _answer(actor.prepare.remote())
+            _result(actor.prepare.remote())
 
     def close(self) -> None:
         for actor in self.actors:
@@ -116,23 +120,25 @@ class RemoteJudges:
                 ray.kill(actor)
 
     @contextmanager
-    def _place(self, key: str) -> Iterator[Any]:
-        """The actor that keeps this task's baselines warm, unless it has a full set of jobs more than the idlest."""
+    def _actor(self, key: str) -> Iterator[Any]:
+        """Return the actor with this task's warm baselines; another if it has `workers` jobs more than the
+        least loaded.
+        """
         with self.lock:
-            places = [place for place in range(len(self.actors)) if place != self.failed.get(key)] or [0]
-            place = places[int.from_bytes(key.encode()[-8:], "big") % len(places)]
-            idlest = min(places, key=self.loads.__getitem__)
-            if self.loads[place] - self.loads[idlest] >= self.workers:
-                place = idlest
-            self.loads[place] += 1
+            indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]
+            index = indices[int.from_bytes(key.encode()[-8:], "big") % len(indices)]
+            least_loaded = min(indices, key=self.loads.__getitem__)
+            if self.loads[index] - self.loads[least_loaded] >= self.workers:
+                index = least_loaded
+            self.loads[index] += 1
         try:
-            yield self.actors[place]
+            yield self.actors[index]
         except InfrastructureError:
-            self.failed[key] = place
+            self.failed[key] = index
             raise
         finally:
             with self.lock:
-                self.loads[place] -= 1
+                self.loads[index] -= 1
 
 
 class RayPool(LocalPool):
@@ -141,15 +147,14 @@ class RayPool(LocalPool):
     def __init__(self, params: Params, verdicts: Path):
         super().__init__(params, verdicts, workers=params.sandbox.judges * params.sandbox.build_workers)
 
-    def start(self) -> Any:
+    def start(self) -> RemoteJudges:
         return RemoteJudges(self.params)
-
-    def prepare(self) -> None:
-        self.executor.submit(lambda: self.judge.prepare())
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS names, or the one that runs on this machine; UserError when there is none."""
+    """Join the cluster of RAY_ADDRESS, or the one that runs on this machine; raises UserError when there is
+    none.
+    """
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
@@ -157,12 +162,13 @@ def connect() -> None:
         ray.init(address=address, log_to_driver=False, namespace="cuda-agent")
     except ConnectionError as error:
         raise UserError(
-            f"sandbox.pool: no Ray cluster at RAY_ADDRESS={address}; start one (ray start --head) or set sandbox.pool=local."
+            f"sandbox.pool: no Ray cluster at RAY_ADDRESS={address}; start one (ray start --head) "
+            "or set sandbox.pool=local."
         ) from error
 
 
-def _answer(reference: Any) -> Any:
-    """What the actor returned; InfrastructureError when it died, or failed by its own fault."""
+def _result(reference: Any) -> Any:
+    """Return what an actor's method returned; InfrastructureError if it died, or failed by its own fault."""
     try:
         return ray.get(reference)
     except RayActorError as error:

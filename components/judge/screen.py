@@ -1,7 +1,8 @@
-"""Screening: what SKILL.md forbids, refused before anything runs. Tripwires only: no reward depends on them alone.
+"""Screening of candidates before anything runs: what SKILL.md forbids. Tripwires: no reward depends on them
+alone.
 
-Two of the three looks are here (the third is `op_blocker.prepare_operator_block`): the syntax tree of model_new.py against an
-allow-list, and the built library's imported symbols against an allow-list.
+Two of three checks are here, each against an allow-list: the syntax tree of model_new.py, and the symbols
+that the built library imports. The third, inside the runner, is sandbox/op_blocker.py.
 """
 
 from __future__ import annotations
@@ -11,62 +12,57 @@ import re
 from collections import deque
 from collections.abc import Iterator
 
-NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
-MAX_MODEL_BYTES = 64 << 10
-MAX_KERNELS_BYTES = 4 << 20
-IMPORTS = frozenset(
-    {"torch", "torch.nn", "torch.nn.functional", "cuda_extension", "math", "typing", "__future__"}
-)
+FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
+MAX_MODEL_CHARACTERS = 64 << 10
+MAX_CANDIDATE_CHARACTERS = 4 << 20
+IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
 TORCH_CALLS = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "zeros",
-        "zeros_like",
-        "Size",
-        "device",
-        "dtype",
-        "no_grad",
-        "inference_mode",
-    }
+    "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
 TENSOR_METHODS = frozenset(
-    """new_empty new_zeros size numel dim stride data_ptr element_size contiguous view reshape permute transpose unsqueeze squeeze
-    expand flatten detach is_contiguous view_as t get append items keys values index""".split()
+    """new_empty new_zeros size numel dim stride data_ptr element_size contiguous view reshape permute transpose
+    unsqueeze squeeze expand flatten detach is_contiguous view_as t get append items keys values index""".split()
 )
 BUILTINS = frozenset(
-    "int float bool len range tuple list dict min max abs sum zip enumerate isinstance super str round print sorted reversed".split()
+    """int float bool len range tuple list dict min max abs sum zip enumerate isinstance super str round print sorted
+    reversed""".split()
+)
+FORBIDDEN_NAMES = frozenset(
+    """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
 )
 CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
-"""In __init__ modules and initial parameters are made; what they compute there is replaced by load_state_dict."""
+"""Modules whose functions __init__ may call: what they compute there is replaced by load_state_dict."""
 
 
 def screen_files(files: dict[str, str]) -> str | None:
-    """What is wrong with the files themselves, or None: names are paths on the judge's machine, and texts become messages."""
+    """Return what is wrong with the files themselves, or None.
+
+    Their names become paths on the judge's machine, and their texts become messages.
+    """
     for name, text in files.items():
-        if not NAME.fullmatch(name):
+        if not FILE_NAME.fullmatch(name):
             return f"file_name:{name}"
         try:
             text.encode()
         except UnicodeEncodeError:
             return f"not_unicode:{name}"
     if (
-        len(files.get("model_new.py", "")) > MAX_MODEL_BYTES
-        or sum(map(len, files.values())) > MAX_KERNELS_BYTES
+        len(files.get("model_new.py", "")) > MAX_MODEL_CHARACTERS
+        or sum(map(len, files.values())) > MAX_CANDIDATE_CHARACTERS
     ):
         return "too_large"
     return None
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted_name(node: ast.expr) -> str:
+    """Return the name of nested attributes, such as `torch.nn.Linear`; `?` stands for any other expression."""
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
 
 
 def _call_reason(call: ast.Call, in_init: bool) -> str | None:
-    name = _dotted(call.func)
+    name = _dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
     if root == "cuda_extension" or name in BUILTINS or root in ("math", "super", "self"):
@@ -82,12 +78,14 @@ def _call_reason(call: ast.Call, in_init: bool) -> str | None:
     if root in ("torch", "nn", "F"):
         return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
     if not head:
-        return None  # a function of the file itself, whose body is looked at as well; other names fail when called
+        return None  # a function of the file itself, whose body is checked too; other names fail when called
     return None if last in TENSOR_METHODS else f"call:{name}"
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it stands in an `__init__`; each once, however deep those are nested."""
+    """Yield every node once, and whether it is inside an `__init__`; without recursion, for deeply nested
+    code.
+    """
     left = deque([(tree, False)])
     while left:
         node, in_init = left.popleft()
@@ -97,7 +95,7 @@ def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def screen_python(code: str) -> str | None:
-    """The reason why model_new.py is forbidden, or None. The file must parse; SyntaxError is the caller's to report."""
+    """Return why model_new.py is forbidden, or None; raises SyntaxError if it does not parse."""
     for node, in_init in _nodes(ast.parse(code)):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -112,24 +110,9 @@ def screen_python(code: str) -> str | None:
                 return f"import:{node.module}"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return "operator:matmul"
-        elif (
-            isinstance(node, ast.Attribute) and node.attr.startswith("__") and node.attr not in ("__init__",)
-        ):
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("__") and node.attr != "__init__":
             return f"attribute:{node.attr}"
-        elif isinstance(node, ast.Name) and node.id in (
-            "eval",
-            "exec",
-            "open",
-            "compile",
-            "getattr",
-            "setattr",
-            "globals",
-            "vars",
-            "__import__",
-            "__builtins__",
-            "breakpoint",
-            "input",
-        ):
+        elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"name:{node.id}"
         elif isinstance(node, ast.Call):
             reason = _call_reason(node, in_init)
@@ -140,24 +123,31 @@ def screen_python(code: str) -> str | None:
 
 ALLOWED_SYMBOLS = re.compile(
     r"""(?x)^(?:
-    _?Py\w+ | _ZN?K?R?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIST]\w+ | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
+    _?Py\w+ | _ZN?K?R?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIST]\w+
+    | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
-    | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk|__s?n?printf_chk|snprintf|vsnprintf|abort|exit)
-    | _ZN2at4_ops\d+(?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)4call\w+
+    | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk
+        |__s?n?printf_chk|snprintf|vsnprintf|abort|exit)
+    | _ZN2at4_ops\d+
+        (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)4call\w+
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
     | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
     | (?:fflush|fprintf|fputc|fputs|fwrite|stderr|pthread_mutex_(?:un)?lock|__libc_single_threaded)
     | (?:malloc|free|calloc|realloc|aligned_alloc|posix_memalign|qsort|bsearch)
     | (?:GOMP|omp|__kmpc)_\w+
-    | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma|ceil|floor|round|trunc|rint
-        |nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma|ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
-    | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+ | __cuda\w+ | cublas\w+ | cudnn\w+
+    | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma
+        |ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma|ldexp|frexp
+        |modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
+    | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+
+    | __cuda\w+ | cublas\w+ | cudnn\w+
     )$"""
 )
 
 
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
-    """The reason why a library is forbidden: the first imported symbol that neither the allow-list nor our own binding knows."""
+    """Return why a library is forbidden, or None: an imported symbol that is neither allowed nor in our own
+    binding.
+    """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5
         if name not in binding and not ALLOWED_SYMBOLS.match(name):

@@ -1,4 +1,4 @@
-"""What the judge says: the verdict about one candidate on one task, and whether a task is admitted, on which evidence."""
+"""Records that the judge returns: the verdict on one candidate, and whether a task is admitted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ Status = Literal[
     "forbidden",
     "infrastructure",
 ]
+"""`infrastructure` is a fault of the judge or of the task; it is never charged to the candidate."""
 
 
 class Ratio(FrozenModel):
@@ -31,7 +32,7 @@ class Ratio(FrozenModel):
 
 
 class Seconds(FrozenModel):
-    """Seconds for one call, by arm; None where the arm was not measured."""
+    """Median seconds of one call; None for what was not measured."""
 
     candidate: float | None = None
     eager: float | None = None
@@ -39,12 +40,18 @@ class Seconds(FrozenModel):
 
 
 class Speedup(FrozenModel):
+    """Speed-ups over each baseline; None for what was not measured."""
+
     eager: Ratio | None = None
     compile: Ratio | None = None
 
 
 class Verdict(FrozenModel):
-    """DESIGN §4. `reason` is machine-readable; `log` is for the agent, cleaned and short."""
+    """The judge's verdict on one candidate.
+
+    `reason` is machine-readable, such as `max_error:given`; `log` is short readable text for the agent.
+    `milestone` is computed by `components.agent.reward`, once, when the verdict is made.
+    """
 
     status: Status
     reason: str = ""

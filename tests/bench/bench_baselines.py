@@ -26,9 +26,9 @@ from components.core.errors import InfrastructureError, TaskError
 from components.core.files import read_json, write_json
 from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
-from components.judge.compile_baseline import ROLES, seconds, started
+from components.judge.compile_baseline import COMPILE_MODES, baseline_seconds, start_available
 from components.judge.judge import Judge
-from components.judge.task_bench import Bench
+from components.judge.task_bench import EAGER, TaskBench
 
 PASSES = ("first", "second")
 
@@ -36,20 +36,19 @@ PASSES = ("first", "second")
 def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
     """Return seconds of a call of eager and of each named mode of torch.compile, and the time that took."""
     began = time.monotonic()
-    roles = {"eager": "eager"} | {name: ROLES[judge.params.device][name] for name in modes}
+    compiled = [mode for mode in COMPILE_MODES[judge.params.device] if mode.mode in modes]
     try:
-        with judge.turns.reserve_memory(
-            judge.turns.whole // 8
-        ):  # what it needs is not known before it has run
-            bench = Bench(judge.params, judge.runner_factory, judge.turns, code)
-        with contextlib.closing(bench), judge.turns.reserve_memory(bench.bytes):
+        with judge.scheduler.reserve_memory(judge.scheduler.reservable_bytes // 8):  # for the description
+            bench = TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)
+        with contextlib.closing(bench):
             bench.fill()
-            roles = {name: roles[name] for name in started(bench, roles)}
-            with judge.turns.measuring():
-                found = seconds(bench, roles)
+            available = start_available(bench, [EAGER, *compiled])
+            with judge.scheduler.measuring():
+                seconds = baseline_seconds(bench, available)
     except (TaskError, InfrastructureError, torch.OutOfMemoryError) as error:
         return {"fault": str(error)[:300]}
-    return {"seconds": found, "took": round(time.monotonic() - began, 2)}
+    by_name = {"eager" if name == EAGER else name.mode: took for name, took in seconds.items()}
+    return {"seconds": by_name, "took": round(time.monotonic() - began, 2)}
 
 
 def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -91,7 +90,7 @@ def main() -> None:
         (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets),
     ).params
     suite = load_suite(params, Path())[:: chosen.every]
-    modes = chosen.modes.split(",") if chosen.modes else list(ROLES[params.device])
+    modes = chosen.modes.split(",") if chosen.modes else [mode.mode for mode in COMPILE_MODES[params.device]]
     tasks: dict[str, dict[str, Any]] = read_json(chosen.out)["tasks"] if chosen.out.is_file() else {}
     end = time.monotonic() + chosen.seconds
     with tempfile.TemporaryDirectory() as folder:

@@ -28,6 +28,7 @@ import numpy as np
 
 from components.core.config import PROJECT, resolve
 from components.core.task import KernelTask, load_task
+from components.judge import judge as judge_module
 from components.judge.candidate_folder import read_workspace
 from components.judge.judge import Judge
 from components.judge.measurement import TimedRunner
@@ -120,11 +121,11 @@ def naive_seconds(device: str) -> float:
         return time.perf_counter() - started
 
 
-PHASES: dict[str, tuple[type, str]] = {
+PHASES: dict[str, tuple[Any, str]] = {
     "build": (Builder, "build"),
     "start and load": (TimedRunner, "__init__"),
     "verify and warm up": (TimedRunner, "round"),
-    "timed phases": (Judge, "_phase"),
+    "timed phases": (judge_module, "timed_rounds"),
     "all": (Judge, "verdict"),
 }
 

@@ -26,9 +26,11 @@ from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.measurement import StagedInputs, TimedRunner
-from components.judge.statistics import net, paired_ratio
+from components.judge.task_bench import NOOP
+from components.judge.timed_rounds import speedup, timed_rounds
 from components.judge.verdict import Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
+from components.sandbox.runner_protocol import RoleHeader
 
 RUNNER_SECONDS = 300
 REPEATS_PER_RUNNER = 5
@@ -57,22 +59,26 @@ def repeating(device: str, times: int) -> dict[str, str]:
 def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterator[list[TimedRunner]]:
     """Two candidates in runners of their own, on the small task."""
     arms: list[TimedRunner] = []
-    with judge._bench(small_task(judge.params.device)) as bench:
+    with judge.bench(small_task(judge.params.device)) as bench:
         try:
             for files in (first, second):
                 library = judge.builder.build(files).library
                 assert library is not None
-                header = {
+                header: RoleHeader = {
                     "role": "candidate",
                     "files": {"model_new.py": files["model_new.py"]},
                     "suffix": EXTENSION_SUFFIX,
                 }
                 with library.open("rb") as file:
-                    arms.append(TimedRunner(bench, header, file.fileno(), seconds=RUNNER_SECONDS))
-                bench.verify(arms[-1], "check")
-                arms[-1].round(
-                    "time", StagedInputs(bench, bench.per_round).hold(bench.sets.fresh(bench.per_round))
-                )
+                    arms.append(
+                        TimedRunner(
+                            bench.reference, bench.processes, header, file.fileno(), seconds=RUNNER_SECONDS
+                        )
+                    )
+                arms[-1].verify("check")
+                calls = bench.reference.layout.calls
+                staged = StagedInputs(bench.reference, calls).hold(bench.reference.inputs.fresh(calls))
+                arms[-1].round("time", staged)
             yield arms
         finally:
             for arm in arms:
@@ -81,10 +87,10 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
 
 def measured(judge: Judge, arms: list[TimedRunner]) -> Ratio:
     """Seconds of the second arm over those of the first, as a verdict would say it."""
-    bench = arms[0].bench
-    raw = judge._phase(bench, {"candidate": arms[0], "eager": arms[1], "noop": bench.arm("noop")}, ["eager"])
-    noop, spread = raw["noop"], judge.params.sandbox.process_spread
-    return paired_ratio(net(raw["eager"], noop), net(raw["candidate"], noop), process_spread=spread)
+    with judge.bench(small_task(judge.params.device)) as bench:
+        noop = bench.baselines.get(NOOP)
+        raw = timed_rounds(bench, {"candidate": arms[0], "eager": arms[1], "noop": noop}, ["eager"])
+    return speedup(raw, "eager", judge.params.sandbox.process_spread)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The device scheduler: measurements are alone, preparations are not, and no thread starves."""
+"""Claims about access to a device whose clock is the wall's: a measurement is alone, preparations are not, and nobody starves."""
 
 from __future__ import annotations
 
@@ -19,36 +19,42 @@ import psutil
 import pytest
 import torch
 
+from components.judge import task_bench
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
-from components.judge.task_bench import Bench
+from components.judge.task_bench import COMPILE, Baseline, BaselineCache
 from components.sandbox.runner_process import Runner, RunnerError
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> DeviceScheduler:
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> DeviceScheduler:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000 / MEMORY_SHARE)
     )
     return DeviceScheduler("cuda")
 
 
-def test_a_measurement_is_alone_and_preparations_are_side_by_side(turns: DeviceScheduler) -> None:
+def test_a_measurement_is_alone_and_preparations_are_side_by_side(scheduler: DeviceScheduler) -> None:
     inside: list[str] = []
     seen: list[tuple[str, ...]] = []
     together = threading.Barrier(3, timeout=60)
 
     def prepare() -> None:
-        with turns.preparing():
+        with scheduler.preparing():
             inside.append("prepares")
             together.wait()
             inside.remove("prepares")
-        with turns.measuring(), turns.measuring(), turns.preparing(), turns.exclusive_device():
+        with (
+            scheduler.measuring(),
+            scheduler.measuring(),
+            scheduler.preparing(),
+            scheduler.exclusive_device(),
+        ):
             inside.append("measures")
             seen.append(tuple(inside))
             time.sleep(0.02)
             inside.remove("measures")
-        with turns.preparing():
+        with scheduler.preparing():
             seen.append(tuple(name for name in inside if name == "measures"))
 
     threads = [threading.Thread(target=prepare) for _ in range(3)]
@@ -59,22 +65,22 @@ def test_a_measurement_is_alone_and_preparations_are_side_by_side(turns: DeviceS
     assert sorted(seen) == [(), (), (), *[("measures",)] * 3], "three at the barrier at once, then each alone"
 
 
-def test_a_measurement_that_waits_goes_before_new_preparations(turns: DeviceScheduler) -> None:
+def test_a_measurement_that_waits_goes_before_new_preparations(scheduler: DeviceScheduler) -> None:
     order: list[str] = []
-    first = turns.preparing()
+    first = scheduler.preparing()
     first.__enter__()
 
     def measure() -> None:
-        with turns.measuring():
+        with scheduler.measuring():
             order.append("measured")
 
     def prepare() -> None:
-        with turns.preparing():
+        with scheduler.preparing():
             order.append("prepared")
 
     threads = [threading.Thread(target=measure)]
     threads[0].start()
-    while not turns.waiting:
+    while not scheduler.waiting_measurements:
         time.sleep(0.001)
     threads.append(threading.Thread(target=prepare))
     threads[1].start()
@@ -86,63 +92,63 @@ def test_a_measurement_that_waits_goes_before_new_preparations(turns: DeviceSche
     assert order == ["measured", "prepared"]
 
 
-def test_memory_is_waited_for_and_the_largest_takes_all(turns: DeviceScheduler) -> None:
-    with turns.reserve_memory(600):
+def test_memory_is_waited_for_and_the_largest_takes_all(scheduler: DeviceScheduler) -> None:
+    with scheduler.reserve_memory(600):
         begun = threading.Event()
 
         def large() -> None:
-            with turns.reserve_memory(5000):
+            with scheduler.reserve_memory(5000):
                 begun.set()
 
         thread = threading.Thread(target=large)
         thread.start()
         assert not begun.wait(0.1)
     thread.join(60)
-    assert begun.is_set() and turns.free == 1000
+    assert begun.is_set() and scheduler.free_bytes == 1000
 
 
-def test_who_needs_much_memory_is_not_passed_by(turns: DeviceScheduler) -> None:
+def test_who_needs_much_memory_is_not_passed_by(scheduler: DeviceScheduler) -> None:
     order: list[int] = []
 
     def take(memory: int) -> None:
-        with turns.reserve_memory(memory):
+        with scheduler.reserve_memory(memory):
             order.append(memory)
 
     threads = []
-    with turns.reserve_memory(600):
+    with scheduler.reserve_memory(600):
         for memory in (900, 100, 300):
             threads.append(threading.Thread(target=take, args=(memory,)))
             threads[-1].start()
-            while len(turns.takers) < len(threads):
+            while len(scheduler.memory_queue) < len(threads):
                 time.sleep(0.001)
         assert order == []
     for thread in threads:
         thread.join(60)
-    assert order[0] == 900 and turns.free == 1000 and not turns.takers
+    assert order[0] == 900 and scheduler.free_bytes == 1000 and not scheduler.memory_queue
 
 
-def test_what_is_only_kept_warm_gives_way(turns: DeviceScheduler) -> None:
+def test_what_is_only_kept_warm_gives_way(scheduler: DeviceScheduler) -> None:
     warm = contextlib.ExitStack()
-    warm.enter_context(turns.reserve_memory(800))
-    turns.relieve = warm.close
-    with turns.reserve_memory(500):
-        assert turns.free == 500
+    warm.enter_context(scheduler.reserve_memory(800))
+    scheduler.release_idle_memory = warm.close
+    with scheduler.reserve_memory(500):
+        assert scheduler.free_bytes == 500
 
 
 def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:
-    turns = DeviceScheduler("cpu")
+    scheduler = DeviceScheduler("cpu")
     done = threading.Event()
 
     def prepare() -> None:
-        with turns.preparing(), turns.exclusive_device(), turns.reserve_memory(1 << 60):
+        with scheduler.preparing(), scheduler.exclusive_device(), scheduler.reserve_memory(1 << 60):
             done.set()
 
-    with turns.measuring():
+    with scheduler.measuring():
         threading.Thread(target=prepare).start()
         assert done.wait(60)
 
 
-def test_what_works_aside_is_stopped_while_others_measure(turns: DeviceScheduler) -> None:
+def test_what_works_aside_is_stopped_while_others_measure(scheduler: DeviceScheduler) -> None:
     worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     ours, theirs = socket.socketpair()
     runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), time.monotonic() + 60)
@@ -156,12 +162,12 @@ def test_what_works_aside_is_stopped_while_others_measure(turns: DeviceScheduler
     measures, go = threading.Event(), threading.Event()
 
     def measure() -> None:
-        with turns.measuring():
+        with scheduler.measuring():
             measures.set()
             go.wait(60)
 
     try:
-        with turns.background_work(runner):
+        with scheduler.background_work(runner):
             thread = threading.Thread(target=measure)
             thread.start()
             assert measures.wait(60), "nobody waits for who works aside"
@@ -169,7 +175,7 @@ def test_what_works_aside_is_stopped_while_others_measure(turns: DeviceScheduler
             go.set()
             thread.join(60)
             assert seen(psutil.STATUS_RUNNING)
-        with turns.measuring(), turns.background_work(runner):
+        with scheduler.measuring(), scheduler.background_work(runner):
             assert state() == psutil.STATUS_RUNNING, "who measures may start runners of its own"
     finally:
         runner.close()
@@ -177,20 +183,20 @@ def test_what_works_aside_is_stopped_while_others_measure(turns: DeviceScheduler
         worker.wait()
 
 
-def test_what_stands_still_while_others_measure_is_not_timed_out_by_it(turns: DeviceScheduler) -> None:
+def test_what_stands_still_while_others_measure_is_not_timed_out_by_it(scheduler: DeviceScheduler) -> None:
     worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     ours, theirs = socket.socketpair()
     runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), time.monotonic() + 0.5)
     measures = threading.Event()
 
     def measure() -> None:
-        with turns.measuring():
+        with scheduler.measuring():
             measures.set()
             time.sleep(1.5)
         theirs.send(b"Danswered")
 
     try:
-        with turns.background_work(runner):
+        with scheduler.background_work(runner):
             thread = threading.Thread(target=measure)
             thread.start()
             assert measures.wait(60) and runner.receive() == b"answered"
@@ -203,33 +209,34 @@ def test_what_stands_still_while_others_measure_is_not_timed_out_by_it(turns: De
         worker.wait()
 
 
-def test_a_baseline_that_died_is_forgotten_by_what_it_is(turns: DeviceScheduler) -> None:
+def test_a_baseline_that_died_is_forgotten_by_what_it_is() -> None:
     closed: list[str] = []
-    bench, fastest, default = (
-        object.__new__(Bench),
+    cache, fastest, default = (
+        object.__new__(BaselineCache),
         *(SimpleNamespace(close=partial(closed.append, name)) for name in ("fastest", "default")),
     )
-    bench.scheduler, bench.arms = turns, {"compile": default, "compile max-autotune": fastest}
-    bench.lose(fastest)
-    assert closed == ["fastest"] and list(bench.arms) == ["compile"]
+    runners: dict[Baseline, Any] = {COMPILE: default, Baseline("compile", "max-autotune"): fastest}
+    cache.runners = runners
+    cache.drop_runner(runners[Baseline("compile", "max-autotune")])
+    assert closed == ["fastest"] and list(cache.runners) == [COMPILE]
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
     evaluation: bool, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = DeviceScheduler("cpu")  # a GPU's turns; the work is the cpu's
-    scheduler.wall, scheduler.total, scheduler.free, scheduler.whole = True, 1 << 40, 1 << 39, 1 << 39
-    cold_judge.turns = scheduler
+    scheduler = DeviceScheduler("cpu")  # a GPU's rules; the work is the cpu's
+    scheduler.is_exclusive, scheduler.device_bytes = True, 1 << 40
+    scheduler.free_bytes = scheduler.reservable_bytes = 1 << 39
+    cold_judge.scheduler = scheduler
     begun: list[tuple[str, bool]] = []
-    start = Bench._arm
+    start = task_bench.start_baseline
 
-    def arm(bench: Bench, role: str) -> Any:
-        if role not in bench.arms:
-            begun.append((role, scheduler.measurer is not None))
-        return start(bench, role)
+    def recorded(reference: Any, processes: Any, baseline: Baseline, **limits: float) -> Any:
+        begun.append((str(baseline), scheduler.measuring_thread is not None))
+        return start(reference, processes, baseline, **limits)
 
-    monkeypatch.setattr(Bench, "_arm", arm)
+    monkeypatch.setattr(task_bench, "start_baseline", recorded)
     with ThreadPoolExecutor(4) as four:
         asked = [
             four.submit(

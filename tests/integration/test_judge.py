@@ -25,13 +25,14 @@ from components.judge import (
     device_scheduler,
     input_mixing,
     measurement,
-    task_bench,
+    task_layout,
 )
-from components.judge.correctness import Expected, departure
-from components.judge.input_mixing import Mix, Sets
+from components.judge.correctness import ReferenceOutput, first_mismatch
+from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.pool import Candidate, Job, LocalPool
 from components.judge.statistics import paired_ratio, wanted_rounds
+from components.judge.task_bench import COMPILE, EAGER, Baseline
 from components.sandbox import shared_memory
 from components.sandbox.build import Builder, build_result_channel
 from components.sandbox.runner_factory import RunnerFactory
@@ -66,11 +67,11 @@ def test_compile_is_measured_only_for_candidates_that_beat_eager(judge: Judge) -
 def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = {
-        mode: f"compile {mode}".removesuffix(" default")
-        for mode in ("default", "reduce-overhead", "a-mode-that-torch-refuses")
-    }
-    monkeypatch.setitem(compile_baseline.ROLES, "cpu", roles)
+    modes = (
+        COMPILE,
+        *(Baseline("compile", mode) for mode in ("reduce-overhead", "a-mode-that-torch-refuses")),
+    )
+    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", modes)
     evidence = judge.verdict(corpus.TASK, SIMD, compare_compile=True).evidence
     assert set(evidence["compile_seconds"]) == {"default", "reduce-overhead"}
     assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
@@ -169,7 +170,7 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
     pool = LocalPool(judge.params, tmp_path / "verdicts")
     pool._judge = judge
     judge.verdict(corpus.TASK, SIMD)
-    runner = judge.benches[corpus.TASK.task_id].arms["eager"].runner
+    runner = judge.bench_cache.benches[corpus.TASK.task_id].baselines.runners[EAGER].runner
     assert runner is not None
     runner.signal(9)  # as the kernel does when memory runs out
     assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(600).status == "correct"
@@ -216,12 +217,12 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setattr(device_scheduler, "_threads", lambda core: frozenset({core}))
+    monkeypatch.setattr(device_scheduler, "_hardware_threads", lambda core: frozenset({core}))
     timed, others = device_scheduler.cores.__wrapped__("cuda")
     assert timed == {6} and others == set(range(8)) - timed
     assert moved[os.getpid()] == others
     monkeypatch.setattr(
-        device_scheduler, "_threads", lambda core: frozenset({core, core ^ 1})
+        device_scheduler, "_hardware_threads", lambda core: frozenset({core, core ^ 1})
     )  # 0 and 1 are one core, 2 and 3 the next
     assert device_scheduler.cores.__wrapped__("cuda") == (
         {5},
@@ -233,13 +234,13 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
 
 def test_infinity_is_neither_its_opposite_nor_nan(ci_params: Params) -> None:
     expected = torch.tensor([1.0, 2.0, -torch.inf])
-    exact = Expected(expected, expected.double(), ci_params.sandbox, "strict-fp32")
-    assert exact.fault(expected.clone()) is None
-    assert departure(expected[None], expected[None], [exact.slack]) is None
+    exact = ReferenceOutput(expected, expected.double(), ci_params.sandbox, "strict-fp32")
+    assert exact.mismatch(expected.clone()) is None
+    assert first_mismatch(expected[None], expected[None], [exact.slack]) is None
     for special in (torch.inf, torch.nan, 0.0):
         wrong = torch.tensor([1.0, 2.0, special])
-        assert exact.fault(wrong) == "finite_mask"
-        assert departure(
+        assert exact.mismatch(wrong) == "finite_mask"
+        assert first_mismatch(
             torch.stack([expected, wrong]), torch.stack([expected, expected]), [exact.slack] * 2
         ) == (1, "finite_mask")
 
@@ -263,7 +264,7 @@ def test_the_wrong_call_of_a_round_is_found(
         got[2] += 1e-7
     elif planted is not None:
         got[2, 7] += {"max_error": 1e-5, "finite_mask": torch.nan}[planted]
-    found = departure(got.view(7, 20, 25), single.view(7, 20, 25), slack)
+    found = first_mismatch(got.view(7, 20, 25), single.view(7, 20, 25), slack)
     assert found == (None if planted is None else (2, planted))
 
 
@@ -408,11 +409,11 @@ def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: py
     """Compare the mixture with rolled whole tensors: all runners get the same, so an error is silent."""
     bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
     for limit in (1 << 20, 0):
-        monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", limit)
-        sets = Sets(bank, ["given"])
-        assert sets.turned and sets.blends == [True, False]
+        monkeypatch.setattr(input_mixing, "MAX_DOUBLED_BYTES", limit)
+        sets = InputBank(bank, ["given"])
+        assert sets.rotates and sets.blends == [True, False]
         for turn in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
-            mix = Mix(1, 2, (turn[0], turn[0] % 13), (turn[1], turn[1] % 13), 0.3)
+            mix = InputMix(1, 2, (turn[0], turn[0] % 13), (turn[1], turn[1] % 13), 0.3)
             floats, whole = torch.empty(77), torch.empty(13, dtype=torch.int64)
             sets.write(mix, 0, floats)
             sets.write(mix, 1, whole)
@@ -434,14 +435,15 @@ def test_a_judge_may_hold_as_many_descriptors_as_the_system_allows(ci_params: Pa
 def test_a_large_task_has_fewer_families_and_is_judged(
     cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_bench, "FAMILY_BYTES", 1)
-    monkeypatch.setattr(input_mixing, "DOUBLED_BYTES", 1)
+    monkeypatch.setattr(task_layout, "MAX_REFERENCE_BYTES", 1)
+    monkeypatch.setattr(input_mixing, "MAX_DOUBLED_BYTES", 1)
     answers = {
         name: cold_judge.verdict(corpus.task(group, name), corpus.files(group, name)).status
         for group, name in (("honest", "simd"), ("exploits", "pointer_cache"))
     }
     assert answers == {"simd": "correct", "pointer_cache": "wrong_output"}
-    assert {tuple(bench.families) for bench in cold_judge.benches.values()} == {("given",)}
+    layouts = [bench.reference.layout for bench in cold_judge.bench_cache.benches.values()]
+    assert {tuple(layout.distributions) for layout in layouts} == {("given",)}
 
 
 def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Params) -> None:
@@ -450,6 +452,6 @@ def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Para
     rounded = (exact * (1 + 5e-4 * torch.randn_like(exact))).float()
     cases: tuple[tuple[Precision, bool], ...] = (("tf32", True), ("strict-fp32", False))
     for precision, right in cases:
-        expected = Expected(rounded, exact, ci_params.sandbox, precision)
-        assert (expected.fault(exact.float()) is None) and (expected.fault(rounded) is None) == right
-        assert expected.fault(torch.zeros_like(rounded)) == "max_error"
+        expected = ReferenceOutput(rounded, exact, ci_params.sandbox, precision)
+        assert (expected.mismatch(exact.float()) is None) and (expected.mismatch(rounded) is None) == right
+        assert expected.mismatch(torch.zeros_like(rounded)) == "max_error"

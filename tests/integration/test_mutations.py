@@ -11,12 +11,12 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 
-from components.judge import correctness, task_bench
+from components.judge import correctness, task_layout
 from components.judge import judge as judge_module
-from components.judge.input_mixing import Sets
+from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
-from components.judge.measurement import TimedRunner
-from components.judge.task_bench import Bench
+from components.judge.measurement import Operation, TimedRunner
+from components.judge.task_reference import TaskReference
 from components.judge.verdict import Verdict
 from components.sandbox import runner_factory, seccomp_filter, shared_memory
 from components.sandbox.build import EXTENSION_SUFFIX
@@ -43,29 +43,27 @@ def verdict(judge: Judge, name: str) -> Verdict:
 
 def test_same_inputs_in_every_round(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's inputs were never seen before."""
-    monkeypatch.setattr(Sets, "fresh", lambda self, count, number: self.verified()[:count])
+    monkeypatch.setattr(InputBank, "fresh", lambda self, calls, number: self.correctness_sets()[:calls])
     assert verdict(cold_judge, "pointer_cache").status == "correct"
 
 
 def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very outputs that were timed are checked, and once more after them."""
-    verify, looks = Bench.verify, iter([True])
+    verify, looks = TimedRunner.verify, iter([True])
 
-    def first_only(self: Bench, arm: TimedRunner, operation: str, *, loose: bool = False) -> str | None:
-        return (
-            verify(self, arm, operation, loose=loose)
-            if arm.role != "candidate" or next(looks, False)
-            else None
-        )
+    def first_only(self: TimedRunner, operation: Operation, *, loose: bool = False) -> str | None:
+        if self.role == "candidate" and not next(looks, False):
+            return None
+        return verify(self, operation, loose=loose)
 
-    monkeypatch.setattr(Bench, "differs", lambda self, taken, reference, sets: None)
+    monkeypatch.setattr(TaskReference, "first_mismatch", lambda self, memory, baseline, mixes: None)
     assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
-    monkeypatch.setattr(Bench, "verify", first_only)
+    monkeypatch.setattr(TimedRunner, "verify", first_only)
     assert verdict(cold_judge, "stale_after_calls").status == "correct"
 
 
 def test_inputs_not_compared(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TimedRunner, "_inputs_differ", lambda self, held, given: False)
+    monkeypatch.setattr(TimedRunner, "_inputs_differ", lambda self, inputs, staged: False)
     assert verdict(cold_judge, "changed_input").status == "correct"
 
 
@@ -79,20 +77,22 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_family_of_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_bench, "INPUT_DISTRIBUTIONS", ("given",))
+    monkeypatch.setattr(task_layout, "INPUT_DISTRIBUTIONS", ("given",))
     assert verdict(cold_judge, "given_family_only").status == "correct"
 
 
 def test_no_inputs_of_wide_range(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        task_bench, "INPUT_DISTRIBUTIONS", [name for name in task_bench.INPUT_DISTRIBUTIONS if name != "wide"]
+        task_layout,
+        "INPUT_DISTRIBUTIONS",
+        [name for name in task_layout.INPUT_DISTRIBUTIONS if name != "wide"],
     )
     assert verdict(cold_judge, "narrow_range").status == "correct"
 
 
 def test_one_family_of_timed_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = Sets.fresh
-    monkeypatch.setattr(Sets, "fresh", lambda self, count, number: fresh(self, count))
+    fresh = InputBank.fresh
+    monkeypatch.setattr(InputBank, "fresh", lambda self, calls, number: fresh(self, calls))
     assert verdict(cold_judge, "unsafe_when_timed").status == "correct"
 
 
@@ -137,9 +137,13 @@ def seconds_between_rounds(judge: Judge) -> float:
     files = corpus.files("exploits", "loud_neighbour")
     library = judge.builder.build(files).library
     assert library is not None
-    with judge._bench(corpus.TASK) as bench, library.open("rb") as file:
+    with (
+        judge.bench(corpus.TASK) as bench,
+        library.open("rb") as file,
+    ):
         arm = TimedRunner(
-            bench,
+            bench.reference,
+            bench.processes,
             {
                 "role": "candidate",
                 "files": {"model_new.py": files["model_new.py"]},
@@ -149,7 +153,7 @@ def seconds_between_rounds(judge: Judge) -> float:
             seconds=30,
         )
         try:
-            bench.verify(arm, "check")
+            arm.verify("check")
             assert arm.runner is not None
             time.sleep(0.05)  # the signal that stops it is answered when it is next scheduled
             before = arm.runner.cpu_seconds()
@@ -213,9 +217,7 @@ def mutated(
         return cold_judge
 
     yield make
-    for bench in cold_judge.benches.values():
-        bench.close()
-    cold_judge.benches.clear()
+    cold_judge.bench_cache.close()
     for each in nurseries:
         each.close()
 

@@ -227,9 +227,7 @@ def test_few_descriptors_keep_fewer_tasks_warm(tmp_path: Path) -> None:
         "from components.core.config import resolve; from components.judge.judge import Judge; from pathlib"
         " import Path; import sys\n"
     )
-    count += (
-        "judge = Judge(resolve('smoke').params, Path(sys.argv[1])); print(judge.warm_tasks); judge.close()"
-    )
+    count += "judge = Judge(resolve('smoke').params, Path(sys.argv[1])); print(judge.bench_cache.capacity); judge.close()"
     done = run(
         [sys.executable, "-c", count, str(tmp_path)], Surroundings(limits={"RLIMIT_NOFILE": 1024}), PROJECT
     )

@@ -18,9 +18,7 @@ def test_clear_answers_cost_no_more_rounds() -> None:
 def test_a_figure_is_measured_until_both_its_medians_are_known() -> None:
     def rounds(noop: float, arm: float, most: int = 60, count: int = 15) -> int:
         waves = np.sin(np.arange(1, count + 1) * 2.4)  # as many above as below, none twice
-        return precise_rounds(
-            {"noop": list(1 + noop * waves), "eager": list(1.5 + arm * waves[::-1])}, count, most
-        )
+        return precise_rounds([list(1.5 + arm * waves[::-1])], list(1 + noop * waves), count, most)
 
     assert rounds(0.001, 0.001) == 15
     assert rounds(0.001, 0.05) == rounds(0.05, 0.001) == 30

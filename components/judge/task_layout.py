@@ -1,0 +1,218 @@
+"""Shapes, counts and bytes of everything that the judge prepares for one task: arithmetic only."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from components.core.config import Device, Sandbox
+from components.core.records import FrozenModel
+from components.judge.input_mixing import MAX_DOUBLED_BYTES
+from components.sandbox import shared_memory
+from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
+from components.sandbox.runner_protocol import MemoryLayout, Region, RegionName
+from components.sandbox.shared_memory import Buffer, Slot
+
+MAX_CALLS = {"cpu": 32, "cuda": 256}
+"""Most calls in one round."""
+MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
+"""Most memory for the inputs and outputs of one runner's round, unless a single call has more."""
+MAX_CALL_SHARE = 1 / 16
+"""Largest share of a GPU's memory for the inputs and outputs of one call: they are held about fifteen times.
+"""
+MAX_REFERENCE_BYTES = 24 << 30
+"""Most memory for correctness sets with their reference outputs; a large task has fewer sets, at least one.
+"""
+CONTEXT_BYTES = 600 << 20
+"""Memory that CUDA takes for each process."""
+
+Dtype = Literal[
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+]
+Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=16)]
+TensorSpec = tuple[Shape, Dtype]
+
+
+class Description(FrozenModel):
+    """Description of a task by its own source; validated, since the source is untrusted."""
+
+    init_inputs: list[Any] = Field(max_length=64)
+    inputs: list[TensorSpec | None] = Field(max_length=64)
+    scalars: list[list[Any] | None] = Field(max_length=64)
+    outputs: list[TensorSpec] = Field(min_length=1, max_length=64)
+    state: list[tuple[str, Shape, Dtype]] = Field(max_length=4096)
+    parameters: list[str] = Field(max_length=4096)
+    seconds: float = Field(ge=0, lt=1e6)
+    peak_bytes: int = Field(ge=0)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Places of the tensors of one set in a buffer, and the bytes from one set to the next."""
+
+    slots: list[Slot]
+    stride: int
+
+    @staticmethod
+    def of(specs: list[TensorSpec]) -> TensorLayout:
+        return TensorLayout(*shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in specs]))
+
+    def region(self, buffer: Buffer | None) -> Region:
+        """Return the layout as a runner is told it, with the size of its buffer if it has one."""
+        slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
+        region: Region = {"slots": slots, "stride": self.stride}
+        if buffer is not None:
+            region["bytes"] = buffer.size
+        return region
+
+    def tensors(self, buffer: Buffer, index: int) -> list[torch.Tensor]:
+        """Return views of the tensors of set `index`."""
+        return [
+            buffer.tensor(Slot(index * self.stride + slot.offset, slot.shape, slot.dtype))
+            for slot in self.slots
+        ]
+
+    def views(self, memory: torch.Tensor, index: int) -> list[torch.Tensor]:
+        """Return flat views of the tensors of set `index` in `memory`, a tensor of bytes."""
+        start = index * self.stride
+        return [
+            memory[start + slot.offset : start + slot.offset + slot.bytes].view(getattr(torch, slot.dtype))
+            for slot in self.slots
+        ]
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How much of a task is prepared and timed; the defaults are those for judging candidates."""
+
+    round_share: float = 1.0
+    """Share of a round's calls and bytes."""
+    min_correctness_sets: int = 1
+    timed_sets: int = 6
+    """Most input sets that timed inputs are mixed from; at least two are made."""
+    keep_references: bool = True
+    """Whether prepared reference outputs are kept for all correctness sets, or made anew at each use."""
+
+
+@dataclass(frozen=True)
+class TaskLayout:
+    """Layout of a task's tensors, and how many of each there are."""
+
+    description: Description
+    sizing: Sizing
+    inputs: TensorLayout
+    outputs: TensorLayout
+    expected: TensorLayout
+    """The outputs with float64 in place of every floating-point type."""
+    parameters: TensorLayout
+    calls: int
+    """Calls in one timed round."""
+    capacity: int
+    """Sets of inputs and outputs that a timed runner holds, without its scratch set."""
+    distributions: list[str]
+    """Input distribution of each correctness set."""
+    input_sets: int
+    """Correctness sets, then the sets that timed inputs are mixed from."""
+
+    @staticmethod
+    def of(
+        description: Description, sandbox: Sandbox, device: Device, device_bytes: int, sizing: Sizing
+    ) -> TaskLayout:
+        """Lay out a task; `device_bytes` is the GPU's memory, 0 on cpu.
+
+        Raises ValueError if one call has more inputs and outputs than can be measured.
+        """
+        inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
+        outputs = TensorLayout.of(description.outputs)
+        expected = TensorLayout.of(
+            [
+                (shape, "float64" if dtype.startswith(("float", "bfloat")) else dtype)
+                for shape, dtype in description.outputs
+            ]
+        )
+        call_bytes = inputs.stride + outputs.stride
+        if call_bytes > (device_bytes * MAX_CALL_SHARE or MAX_ROUND_BYTES["cpu"]):
+            raise ValueError(f"{call_bytes} bytes for one set of inputs and outputs are too many to measure")
+        lasting = -(-int(sandbox.round_seconds * 1e9) // max(1, int(description.seconds * 1e9)))
+        calls = max(sandbox.sets_per_round, min(MAX_CALLS[device], lasting))
+        calls = max(2, int(sizing.round_share * calls))
+        fitting = max(1, int(sizing.round_share * MAX_ROUND_BYTES[device]) // call_bytes)
+        correctness_sets = max(
+            sizing.min_correctness_sets,
+            min(sandbox.correctness_sets, MAX_REFERENCE_BYTES // (call_bytes + 2 * expected.stride)),
+        )
+        return TaskLayout(
+            description=description,
+            sizing=sizing,
+            inputs=inputs,
+            outputs=outputs,
+            expected=expected,
+            parameters=TensorLayout.of([(shape, dtype) for _, shape, dtype in description.state]),
+            calls=min(calls, fitting),
+            capacity=min(max(calls, correctness_sets), fitting),
+            distributions=list(itertools.islice(itertools.cycle(INPUT_DISTRIBUTIONS), correctness_sets)),
+            input_sets=correctness_sets
+            + max(2, min(sizing.timed_sets, MAX_ROUND_BYTES[device] // inputs.stride)),
+        )
+
+    @property
+    def bank_bytes(self) -> int:
+        """Estimated bytes of all inputs, outputs and parameters, and of what the judge derives from them."""
+        count = len(self.distributions)
+        doubled = 2 * (self.input_sets - count) if self.inputs.stride <= MAX_DOUBLED_BYTES else 0
+        references = count if self.sizing.keep_references else 3  # one, and what preparing it takes
+        return (
+            self.inputs.stride * (self.input_sets + doubled)
+            + (self.outputs.stride + self.expected.stride) * count
+            + self.expected.stride * references
+            + 8 * self.parameters.stride
+        )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the inputs of one round."""
+        return self.inputs.stride * self.capacity
+
+    @property
+    def timed_runner_bytes(self) -> int:
+        """Estimated bytes of one timed runner: its process, its shared memory, and its results in the judge."""
+        held = self.inputs.stride + 3 * self.outputs.stride * self.capacity
+        return CONTEXT_BYTES + self.staged_bytes + held + self.description.peak_bytes
+
+    def reference_runner_bytes(self, limit: int) -> int:
+        """Estimated bytes of the runner that makes the reference, which may allocate `limit` and computes in
+        float64 too.
+        """
+        return CONTEXT_BYTES + min(3 * self.description.peak_bytes, limit)
+
+    def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
+        """Return what a runner is told about its shared memory: `sets` of inputs, and `buffers` by name.
+
+        On cpu a timed runner has no buffer for outputs; their layout is always part of the header.
+        """
+        header: MemoryLayout = {
+            "sets": sets,
+            "scalars": self.description.scalars,
+            "names": [name for name, _, _ in self.description.state],
+            "parameters": self.parameters.region(buffers.get("parameters")),
+            "inputs": self.inputs.region(buffers.get("inputs")),
+            "outputs": self.outputs.region(buffers.get("outputs")),
+        }
+        if "expected" in buffers:
+            header["expected"] = self.expected.region(buffers["expected"])
+        return header

@@ -1,0 +1,81 @@
+"""Timed rounds of a candidate beside its baselines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from components.core.errors import InfrastructureError
+from components.judge.measurement import StagedInputs, TimedRunner
+from components.judge.rejection import Rejected
+from components.judge.statistics import net, paired_ratio, wanted_rounds
+from components.judge.task_bench import TaskBench
+from components.judge.verdict import Ratio
+from components.sandbox.runner_process import RunnerError
+
+Timed = Literal["candidate", "eager", "compile", "noop"]
+RawSeconds = dict[Timed, list[float]]
+"""Seconds per call of each round."""
+ROUNDS_SHARE = 0.1
+"""Rounds are added while those before took less than this share of a candidate's time limit."""
+
+
+def timed_rounds(
+    bench: TaskBench, runners: dict[Timed, TimedRunner], baselines: Sequence[Timed]
+) -> RawSeconds:
+    """Time all runners in alternating rounds, in rotating order, each round on inputs of its own.
+
+    Every output of the candidate must be eager's for the same inputs; Rejected is raised otherwise. The first
+    round is not counted, since a runner that was stopped for a while is slow in it. Until the ratio to each
+    of `baselines` is settled there are twice as many rounds as before, up to `sandbox.most_rounds`.
+    """
+    reference, started = bench.reference, time.monotonic()
+    sandbox, calls = reference.params.sandbox, reference.layout.calls
+    raw: RawSeconds = {name: [] for name in runners}
+    order, rounds, number, staging = list(runners), sandbox.rounds, 0, StagedInputs(reference, calls)
+    while number <= rounds:
+        staged = staging.hold(reference.inputs.fresh(calls, number))
+        results = {}
+        for name in order:
+            began = time.monotonic()
+            try:
+                seconds, results[name] = runners[name].round("time", staged)
+            except RunnerError as error:
+                if name == "candidate":
+                    raise
+                bench.baselines.drop_runner(runners[name])  # the next attempt starts it anew
+                raise InfrastructureError(f"{name}: {error}") from error
+            if name != "candidate":
+                runners["candidate"].extend_deadline(time.monotonic() - began)
+            if number > 0:
+                raw[name].append(seconds)
+            if runners[name].inputs_changed:
+                raise _wrong("inputs_changed")
+        reason = reference.first_mismatch(results["candidate"], results["eager"], staged.mixes)
+        if reason is not None:
+            raise _wrong(reason)
+        order = [*order[1:], order[0]]
+        if number == rounds and time.monotonic() - started < ROUNDS_SHARE * sandbox.run_seconds:
+            rounds = max(
+                wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
+            )
+        number += 1
+    return raw
+
+
+def _wrong(reason: str) -> Rejected:
+    return Rejected("wrong_output", reason, f"an output of a timed round is wrong ({reason}).")
+
+
+def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:
+    """Return the candidate's speed-up over `baseline`, both net of the no-op."""
+    baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
+    return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)
+
+
+def median_seconds(raw: RawSeconds, name: Timed) -> float:
+    """Return the median seconds of one call, net of the no-op."""
+    return float(np.median(net(raw[name], raw["noop"])))
