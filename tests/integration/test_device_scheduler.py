@@ -1,4 +1,4 @@
-"""Claims about access to a device whose clock is the wall's: a measurement is alone, preparations are not, and nobody starves."""
+"""The device scheduler: measurements are alone, preparations are not, and no thread starves."""
 
 from __future__ import annotations
 
