@@ -18,7 +18,7 @@ from components.agent.tool_parser import Request, native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import ToolCall, Trajectory
 from components.core.task import KernelTask
-from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnknown
+from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnsupported
 
 MAX_PARALLEL = 64
 CHARACTERS_PER_TOKEN = 2.5
@@ -105,7 +105,7 @@ class ChatEpisode(Episode):
         if self.native:
             try:
                 return ask(tools=descriptions())
-            except ToolsUnknown:
+            except ToolsUnsupported:
                 self.native = False
                 self.messages[0]["content"] += TEXT_FORM + "\n".join(
                     json.dumps(tool["function"]) for tool in descriptions()

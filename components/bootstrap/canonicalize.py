@@ -1,7 +1,7 @@
 """Rewriting a user's module into the layout of composed tasks, the only one that a policy made from scratch has read.
 
-Names, intermediate variables, named sizes, methods, activation modules and the order of operands are normalised. The
-result only serves as the prompt: kernels are compared with the user's own module.
+Names, intermediate variables, named sizes, methods, activation modules and the order of operands are
+normalised. The result only serves as the prompt: kernels are compared with the user's own module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ QUALIFIED_NAMES = {
 }
 """Functions as composed tasks write them: relu is F.relu, tanh is torch.tanh."""
 MODULE_FUNCTIONS = {name.replace("_", ""): name for name in QUALIFIED_NAMES}
-"""Functions by the name in lower case of the module of torch.nn that computes them: leakyrelu is leaky_relu."""
+"""Functions by the name in lower case of the module of torch.nn that computes them: leakyrelu is
+leaky_relu."""
 TORCH_NAMESPACES = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
 POSITIONAL_CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
 """Keyword arguments that composed tasks pass by position."""
@@ -81,7 +82,7 @@ def _rewrite(tree: ast.Module) -> str:
     )
 
 
-# --- names -------------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------
 
 
 def _is_number(node: ast.expr) -> bool:
@@ -187,7 +188,7 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
     return attributes
 
 
-# --- speller ----------------------------------------------------------------------------------------------------------
+# --- speller ------------------------------------------------------------------------------------------------
 
 
 @dataclass

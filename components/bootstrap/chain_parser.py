@@ -1,7 +1,7 @@
 """The layout of composed tasks, and the parser that reads the chain of operators back from one.
 
-A composed task holds one operator a line. `components.synthesis.compose` writes this layout, `canonicalize` brings other
-sources into it, and the kernel writer reads it. A source in any other layout has no chain.
+A composed task holds one operator a line. `components.synthesis.compose` writes this layout, `canonicalize`
+brings other sources into it, and the kernel writer reads it. A source in any other layout has no chain.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Step:
 class OperatorChain:
     """What a composed task computes.
 
-    `tensors` names the kernel's arguments in the order of the binding: inputs, parameters in state-dict order (a
-    module's own parameters come before its children's), output.
+    `tensors` names the kernel's arguments in the order of the binding: inputs, parameters in state-dict order
+    (a module's own parameters come before its children's), output.
     """
 
     steps: tuple[Step, ...]

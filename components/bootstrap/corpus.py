@@ -59,7 +59,8 @@ class Corpus:
 def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, progress: Progress) -> None:
     """Write demonstrations of the training tasks in `sources`, train the tokenizer on them, and store both in `folder`.
 
-    Raises UserError when `sources` holds too few tasks, or when no demonstration fits into the context window.
+    Raises UserError when `sources` holds too few tasks, or when no demonstration fits into the context
+    window.
     """
     context = params.policy.context
     conversations = _write_conversations(params, sources, progress)

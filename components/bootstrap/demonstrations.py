@@ -1,7 +1,8 @@
 """Demonstrations by a rule-based kernel writer: the training data of a policy made from scratch.
 
-Their quality is mixed on purpose. The policy's entropy is low after the cold start, so reinforcement learning can only
-find what the demonstrations contain: several styles of each task, some slow, some wrong, and a fast one that is rare.
+Their quality is mixed on purpose. The policy's entropy is low after the cold start, so reinforcement learning
+can only find what the demonstrations contain: several styles of each task, some slow, some wrong, and a fast
+one that is rare.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ MILESTONES: dict[Device, dict[str, tuple[float, float, float]]] = {
     "cpu": {"passes": (0.93, 0.07, 0.0), "fused": (0.9, 0.03, 0.07), "simd": (0.1, 0.1, 0.8)},
     "cuda": {"passes": (0.95, 0.05, 0.0), "fused": (0.4, 0.1, 0.5), "vector": (0.4, 0.1, 0.5)},
 }
-"""Probability that a correct kernel of each style reaches milestone 1, 2 and 3; the slowest style comes first."""
+"""Probability that a correct kernel of each style reaches milestone 1, 2 and 3; the slowest style comes
+first."""
 STYLES: dict[Device, tuple[str, ...]] = {device: tuple(table) for device, table in MILESTONES.items()}
 FAST: dict[Device, tuple[str, ...]] = {"cpu": ("simd",), "cuda": ("fused", "vector")}
-"""Styles whose use is set by `fast_share`: fusing alone speeds up a GPU kernel, but hardly a single CPU thread."""
+"""Styles whose use is set by `fast_share`: fusing alone speeds up a GPU kernel, but hardly a single CPU
+thread."""
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
 DONE = "Done."
@@ -57,7 +60,7 @@ MEASURE_CALL = (
 """Tool call that builds the kernel, compares it with the reference, and times it."""
 
 
-# --- mistakes ----------------------------------------------------------------------------------------------------------
+# --- mistakes -----------------------------------------------------------------------------------------------
 
 OPERATOR_LINE = re.compile(r"^ +(?:for \([^)]*\) )?v = .*;$")
 CONSTANT = re.compile(r"\d\.\d+(?=f)")
@@ -127,7 +130,7 @@ def mutate(kernel: str, rng: random.Random) -> str:
     raise AssertionError("every kernel has a line that can lose a character")
 
 
-# --- observations ------------------------------------------------------------------------------------------------------
+# --- observations -------------------------------------------------------------------------------------------
 
 
 def simulate_observation(kernel: str, quality: str, device: Device, rng: random.Random) -> tuple[str, int]:
@@ -167,7 +170,7 @@ def _balanced(kernel: str) -> bool:
     )
 
 
-# --- whole demonstrations ----------------------------------------------------------------------------------------------
+# --- whole demonstrations -----------------------------------------------------------------------------------
 
 
 def _attempt(
@@ -190,8 +193,8 @@ def make_demonstration(
 ) -> list[Message]:
     """Return the chat messages of one episode on a composed task, for `policy.prompt: compact`.
 
-    A single-turn episode writes one kernel. A multi-turn episode measures it, writes a second one unless the first
-    reached milestone 3, and ends with a turn without a tool call.
+    A single-turn episode writes one kernel. A multi-turn episode measures it, writes a second one unless the
+    first reached milestone 3, and ends with a turn without a tool call.
     """
     kernel, quality = _attempt(task.code, coldstart.fast_share, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:
@@ -206,7 +209,8 @@ def make_demonstration(
         messages.append({"role": "tool", "content": content})
         if milestone == 3 or not again:
             break
-        # The second attempt is better than the first: less often wrong, and fast as often as the parameters say.
+        # The second attempt is better than the first: less often wrong, and fast as often as the parameters
+        # say.
         kernel, quality = _attempt(
             task.code, coldstart.second_fast_share, coldstart.wrong_share / 3, device, rng
         )

@@ -1,7 +1,7 @@
 """C++ code of each torch operator, shared by the templates for cpu and cuda.
 
-An operator is a line or two on `float v`, written with the functions of vec.h. Text that does not depend on constants or
-shapes is equal in every kernel, so that the tokenizer merges it into a token or two.
+An operator is a line or two on `float v`, written with the functions of vec.h. Text that does not depend on
+constants or shapes is equal in every kernel, so that the tokenizer merges it into a token or two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The tokenizer of a policy made from scratch, and how a conversation becomes tokens.
 
-Byte-pair merges cross whole lines, and runs of lines that never change (the head of a file, the tags of a tool call): a
-kernel is then about 20 tokens, one for each operator. Constants are tokens of their own, because a small policy copies a
-constant of several tokens wrongly. A conversation is tokenised in the pieces that the agent loop handles (prompt, sampled
-turn, suffix), so that training and sampling see equal ids.
+Byte-pair merges cross whole lines, and runs of lines that never change (the head of a file, the tags of a
+tool call): a kernel is then about 20 tokens, one for each operator. Constants are tokens of their own,
+because a small policy copies a constant of several tokens wrongly. A conversation is tokenised in the pieces
+that the agent loop handles (prompt, sampled turn, suffix), so that training and sampling see equal ids.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Nearly as often as a line that every text holds, so that a common constant becomes a token before rarer lines do.
+    # Nearly as often as a line that every text holds, so that a common constant becomes a token before rarer
+    # lines do.
     tokenizer.train_from_iterator([*texts, *common * (len(texts) // 4)], trainer)
     from transformers import PreTrainedTokenizerFast
 

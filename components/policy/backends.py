@@ -1,6 +1,7 @@
-"""The sampling backend that the parameters name, for a checkpoint as it is: evaluation and `optimize` sample with it.
+"""The sampling backends that `policy.backend` names; the one place that chooses between them by parameters.
 
-Training samples from weights that change: `components.training.weight_sync`.
+Evaluation and `optimize` use `open_sampler` for a fixed checkpoint. Training changes the weights while it
+samples, see `components.training.weight_sync`.
 """
 
 from __future__ import annotations
@@ -15,37 +16,41 @@ from components.policy.sampler import Sampler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from components.policy.vllm_sampler import VllmSampler
+
 
 def open_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> Sampler:
-    """A sampler of the model in `folder`; `version` names its weights. A server is given them, whatever it held before."""
+    """Return a sampler of the model in `folder`; `version` names its weights, which are sent to a server first."""
     settings, dtype = params.policy, params.engine.dtype
-    match settings.backend:
-        case "transformers":
-            from components.policy.transformers_sampler import TransformersSampler
+    if settings.backend == "transformers":
+        from components.policy.transformers_sampler import TransformersSampler
 
-            model = load_model(folder, dtype=dtype, device=params.device)
-            return TransformersSampler(
-                model, tokenizer, batch=settings.batch, device=params.device, version=version
-            )
-        case "vllm":
-            from components.policy.vllm_local import LocalVllm
-            from components.policy.vllm_sampler import VllmSampler
+        model = load_model(folder, dtype=dtype, device=params.device)
+        return TransformersSampler(
+            model, tokenizer, batch=settings.batch, device=params.device, version=version
+        )
+    sampler = open_vllm_sampler(params, folder, tokenizer, version=version)
+    if settings.backend == "vllm-server":
+        device = params.device if settings.weight_transfer == "ipc" else "cpu"
+        weights = load_model(folder, dtype=dtype, device=device)
+        sampler.push(list(weights.named_parameters()), version=version, folder=folder)
+    return sampler
 
-            return VllmSampler(
-                LocalVllm(folder, settings, dtype=dtype, seed=params.seed),
-                tokenizer,
-                settings,
-                version=version,
-            )
-        case "vllm-server":
-            from components.policy.vllm_sampler import VllmSampler
-            from components.policy.vllm_server import VllmServer
 
-            sampler = VllmSampler(VllmServer(settings.server), tokenizer, settings, version=version)
-            weights = load_model(
-                folder, dtype=dtype, device=params.device if settings.weight_transfer == "ipc" else "cpu"
-            )
-            sampler.push(list(weights.named_parameters()), version=version, folder=folder)
-            return sampler
+def open_vllm_sampler(
+    params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
+) -> VllmSampler:
+    """Return a sampler over vLLM in this process, loaded from `folder`, or over the server of `policy.server`."""
+    from components.policy.vllm_local import LocalVllm
+    from components.policy.vllm_sampler import VllmSampler
+    from components.policy.vllm_server import VllmServer
+
+    settings = params.policy
+    vllm = (
+        VllmServer(settings.server)
+        if settings.backend == "vllm-server"
+        else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed)
+    )
+    return VllmSampler(vllm, tokenizer, settings, version=version)

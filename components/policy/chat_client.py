@@ -1,7 +1,7 @@
-"""Asking an OpenAI-compatible server for an assistant's turn: POST /chat/completions, nothing else of the protocol.
+"""Client of an OpenAI-compatible server: POST /chat/completions and GET /models.
 
-A busy or stumbling server (429, 5xx, no connection) is asked again with growing pauses and another seed; a server that
-answers nonsense, or hangs, is not. The key is read from OPENAI_API_KEY and never written anywhere.
+A request is repeated with growing pauses and another seed after status 429 or 5xx or without a connection,
+but not after an invalid answer or a timeout. The key is read from OPENAI_API_KEY and never stored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from components.core.errors import UserError
 
 TRIES = 6
-FIRST_TRIES = 2
-"""Of the first request, which a mistyped address meets."""
+"""Attempts of a request."""
+MODEL_LIST_TRIES = 2
+"""Attempts of the first request, so that a mistyped address is reported soon."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 MAX_REPLY_BYTES = 16 << 20
@@ -30,53 +31,53 @@ Message = dict[str, Any]
 
 
 class ServerFailed(Exception):
-    """The server gave no usable turn; one sentence that names it and what it did."""
+    """The server returned no usable turn; the message is one sentence."""
 
 
-class ToolsUnknown(Exception):
+class ToolsUnsupported(Exception):
     """The server refuses requests that describe tools."""
 
 
-class _Lenient(BaseModel):
-    """Servers add fields of their own; those are ignored."""
+class _ServerRecord(BaseModel):
+    """A record of an answer; fields that servers add are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class _Function(_Lenient):
+class _Function(_ServerRecord):
     name: str = ""
     arguments: str | dict[str, Any] | None = None
 
 
-class NativeCall(_Lenient):
+class NativeCall(_ServerRecord):
     """A tool call as the server parsed it; `arguments` is JSON text, or already an object."""
 
     id: str = ""
     function: _Function = _Function()
 
 
-class _Message(_Lenient):
+class _Message(_ServerRecord):
     content: str | None = None
     tool_calls: tuple[NativeCall, ...] | None = None
 
 
-class _Choice(_Lenient):
+class _Choice(_ServerRecord):
     message: _Message
     finish_reason: str | None = None
 
 
-class _Usage(_Lenient):
+class _Usage(_ServerRecord):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class _Reply(_Lenient):
+class _Reply(_ServerRecord):
     choices: tuple[_Choice, ...] = Field(min_length=1)
     usage: _Usage | None = None
 
 
-class ChatTurn(_Lenient):
-    """One sampled turn. `prompt_tokens` and `completion_tokens` are the server's count, 0 where it does not count."""
+class ChatTurn(_ServerRecord):
+    """One sampled turn; the token counts are the server's, 0 where it reports none."""
 
     content: str
     calls: tuple[NativeCall, ...]
@@ -86,18 +87,21 @@ class ChatTurn(_Lenient):
 
 
 class ChatClient:
-    """One server and one of its models; may be used from many threads. `version` names both."""
+    """Client of one server and one of its models, safe for threads; `version` names both."""
 
     def __init__(
         self,
         url: str,
         model: str = "",
         *,
-        named: str = "--policy",
+        option: str = "--policy",
         pause: Callable[[float], None] = time.sleep,
     ):
-        """`model` may be empty: then the server's first one is taken at the first request. `named` gave the address.
-        `pause` waits between tries."""
+        """Prepare a client; the server is first contacted by a request.
+
+        An empty `model` is replaced by the server's first one at the first request. `option` names the origin
+        of `url` in messages. `pause` waits between attempts.
+        """
         base = url.rstrip("/")
         base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY", "")
@@ -116,7 +120,7 @@ class ChatClient:
                 raise httpx.InvalidURL("http://HOST:PORT is expected")
         except httpx.InvalidURL as error:
             raise UserError(
-                f"{named} {url}: not an address ({error}); give for instance http://localhost:8000/v1."
+                f"{option} {url}: not an address ({error}); give for instance http://localhost:8000/v1."
             ) from error
 
     @property
@@ -124,12 +128,12 @@ class ChatClient:
         return f"{self.url} {self.model}".strip()
 
     def choose_model(self) -> str:
-        """The model that will be asked; UserError when the server cannot be reached or serves none."""
+        """Return the model's name; raises UserError when the server cannot be reached or names no model."""
         with self.choosing:
             if not self.model:
                 try:
-                    found = self._request("GET", "/models", None, FIRST_TRIES)["data"]
-                    self.model = str(found[0]["id"])
+                    models = self._request("GET", "/models", None, MODEL_LIST_TRIES)["data"]
+                    self.model = str(models[0]["id"])
                 except ServerFailed as error:
                     raise UserError(
                         f"--policy {self.url}: {error}; start the server or mend the address."
@@ -149,7 +153,10 @@ class ChatClient:
         temperature: float,
         seed: int,
     ) -> ChatTurn:
-        """The assistant's next turn. Raises ServerFailed after the last try, ToolsUnknown when `tools` were the trouble."""
+        """Return the assistant's next turn.
+
+        Raises ServerFailed after the last attempt, and ToolsUnsupported when the server refuses `tools`.
+        """
         body = {
             "model": self.choose_model(),
             "messages": list(messages),
@@ -163,7 +170,8 @@ class ChatClient:
         except ValidationError as error:
             first = error.errors()[0]
             raise ServerFailed(
-                f"the server's answer is no chat completion ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+                "the server's answer is no chat completion "
+                f"({'.'.join(map(str, first['loc']))}: {first['msg']})"
             ) from error
         choice, usage = reply.choices[0], reply.usage or _Usage()
         return ChatTurn(
@@ -175,46 +183,47 @@ class ChatClient:
         )
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, tries: int = TRIES) -> Any:
-        said, asked_to_wait = "", 0.0
+        fault, retry_after = "", 0.0
         for attempt in range(tries):
             if attempt:
                 longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
-                self.pause(max(asked_to_wait, longest * random.uniform(0.5, 1.0)))
-                # `transformers serve` answers 500 to half a tool call: what this seed made the model say, it would say again.
+                self.pause(max(retry_after, longest * random.uniform(0.5, 1.0)))
+                # `transformers serve` answers 500 to an incomplete tool call, which the same seed would
+                # repeat.
                 body = body | {"seed": body["seed"] + 1} if body is not None else None
             try:
                 with self.http.stream(method, path, json=body) as response:
                     text = _read(response)
-            except httpx.ReadTimeout as error:  # it hangs; to wait as long again, five times, helps nobody
+            except httpx.ReadTimeout as error:
                 raise ServerFailed(f"the server has not answered within {REQUEST_SECONDS:g} s") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                said = f"no answer ({type(error).__name__}: {str(error)[:200]})"
+                fault = f"no answer ({type(error).__name__}: {str(error)[:200]})"
                 continue
             status = response.status_code
             if status == 200:
                 return _json(response, text)
-            said = f"the server answers {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
+            fault = f"the server answers {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
             if status == 429 or status >= 500:
                 header = response.headers.get("retry-after", "")
-                asked_to_wait = (
+                retry_after = (
                     min(LONGEST_PAUSE_SECONDS, float(header)) if header.replace(".", "", 1).isdigit() else 0.0
                 )
                 continue
             if status in (400, 422) and body is not None and "tools" in body:
-                raise ToolsUnknown(said)
-            raise ServerFailed(said)
-        raise ServerFailed(f"{said}, {tries} times")
+                raise ToolsUnsupported(fault)
+            raise ServerFailed(fault)
+        raise ServerFailed(f"{fault}, {tries} times")
 
     def close(self) -> None:
         self.http.close()
 
 
 def _read(response: httpx.Response) -> bytes:
-    """The body, up to a limit: a server may send without end."""
-    text, begun = bytearray(), time.monotonic()
+    """Return the body; raises ServerFailed when it is too long or takes too long."""
+    text, started = bytearray(), time.monotonic()
     for part in response.iter_bytes():
         text += part
-        if time.monotonic() - begun > REQUEST_SECONDS:
+        if time.monotonic() - started > REQUEST_SECONDS:
             raise ServerFailed(f"the server's answer took longer than {REQUEST_SECONDS:g} s")
         if len(text) > MAX_REPLY_BYTES:
             raise ServerFailed(f"the server's answer is longer than {MAX_REPLY_BYTES} bytes")

@@ -1,6 +1,6 @@
 """Checkpoints of policies: Hugging Face folders with a manifest, and explain_load_errors them.
 
-A checkpoint is a folder that transformers and vLLM load with no code of ours (safetensors, config, tokenizer), plus
+A checkpoint is a folder that transformers and vLLM load (safetensors, config, tokenizer), plus
 `manifest.json` with the digest of every file. A folder without a matching manifest is not a checkpoint.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is and where it comes from; `digest` names the whole folder."""
+    """Origin and contents of a checkpoint; `digest` identifies the whole folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +59,7 @@ def save_checkpoint(
     figures: dict[str, float],
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Manifest:
-    """Write the checkpoint in one step and return its manifest; `extra` holds further safetensors by file name."""
+    """Write a checkpoint atomically and return its manifest; `extra` holds further safetensors by file name."""
     from safetensors.torch import save_file
 
     with atomic_folder(folder) as temporary:
@@ -83,9 +83,9 @@ def save_checkpoint(
 
 
 def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
-    """The manifest, once every file was found to match it; UserError names the first that does not.
+    """Return the manifest; raises UserError naming the first file that does not match it.
 
-    Where `device` is given, a policy that writes kernels for another one is refused as well.
+    With `device`, also raises UserError for a policy that writes kernels for another device.
     """
     try:
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
@@ -103,7 +103,7 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
 
 @contextlib.contextmanager
 def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
-    """What transformers says of a damaged folder, in as many types as there are ways of damage, as one sentence."""
+    """Turn the errors that transformers raises for a damaged folder into one UserError; `what` names the part."""
     from jinja2 import TemplateError
     from safetensors import SafetensorError
 
@@ -120,23 +120,22 @@ def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
     ) as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             raise
-        said = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{folder}: its {what} cannot be loaded ({type(error).__name__}: {said}); give a whole Hugging Face folder."
+            f"{folder}: its {what} cannot be loaded ({type(error).__name__}: {message}); "
+            "give a whole Hugging Face folder."
         ) from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import (
-        AutoTokenizer,  # takes seconds to import: a command that only reads a checkpoint does without
-    )
+    from transformers import AutoTokenizer
 
     with explain_load_errors(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        known = len(tokenizer)
-    if known < 2:
+        size = len(tokenizer)
+    if size < 2:
         raise UserError(
-            f"{folder}: there is no tokenizer in it; add tokenizer.json, or whatever its model's tokenizer is made of."
+            f"{folder}: there is no tokenizer in it; add tokenizer.json, or the files of its model's tokenizer."
         )
     if tokenizer.chat_template is None:
         raise UserError(
@@ -150,7 +149,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """The causal language model of a folder, in evaluation mode."""
+    """Return the causal language model of a folder, in evaluation mode."""
     import torch
     from transformers import AutoModelForCausalLM
 

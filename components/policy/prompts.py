@@ -1,11 +1,12 @@
-"""What a policy is asked: one user message per task."""
+"""The prompts of a policy: one user message for each task."""
 
 from __future__ import annotations
 
 from components.core.config import PROJECT, Device, Policy
 
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
-"""Ends the compact prompt of an episode with several turns; without it, one answer is final."""
+"""End of the compact prompt of an episode with several turns; a prompt without it asks for one final
+answer."""
 KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 

@@ -1,4 +1,4 @@
-"""The interface of every generation backend: token ids in, token ids and log-probabilities out. Importing it costs nothing."""
+"""The interface of generation backends: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids (the end-of-turn token included when sampled), their log-probabilities (nats, temperature applied)."""
+    """Sampled ids, with the end-of-turn token if it was sampled, and their log-probabilities (nats, after temperature)."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    """stop (end-of-turn token) or length."""
+    """`stop` after an end-of-turn token, or `length`."""
 
 
 class Sampler(Protocol):
-    """A generation backend. `version` names the weights that it samples with."""
+    """A generation backend; `version` names the weights that it samples with."""
 
     version: str
 
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """One completion per prompt, in order; equal arguments and weights give equal results; temperature 0 is greedy."""
+        """Sample one completion for each prompt, in order.
+
+        Temperature 0 is greedy. Equal arguments and weights give equal results, except on backends that
+        document otherwise. The context window shortens `max_new_tokens`; a prompt that fills it gets an empty
+        completion.
+        """
         ...

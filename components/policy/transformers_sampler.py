@@ -1,4 +1,4 @@
-"""Sampling with transformers, for the profiles that have no vLLM."""
+"""Sampling with transformers, for profiles without vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from components.policy.sampler import Completion
 
 @dataclass
 class _Row:
-    """One sequence while it is sampled."""
+    """State of one sequence while it is sampled."""
 
     prompt: list[int]
     uniforms: list[float]
-    """One number in [0, 1) for each token that may be sampled; its length is the token limit."""
+    """Random numbers in [0, 1), one for each token that may be sampled; their count is the token limit."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
@@ -32,48 +32,48 @@ class _Row:
             self.finish_reason = "length"
 
 
-class _RoomyLayer(DynamicLayer):
-    """A cache layer that writes new keys and values into spare room: `DynamicLayer` copies all old ones for every token."""
+class _PreallocatedLayer(DynamicLayer):
+    """A cache layer with spare capacity: `DynamicLayer` copies all keys and values for every token."""
 
-    SPARE = 64
+    SPARE_TOKENS = 64
 
     def __init__(self) -> None:
         super().__init__()
-        self.room: tuple[Tensor, Tensor] | None = None
+        self.buffers: tuple[Tensor, Tensor] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """New states [batch, heads, new, head_dim]; returns all keys and values [batch, heads, old + new, head_dim]."""
+        """Append states [batch, heads, new, head_dim]; return all keys and values [batch, heads, old + new, head_dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
         new = old + key_states.shape[2]
-        if self.room is None or self.room[0].shape[2] < new:
+        if self.buffers is None or self.buffers[0].shape[2] < new:
             batch, heads, _, _ = key_states.shape
             keys, values = (
-                states.new_empty(batch, heads, new + self.SPARE, states.shape[3])
+                states.new_empty(batch, heads, new + self.SPARE_TOKENS, states.shape[3])
                 for states in (key_states, value_states)
             )
             if self.keys is not None and self.values is not None and old:
                 keys[:, :, :old], values[:, :, :old] = self.keys, self.values
-            self.room = keys, values
-        keys, values = self.room
+            self.buffers = keys, values
+        keys, values = self.buffers
         keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
         self.keys, self.values = filled = keys[:, :, :new], values[:, :, :new]
         return filled
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.room = None
+        self.buffers = None
 
 
 class TransformersSampler:
-    """Samples in-process from `model`, which the caller may go on training: set `version` when its weights change.
+    """Sampler in this process of `model`, which the caller may train: set `version` when its weights change.
 
-    A tight loop of our own, because the bookkeeping of `generate` outweighs a small model's arithmetic. The noise of a
-    sequence depends on the seed and its place in the list alone, so up to rounding of the model's own arithmetic a
-    sequence does not depend on which others share its batch.
+    The loop replaces `generate`, whose overhead is larger than a small model's arithmetic. The random numbers
+    of a sequence depend on the seed and its index alone, so up to rounding a sequence does not depend on its
+    batch.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class TransformersSampler:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """See `Sampler`. The context window cuts the token limit; a prompt that fills it gets an empty completion.
-        At temperature 0 log-probabilities are those of the untempered distribution."""
+        """See `Sampler`; at temperature 0 log-probabilities are those of the distribution at temperature 1."""
         rows = []
         for index, prompt in enumerate(prompts):
             noise = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
@@ -119,9 +118,11 @@ class TransformersSampler:
         return [Completion(tuple(row.ids), tuple(row.logprobs), row.finish_reason) for row in rows]
 
     def _complete(self, rows: list[_Row], temperature: float) -> None:
-        """Sample all rows to their ends, together."""
+        """Sample all rows together until each is finished."""
         cache = DynamicCache(config=self.model.config)
-        cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        cache.layers = [
+            _PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+        ]
         width = max(len(row.prompt) for row in rows)
         ids = torch.tensor(
             [[self.padding] * (width - len(row.prompt)) + row.prompt for row in rows], device=self.device
@@ -148,31 +149,31 @@ class TransformersSampler:
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
                 if not row.finish_reason:
                     row.append(token, logprob, self.end_of_turn)
-            alive = [index for index, row in enumerate(rows) if not row.finish_reason]
-            if not alive:
+            unfinished = [index for index, row in enumerate(rows) if not row.finish_reason]
+            if not unfinished:
                 return
             ids, positions = tokens[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            if 2 * len(alive) < len(rows):
-                # Finished rows ride along until they are the majority: compaction copies the whole cache.
-                keep = torch.tensor(alive, device=self.device)
+            if 2 * len(unfinished) < len(rows):
+                # Finished rows stay until they are the majority: removing them copies the whole cache.
+                keep = torch.tensor(unfinished, device=self.device)
                 cache.batch_select_indices(keep)
                 ids, positions, mask = ids[keep], positions[keep], mask[keep]
-                rows = [rows[index] for index in alive]
+                rows = [rows[index] for index in unfinished]
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-probability, by inversion of the distribution function.
+    """Sample one token for each row by inversion of the distribution function; return it and its log-probability.
 
-    `logits` [batch, vocabulary] and `uniforms` [batch] in [0, 1); temperature 0 takes the most probable token.
-    Float64, so that the cumulative sum neither skips nor favours rare tokens.
+    `logits` [batch, vocabulary] and `uniforms` [batch] in [0, 1); temperature 0 takes the most probable
+    token. Computed in float64, so that the cumulative sum represents rare tokens.
     """
     logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logprobs.argmax(dim=-1)
     else:
         cumulative = logprobs.exp().cumsum(dim=-1)
-        # Scaled to the sum that was reached, so that rounding never leaves the last token behind.
+        # Scaled to the last cumulative sum, which rounding keeps from being exactly 1.
         tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[
             :, 0
         ].clamp(max=logits.shape[-1] - 1)

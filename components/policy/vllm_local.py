@@ -1,4 +1,4 @@
-"""vLLM in this process's environment (it runs its engine in a child process of its own)."""
+"""vLLM in this process's environment; vLLM runs its engine in a child process."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 from components.core.config import Policy
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.vllm_sampler import EXTENSION, Request
-from components.policy.vllm_server import completion
+from components.policy.vllm_sampler import WORKER_EXTENSION, Request
+from components.policy.vllm_server import check_completion
 
 
 class LocalVllm:
-    """`Vllm` around `vllm.LLM`."""
+    """`VllmBackend` over `vllm.LLM`."""
 
     def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
-        """Load the checkpoint `folder`; UserError where vLLM is not installed."""
-        # Weights arrive as pickled handles of CUDA memory, from this process and nobody else.
+        """Load the checkpoint `folder`; raises UserError where vLLM is not installed."""
+        # Weights are transferred as pickled handles of CUDA memory, which only this process sends.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         try:
             from vllm import LLM, SamplingParams
             from vllm.config import WeightTransferConfig
         except ImportError as error:
             raise UserError(
-                f"policy.backend: vLLM cannot be imported here ({error}); install the extra vllm, or start a server and set policy.backend to vllm-server."
+                f"policy.backend: vLLM cannot be imported here ({error}); install the extra vllm, "
+                "or start a server and set policy.backend to vllm-server."
             ) from error
         self.sampling_params = SamplingParams
         self.llm = LLM(
@@ -36,18 +37,18 @@ class LocalVllm:
             max_model_len=settings.context,
             gpu_memory_utilization=settings.gpu_memory_share,
             logprobs_mode="processed_logprobs",
-            # No defaults out of the model's generation_config: they would cut the distribution that is trained.
+            # The model's generation_config would truncate the distribution that is trained.
             generation_config="vllm",
-            # Only where it is used: vLLM 0.24's ipc engine imports ray, which vLLM does not bring along.
+            # Only where it is used: vLLM 0.24's ipc engine imports ray, which is not a dependency of vLLM.
             weight_transfer_config=WeightTransferConfig(backend="ipc")
             if settings.weight_transfer == "ipc"
             else None,
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls=WORKER_EXTENSION,
             enable_sleep_mode=settings.sleep,
         )
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        chosen = [
+        sampling = [
             self.sampling_params(
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
@@ -59,16 +60,18 @@ class LocalVllm:
             for request in requests
         ]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(request.prompt)} for request in requests], chosen, use_tqdm=False
+            [{"prompt_token_ids": list(request.prompt)} for request in requests], sampling, use_tqdm=False
         )
-        found = [output.outputs[0] for output in outputs]
         return [
-            completion(
-                list(one.token_ids),
-                [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
-                one.finish_reason or "nothing",
+            check_completion(
+                list(sequence.token_ids),
+                [
+                    step[token].logprob
+                    for step, token in zip(sequence.logprobs, sequence.token_ids, strict=True)
+                ],
+                sequence.finish_reason or "nothing",
             )
-            for one in found
+            for sequence in (output.outputs[0] for output in outputs)
         ]
 
     def init_weight_transfer_engine(self) -> None:
@@ -84,8 +87,8 @@ class LocalVllm:
         self.llm.finish_weight_update()
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        found: list[Any] = self.llm.collective_rpc(method, kwargs=dict(arguments))
-        return found
+        results: list[Any] = self.llm.collective_rpc(method, kwargs=dict(arguments))
+        return results
 
     def reset_prefix_cache(self) -> None:
         self.llm.reset_prefix_cache()

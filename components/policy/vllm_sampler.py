@@ -1,8 +1,8 @@
 """Sampling with vLLM, in this process or on a server: token ids in, token ids and log-probabilities out.
 
-`Vllm` is what both offer; `VllmSampler` is the one `Sampler` over it, and moves new weights into it by vLLM's own
-weight transfer. Every push is checked: the workers' fingerprint must be that of the weights that were sent.
-Names of calls, routes and fields are those of vLLM 0.24.
+`VllmBackend` is the interface of both. `VllmSampler` samples from either, and sends new weights by vLLM's
+weight transfer. After each transfer the workers' fingerprint must be that of the weights. Names of calls,
+routes and fields are those of vLLM 0.24.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from components.core.config import Policy
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.weights import fingerprint, handles
+from components.policy.weights import fingerprint, ipc_update_info
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EXTENSION = "components.policy.vllm_worker.Fingerprint"
+WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to complete; temperature 0 is greedy, and the completion ends with `stop` or after `max_tokens`."""
+    """One sequence to complete, up to the token `stop` or for `max_tokens`; temperature 0 is greedy."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -38,11 +38,11 @@ class Request:
     stop: int
 
 
-class Vllm(Protocol):
-    """A running vLLM. Log-probabilities are those after temperature (`logprobs_mode` processed_logprobs)."""
+class VllmBackend(Protocol):
+    """A running vLLM; its log-probabilities are those after temperature (`logprobs_mode` processed_logprobs)."""
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order."""
+        """Return one completion for each request, in order."""
         ...
 
     def init_weight_transfer_engine(self) -> None: ...
@@ -54,22 +54,24 @@ class Vllm(Protocol):
     def finish_weight_update(self) -> None: ...
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        """Call a method of every worker; their results."""
+        """Call a method of every worker and return their results."""
         ...
 
     def reset_prefix_cache(self) -> None: ...
 
     def sleep(self) -> None:
-        """Give back the memory of weights and cache."""
+        """Release the memory of weights and cache."""
         ...
 
     def wake_up(self) -> None: ...
 
 
 class VllmSampler:
-    """See `components.policy.transformers_sampler.Sampler`. Not even equal arguments give equal bits here: batches change rounding."""
+    """`Sampler` over vLLM; equal arguments may give different results, because batching changes rounding."""
 
-    def __init__(self, vllm: Vllm, tokenizer: PreTrainedTokenizerBase, settings: Policy, *, version: str):
+    def __init__(
+        self, vllm: VllmBackend, tokenizer: PreTrainedTokenizerBase, settings: Policy, *, version: str
+    ):
         self.vllm = vllm
         self.version = version
         self.settings = settings
@@ -82,7 +84,7 @@ class VllmSampler:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """See `Sampler`. The context window cuts the token limit; a prompt that fills it gets an empty completion."""
+        """See `Sampler`."""
         requests = {
             index: Request(
                 tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.end_of_turn
@@ -90,15 +92,16 @@ class VllmSampler:
             for index, prompt in enumerate(prompts)
             if (limit := min(max_new_tokens, self.settings.context - len(prompt))) > 0
         }
-        found = dict(zip(requests, self.vllm.complete(list(requests.values())), strict=True))
-        return [found.get(index, Completion((), (), "length")) for index in range(len(prompts))]
+        completions = dict(zip(requests, self.vllm.complete(list(requests.values())), strict=True))
+        return [completions.get(index, Completion((), (), "length")) for index in range(len(prompts))]
 
     def push(
         self, weights: Sequence[tuple[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:
-        """Replace the sampler's weights, in checkpoint names and shapes, and see that it has them.
+        """Replace the sampler's weights, by checkpoint names and shapes, and check that the workers hold them.
 
-        `folder` holds the same weights as a checkpoint, for the transfer by disk.
+        `folder` holds the same weights as a checkpoint, for the transfer by disk. Raises UserError when a
+        worker does not hold the weights afterwards.
         """
         started = time.monotonic()
         self.wake_up()
@@ -108,15 +111,15 @@ class VllmSampler:
             self.vllm.collective_rpc("reload_weights", {"weights_path": str(folder.resolve())})
         else:
             dtype = getattr(torch, before[0]["dtype"])
-            # Kept until the end: a handle does not keep the memory that it names.
+            # Referenced until the update has finished: a handle does not keep its memory alive.
             sent = [(name, tensor.detach().to(dtype).contiguous()) for name, tensor in weights]
             self.vllm.start_weight_update()
-            self.vllm.update_weights(handles(sent))
+            self.vllm.update_weights(ipc_update_info(sent))
             self.vllm.finish_weight_update()
             if any(tensor.is_cuda for _, tensor in sent):
-                # Memory that another process has let go of stays ours until it is collected.
+                # Frees memory that the other process has released.
                 torch.cuda.ipc_collect()
-        # What was computed with the old weights must not continue under the new ones.
+        # Cached keys and values were computed with the old weights.
         self.vllm.reset_prefix_cache()
         self._check(before, [tensor for _, tensor in weights])
         self.version = version
@@ -126,23 +129,24 @@ class VllmSampler:
         return self.vllm.collective_rpc("weight_fingerprint", {})
 
     def _check(self, before: list[dict[str, Any]], weights: Sequence[Tensor]) -> None:
-        """A single worker holds exactly what was sent. Of several each holds a part: each must at least agree to have changed."""
+        """Compare the fingerprint of a single worker with the weights; of several workers, each must have changed."""
         after = self._fingerprints()
         expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))
-        whole = len(after) == 1
+        is_single = len(after) == 1
         arrived = (
             after[0]["fingerprint"] == expected
-            if whole
+            if is_single
             else all(new != old for new, old in zip(after, before, strict=True))
         )
         if not arrived:
             raise UserError(
-                f"policy.backend: vLLM does not hold the weights that were sent to it ({'fingerprint differs' if whole else 'a worker kept its old ones'}); "
+                "policy.backend: vLLM does not hold the weights that were sent to it "
+                f"({'fingerprint differs' if is_single else 'a worker kept its old ones'}); "
                 "restart it with the model that is trained, and run the same command again."
             )
 
     def sleep(self) -> None:
-        """Give the GPU's memory to the trainer until the next push, where the parameters say so."""
+        """Release the GPU's memory until the next push, where `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
             self.vllm.sleep()
             self.asleep = True

@@ -1,7 +1,7 @@
-"""A client of a vLLM server that runs in an environment of its own: its fastapi window excludes Prefect's.
+"""Client of a vLLM server, which runs in a separate environment: its fastapi versions exclude Prefect's.
 
-The routes for weights, sleep and workers need a server that was started with VLLM_SERVER_DEV_MODE=1; docs/training.md
-has the whole command.
+The routes for weights, sleep and workers need a server that was started with VLLM_SERVER_DEV_MODE=1;
+docs/training.md has the whole command.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from components.core.errors import UserError
 from components.policy.sampler import Completion
 from components.policy.vllm_sampler import Request
 
-CONNECTIONS = 256
-"""Requests in flight; more wait here instead of in the server's queue."""
-SECONDS = 3600.0
-"""Longest wait for one answer: a turn of 32,768 tokens in a full batch takes minutes."""
+MAX_CONNECTIONS = 256
+"""Requests in flight; further ones wait in this process."""
+TIMEOUT_SECONDS = 3600.0
+"""Longest wait for one answer; a turn of 32,768 tokens in a full batch takes minutes."""
 
 
-class Refused(UserError):
-    """The server answered that it cannot."""
+class RequestRefused(UserError):
+    """The server answered with an error status."""
 
 
 class VllmServer:
-    """`Vllm` over HTTP."""
+    """`VllmBackend` over HTTP."""
 
     def __init__(self, url: str):
-        """`url` is the server's root, such as http://127.0.0.1:8000; UserError when no vLLM answers there."""
+        """Connect to the server's root `url`, such as http://127.0.0.1:8000; raises UserError when no vLLM answers."""
         self.url = url.rstrip("/")
         if not self.url:
             raise UserError(
                 "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
             )
-        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         self.client = httpx.Client(
-            base_url=self.url, timeout=httpx.Timeout(SECONDS, connect=10.0), limits=limits
+            base_url=self.url, timeout=httpx.Timeout(TIMEOUT_SECONDS, connect=10.0), limits=limits
         )
         self._call("GET", "/health")
         if self._call("GET", "/is_sleeping").get("is_sleeping"):
-            # A trainer that was killed left it so.
+            # A trainer that was killed may have left it asleep.
             self.wake_up()
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """One HTTP request each: a list of prompts in one would share its seed, and equal prompts their completion."""
+        """Send one HTTP request for each sequence: the prompts of one request would share its seed."""
         with ThreadPoolExecutor(
-            max_workers=max(1, min(CONNECTIONS, len(requests))), thread_name_prefix="vllm"
+            max_workers=max(1, min(MAX_CONNECTIONS, len(requests))), thread_name_prefix="vllm"
         ) as threads:
             return list(threads.map(self._complete, requests))
 
@@ -62,7 +62,8 @@ class VllmServer:
                 "temperature": request.temperature,
                 "seed": request.seed,
                 "stop_token_ids": [request.stop],
-                # Explicit: a model's generation_config would otherwise cut the distribution that is trained.
+                # Explicit, because the model's generation_config would truncate the distribution that is
+                # trained.
                 "top_p": 1.0,
                 "top_k": 0,
                 "min_p": 0.0,
@@ -74,7 +75,9 @@ class VllmServer:
             },
         )
         choice = answer["choices"][0]
-        return completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+        return check_completion(
+            choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+        )
 
     def init_weight_transfer_engine(self) -> None:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
@@ -82,8 +85,8 @@ class VllmServer:
     def start_weight_update(self) -> None:
         try:
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
-        except Refused:
-            # A trainer that was killed in the middle of an update left it open; all weights are sent again now.
+        except RequestRefused:
+            # A trainer that was killed may have left an update open; all weights are sent again now.
             self.finish_weight_update()
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
 
@@ -94,10 +97,8 @@ class VllmServer:
         self._call("POST", "/finish_weight_update")
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        found: list[Any] = self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments}).get(
-            "results", []
-        )
-        return found
+        answer = self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+        return list(answer.get("results", []))
 
     def reset_prefix_cache(self) -> None:
         self._call("POST", "/reset_prefix_cache")
@@ -109,7 +110,7 @@ class VllmServer:
         self._call("POST", "/wake_up")
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer's JSON object, empty when there is none; UserError when the server is not there or refuses."""
+        """Return the answer's JSON object, {} without one; raises UserError when the server is absent or refuses."""
         try:
             response = self.client.request(method, route, json=body)
         except httpx.TransportError as error:
@@ -119,20 +120,23 @@ class VllmServer:
             ) from error
         if response.status_code == 404:
             raise UserError(
-                f"policy.server: {self.url} has no route {route}; start vLLM with VLLM_SERVER_DEV_MODE=1 and as docs/training.md says."
+                f"policy.server: {self.url} has no route {route}; "
+                "start vLLM with VLLM_SERVER_DEV_MODE=1 and as docs/training.md says."
             )
         if response.is_error:
-            raise Refused(
-                f"policy.server: {self.url}{route} answered {response.status_code}, {' '.join(response.text.split())[:400]}."
+            raise RequestRefused(
+                f"policy.server: {self.url}{route} answered {response.status_code}, "
+                f"{' '.join(response.text.split())[:400]}."
             )
         answer: dict[str, Any] = response.json() if response.content else {}
         return answer
 
 
-def completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
-    """What vLLM sampled; UserError when it is not the whole of it."""
+def check_completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
+    """Return what vLLM sampled; raises UserError when it is incomplete."""
     if len(ids) != len(logprobs) or finish_reason not in ("stop", "length"):
         raise UserError(
-            f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, ended by {finish_reason}; run the same command again."
+            f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, "
+            f"ended by {finish_reason}; run the same command again."
         )
     return Completion(tuple(ids), tuple(logprobs), finish_reason)

@@ -1,7 +1,7 @@
-"""What a vLLM worker is given beside its own methods: `--worker-extension-cls components.policy.vllm_worker.Fingerprint`.
+"""Extension of vLLM's workers: `--worker-extension-cls components.policy.vllm_worker.Fingerprint`.
 
-vLLM acknowledges an update of its weights but offers no way to see which ones it holds (0.24). Imported by vLLM in its
-own environment, so it needs torch alone.
+vLLM 0.24 cannot tell which weights it holds. This file is imported in vLLM's environment and needs only
+torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class _Worker(Protocol):
 
 
 class Fingerprint:
-    """Mixed into vLLM's worker class."""
+    """Mixin of vLLM's worker class."""
 
     def weight_fingerprint(self: _Worker) -> dict[str, Any]:
-        """Of this worker's parameters: their fingerprint, and the dtype that most elements have."""
+        """Return the fingerprint of this worker's parameters, and the dtype of the largest one."""
         parameters = list(self.get_model().parameters())
         dtype = max(parameters, key=lambda parameter: parameter.numel()).dtype
         return {"fingerprint": fingerprint(parameters, dtype), "dtype": str(dtype).removeprefix("torch.")}

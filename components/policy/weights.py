@@ -1,6 +1,6 @@
-"""Weights on their way from a trainer to a sampler in another process, and the fingerprint that shows that they arrived.
+"""Transfer of weights to a sampler in another process, and a fingerprint to compare weights.
 
-Pure torch: the sampler's process imports this too (`components.policy.vllm_worker`).
+The sampler's process imports this file too (`components.policy.vllm_worker`); it needs only torch.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-SLICE = 2**24
+CHUNK_ELEMENTS = 2**24
 """Elements that are converted at once."""
 
 
 def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
-    """Sum of the bit patterns of all elements after a cast to `dtype`, modulo 2^62.
+    """Return the sum of the bit patterns of all elements after a cast to `dtype`, modulo 2^62.
 
-    It depends neither on order nor on how matrices are joined or padded with zeros, so a sampler that keeps query, key
-    and value projections in one matrix has the same one; a single element that differs changes it.
+    It does not depend on order, nor on how matrices are concatenated or padded with zeros: a sampler that
+    keeps query, key and value projections in one matrix has the same fingerprint.
     """
     total = 0
     for tensor in tensors:
-        for part in tensor.detach().reshape(-1).split(SLICE):
+        for part in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
             total += int(part.to(dtype).float().view(torch.int32).sum(dtype=torch.int64))
     return total % 2**62
 
 
-def handles(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The `update_info` of vLLM's ipc backend: names, dtypes, shapes, and where the receiver finds the memory itself.
+def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return the `update_info` of vLLM's ipc backend: names, dtypes, shapes and memory handles.
 
-    The caller keeps the tensors alive until the receiver has finished. On CUDA the receiver must be on the same GPU.
+    The caller keeps the tensors alive until the receiver has finished. On CUDA the receiver must be on the
+    same GPU.
     """
     shared = [{_device(tensor): reduce_tensor(tensor)[1]} for _, tensor in weights]
     return {
@@ -47,5 +48,5 @@ def handles(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def _device(tensor: Tensor) -> str:
-    """By what vLLM finds the handle that is meant for its own GPU."""
+    """Return the key by which vLLM finds the handle for its GPU."""
     return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else "cpu"

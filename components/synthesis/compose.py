@@ -1,8 +1,7 @@
-"""Composing tasks: a chain of torch operators whose shapes and dtypes fit, written out as a self-contained module.
+"""Composition of tasks from the core operators: a chain whose shapes and dtypes fit, as a self-contained module.
 
-Whether an operator every_operator_matters is asked of the operators themselves, on a small probe: a chain is kept only if its output
-varies and changes when any one operator is left out. So relu after a square, softmax before a sum, or a shift before
-a softmax never become tasks; the task_filter catches what a probe cannot see.
+A chain is kept when its output on a small input varies, and changes when any one operator is left out. So
+relu after a square, softmax before a sum, or a shift before a softmax never become tasks.
 """
 
 from __future__ import annotations
@@ -18,74 +17,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.config import Data, Device
 from components.core.errors import UserError
 from components.core.task import KernelTask
+from components.synthesis.ablation import passes_ablation
 from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical
 
 HELD_OUT_SHARE = 0.2
-"""Share of operator sequences that no stage of training ever sees."""
-TRIES = 200
-"""Chains drawn for one whose eager time should be measurable; after that any will do, and the task_filter has its say."""
+"""Share of operator sequences that are never trained on."""
+MAX_DRAWS = 200
+"""Chains drawn to find one whose estimated eager time fits; after that any chain is accepted."""
 PROBE = (8, 256)
-STEPS = tuple[tuple[str, tuple[str, ...]], ...]
-"""A chain: operator name and its constants as written, in order."""
-
-SOURCE = """import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-{init}
-    def forward(self, {arguments}):
-{lines}
-        return x
-
-
-def get_inputs():
-    return [{inputs}]
-
-
-def get_init_inputs():
-    return []
-"""
+"""Rows and columns of the input on which operators are left out."""
+Step = tuple[str, tuple[str, ...]]
+"""Name of an operator, and its constants as the source writes them."""
+Steps = tuple[Step, ...]
 
 
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Whether this operator sequence is reserved for held-out tasks, however its operators are written. A hash of (seed,
-    sequence) decides, so every part of the pipeline agrees without a list to pass around."""
+    """Return whether this operator sequence is reserved for held-out tasks, however its operators are written.
+
+    A hash of (seed, sequence) decides, so all parts of the pipeline agree without sharing a list.
+    """
     digest = hashlib.sha256(f"{seed}:{'>'.join(map(canonical, ops))}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
-def write_source(steps: STEPS, rows: int, cols: int) -> str:
-    """The task's source for a chain on inputs [rows, cols]."""
-    seeds = [BY_NAME[name] for name, _ in steps]
-    init = "".join(f"        {seed.init.format(cols=cols)}\n" for seed in seeds if seed.init)
+def write_source(steps: Steps, rows: int, cols: int) -> str:
+    """Return the source of a task with this chain on inputs [rows, cols]."""
+    operators = [BY_NAME[name] for name, _ in steps]
+    init = "".join(f"        {operator.init.format(cols=cols)}\n" for operator in operators if operator.init)
     lines = "\n".join(f"        x = {BY_NAME[name].line.format(*constants)}" for name, constants in steps)
-    two = any(seed.kind == "second_input" for seed in seeds)
-    return SOURCE.format(
+    has_second_input = any(operator.kind == "second_input" for operator in operators)
+    return TASK_LAYOUT.format(
         init=init,
         lines=lines,
-        arguments="x, y" if two else "x",
-        inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if two else 1)),
+        arguments="x, y" if has_second_input else "x",
+        inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if has_second_input else 1)),
     )
 
 
 @functools.cache
 def _function(name: str, constants: tuple[str, ...]) -> Callable[[Tensor, Tensor, SimpleNamespace], Tensor]:
-    """The operator itself, from the very line that the task will hold (our own table, so it may be evaluated here)."""
+    """Return the operator as a function, evaluated from its line in the table."""
     line = BY_NAME[name].line.format(*constants)
     return eval(f"lambda x, y, self: {line}", {"torch": torch, "F": F})
-
-
-def _apply(steps: STEPS, x: Tensor, y: Tensor, modules: SimpleNamespace) -> Tensor:
-    for name, constants in steps:
-        x = _function(name, constants)(x, y, modules)
-    return x
 
 
 @functools.cache
@@ -108,13 +85,15 @@ def _probe(dtype: torch.dtype) -> tuple[Tensor, Tensor, SimpleNamespace]:
 
 @functools.cache
 def _width_after(name: str, width: int, cols: int) -> int:
-    """Columns after one operator on float32 [rows, width] in a task of `cols` columns, asked of a meta tensor; 0 where the
-    operator does not fit. Asked once a case: neither constants nor the number of rows change the answer."""
-    seed, rows = BY_NAME[name], ROWS[0]
+    """Return the columns after an operator on float32 [rows, width], by meta tensors; 0 where the operator does not fit.
+
+    `cols` is the width of the task's input. Neither constants nor the number of rows change the result.
+    """
+    operator, rows = BY_NAME[name], ROWS[0]
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
     try:
         with torch.no_grad():
-            out = _function(name, tuple(palette[0] for palette in seed.constants))(
+            out = _function(name, tuple(palette[0] for palette in operator.constants))(
                 x, y, _modules(cols, "meta", torch.float32)
             )
     except RuntimeError:
@@ -122,8 +101,8 @@ def _width_after(name: str, width: int, cols: int) -> int:
     return out.shape[1] if out.dtype == torch.float32 and out.dim() == 2 and out.shape[0] == rows else 0
 
 
-def fits(steps: STEPS, cols: int) -> bool:
-    """Whether shapes and dtypes fit all along, on meta tensors."""
+def fits(steps: Steps, cols: int) -> bool:
+    """Return whether shapes and dtypes fit throughout the chain, by meta tensors."""
     width = cols
     for name, _ in steps:
         width = _width_after(name, width, cols)
@@ -132,43 +111,28 @@ def fits(steps: STEPS, cols: int) -> bool:
     return True
 
 
-def _rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item()
+def every_operator_matters(steps: Steps) -> bool:
+    """Return whether the output varies and changes by more than 1 % (RMS) when any one operator is left out."""
+
+    def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
+        x, y, modules = _probe(dtype)
+        for name, constants in chain:
+            x = _function(name, constants)(x, y, modules)
+        return x
+
+    samples = 2 * PROBE[0] * PROBE[1]
+    return passes_ablation(steps, run, max_float32_error=1e-6, min_values=1, max_samples=samples)
 
 
-@torch.no_grad()
-def every_operator_matters(steps: STEPS) -> bool:
-    """Whether the output varies, float32 suffices for it, and it changes by more than 1 % (RMS) when any one operator is
-    left out."""
-    x, y, modules = _probe(torch.float32)
-    out = _apply(steps, x, y, modules)
-    size = _rms(out)
-    # A quarter of the values (of one value a row: three in five) must be distinct at a resolution of 1/1000 of the
-    # output's scale; saturated outputs are not.
-    distinct = torch.unique((out / max(size, 1e-30) * 1000).round()).numel()
-    if (
-        not 1e-4 < size < 1e4
-        or out.std().item() < 3e-3 * size
-        or distinct < (100 if out.numel() > PROBE[0] else 0.6 * PROBE[0])
-    ):
-        return False
-    # A float32 result that is itself off (log_softmax, then gelu) leaves no room to tell a right kernel from a wrong one.
-    if _rms(out.double() - _apply(steps, *_probe(torch.float64))) > 1e-6 * size:
-        return False
-    for index in range(len(steps)):
-        rest = steps[:index] + steps[index + 1 :]
-        without = _apply(rest, x, y, modules)
-        if without.shape == out.shape and _rms(without - out) < 1e-2 * size:
-            return False
-    return True
+def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
+    """Return whether the kernel writer supports the chain.
 
-
-def _legal(seeds: Sequence[CoreOperator]) -> bool:
-    """Rules of form: each operator with state once, one second input, two row operators, only unary elementwise ones
-    after a reduction, and nothing twice in a row."""
-    names = [seed.name for seed in seeds]
-    kinds = [seed.kind for seed in seeds]
-    once = [seed.name for seed in seeds if seed.kind in ("row", "parameter")]
+    Row operators and operators with parameters occur once, a second input once, row operators and reductions
+    twice at most; only elementwise operators follow a reduction; no operator follows itself.
+    """
+    names = [operator.name for operator in operators]
+    kinds = [operator.kind for operator in operators]
+    once = [operator.name for operator in operators if operator.kind in ("row", "parameter")]
     if len(set(once)) != len(once) or kinds.count("second_input") > 1 or kinds.count("reduction") > 1:
         return False
     if kinds.count("row") + kinds.count("reduction") > 2 or any(a == b for a, b in itertools.pairwise(names)):
@@ -179,45 +143,53 @@ def _legal(seeds: Sequence[CoreOperator]) -> bool:
 
 
 def _shapes(data: Data) -> list[tuple[int, int]]:
-    """Rows and columns inside data.numel."""
+    """Return the pairs of rows and columns inside data.numel."""
     low, high = data.numel
     shapes = [(rows, cols) for cols in COLS for rows in ROWS if low <= rows * cols <= high]
     if not shapes:
         raise UserError(
-            f"data.numel: no shape between {low} and {high} elements ({ROWS[0]}x{COLS[0]} to {ROWS[-1]}x{COLS[-1]} are composed); widen it."
+            f"data.numel: no shape between {low} and {high} elements "
+            f"({ROWS[0]}x{COLS[0]} to {ROWS[-1]}x{COLS[-1]} are composed); widen it."
         )
     return shapes
 
 
-def eager_seconds(steps: STEPS, numel: int, device: Device) -> float:
-    """A guess of the eager time: only to choose a size, the judge measures."""
-    cut = next((i for i, (name, _) in enumerate(steps) if BY_NAME[name].kind == "reduction"), len(steps))
-    # On a GPU every eager operator costs one read and one write, at about 3 TB/s.
+def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
+    """Estimate the eager time of a chain, to choose a size; the judge measures it."""
+    reduction = next(
+        (i for i, (name, _) in enumerate(steps) if BY_NAME[name].kind == "reduction"), len(steps)
+    )
+    # On a GPU each eager operator reads and writes every element, at about 3 TB/s.
     return (
         numel
         * 1e-9
-        * sum(BY_NAME[name].cost if device == "cpu" else 8 / 3000 for name, _ in steps[: cut + 1])
+        * sum(BY_NAME[name].cost if device == "cpu" else 8 / 3000 for name, _ in steps[: reduction + 1])
     )
 
 
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
-    """One composed task, of a size whose eager time should fall into data.eager_seconds. `ops` are the operators in
-    order, `data_source` is torch#N, `split` says whether the sequence is reserved. UserError when data.numel holds no
-    shape."""
+    """Return a composed task of a size whose estimated eager time falls into data.eager_seconds.
+
+    `ops` are the operators in order, `data_source` is torch#N, `split` says whether the sequence is held out.
+    Raises UserError when data.numel holds no shape.
+    """
     shapes, mix = _shapes(data), data.operator_mix
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
     count = rng.choices(list(mix), weights=list(mix.values()))[0]
     for draw in itertools.count():
-        seeds = [rng.choice(CORE_OPERATORS) for _ in range(count)]
-        if not _legal(seeds):
+        operators = [rng.choice(CORE_OPERATORS) for _ in range(count)]
+        if not _is_well_formed(operators):
             continue
-        steps = tuple((seed.name, tuple(rng.choice(palette) for palette in seed.constants)) for seed in seeds)
+        steps = tuple(
+            (operator.name, tuple(rng.choice(palette) for palette in operator.constants))
+            for operator in operators
+        )
         measurable = [
             shape
             for shape in shapes
-            if fastest <= eager_seconds(steps, shape[0] * shape[1], device) <= slowest
+            if fastest <= estimate_eager_seconds(steps, shape[0] * shape[1], device) <= slowest
         ]
-        if not measurable and draw < TRIES:
+        if not measurable and draw < MAX_DRAWS:
             continue
         rows, cols = rng.choice(measurable or shapes)
         if every_operator_matters(steps) and fits(steps, cols):
@@ -233,7 +205,7 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
-    """Composed tasks without end; equal arguments give equal tasks."""
+    """Yield composed tasks without end; equal arguments give equal tasks."""
     rng = random.Random(seed)
     while True:
         yield compose_task(rng, data, device)

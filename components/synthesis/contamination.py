@@ -1,9 +1,9 @@
-"""Staying clear of evaluation programs: structural similarity of two `Model` classes, from their syntax trees.
+"""Structural similarity of `Model` classes, to keep training tasks apart from evaluation programs.
 
-The paper drops a training task whose similarity to any evaluation program passes 0.9 (appendix 6), measured with an
-off-the-shelf tool that it only names. The measure here: both models are brought to one form (straight-line assignments
-substituted into the result, variable names, constants, annotations, docstrings and module prefixes erased), and the
-similarity is the Dice coefficient of the multisets of all their subtrees: 1 for equal structure, 0 for nothing shared.
+The paper drops a training task whose similarity to any evaluation program exceeds 0.9 (appendix 6). Here the
+similarity is the Dice coefficient of the multisets of all subtrees of both syntax trees, 1 for equal
+structure, 0 for nothing shared. Before, assignments are inlined, and variable names, constants, docstrings
+and module prefixes are erased.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from components.core.errors import UserError
 from components.core.files import digest_bytes
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
-LARGEST = 2000
-"""Nodes beyond which an expression is no longer substituted, so that x = x * x, thirty times over, stays small."""
+MAX_INLINED_NODES = 2000
+"""Syntax nodes of an inlined expression: repeated x = x * x would grow exponentially."""
 
 Subtrees = Counter[str]
 
 
 def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
-    """Every subtree of the canonical `Model`, counted. With `constants` their values are kept, and `get_inputs` joins
-    in, so that equal results mean the same operator graph on the same shapes."""
+    """Count the subtrees of the normalised `Model`.
+
+    With `constants` their values are kept and `get_inputs` is included, so that equal results mean equal
+    operator graphs on equal shapes.
+    """
     tree = ast.parse(code)
     counts: Subtrees = Counter()
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == "Model":
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
-                    _count(_straightened(method), constants, counts)
+                    _count(_inline_assignments(method), constants, counts)
         elif (
             constants and isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")
         ):
-            _count(_straightened(node), constants, counts)
+            _count(_inline_assignments(node), constants, counts)
     return counts
 
 
 def graph_digest(code: str) -> str:
-    """Digest of the operator graph: the same for sources that differ in names, prefixes and formatting only."""
+    """Return a digest of the operator graph, equal for sources that differ in names, prefixes and formatting only."""
     return digest_bytes(
         "\n".join(
             f"{label} {count}" for label, count in sorted(count_subtrees(code, constants=True).items())
@@ -54,25 +57,29 @@ def graph_digest(code: str) -> str:
 
 
 def similarity(a: Subtrees, b: Subtrees) -> float:
-    """Dice coefficient of two multisets of subtrees, 0 to 1."""
+    """Return the Dice coefficient of two multisets of subtrees, 0 to 1."""
     total = a.total() + b.total()
     return 2 * (a & b).total() / total if total else 0.0
 
 
 class EvaluationPrograms:
-    """The evaluation programs to stay clear of."""
+    """The evaluation programs that training tasks must not resemble."""
 
     def __init__(self, against: Iterable[str]):
-        """`against` are folders of .py files, .py files or parquet files with a column `code`; UserError names the first
-        that cannot be read."""
+        """Read folders of .py files, .py files, or parquet files with a column `code`.
+
+        Raises UserError naming the first that cannot be read.
+        """
         self.programs = [
             (origin, count_subtrees(code)) for name in against for origin, code in _sources(Path(name))
         ]
 
     def nearest(self, code: str) -> tuple[float, str]:
-        """Highest similarity to any program, and that program's origin; (0, "") when there are none."""
-        own = count_subtrees(code)
-        return max(((similarity(own, other), origin) for origin, other in self.programs), default=(0.0, ""))
+        """Return the highest similarity to any program, and that program's origin; (0, "") without programs."""
+        subtrees = count_subtrees(code)
+        return max(
+            ((similarity(subtrees, other), origin) for origin, other in self.programs), default=(0.0, "")
+        )
 
 
 def _sources(path: Path) -> list[tuple[str, str]]:
@@ -83,18 +90,19 @@ def _sources(path: Path) -> list[tuple[str, str]]:
             raise UserError(
                 f"data.against: {path} is not a readable parquet with a column code ({error}); mend or remove it."
             ) from error
-        found = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
+        sources = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        found = [(str(file.relative_to(path.parent)), file.read_text(errors="replace")) for file in files]
+        sources = [(str(file.relative_to(path.parent)), file.read_text(errors="replace")) for file in files]
     else:
         raise UserError(
             f"data.against: {path} is neither a folder of .py files nor a parquet file; give an existing path."
         )
-    programs = [(origin, code) for origin, code in found if _has_model(code)]
+    programs = [(origin, code) for origin, code in sources if _has_model(code)]
     if not programs:
         raise UserError(
-            f"data.against: {path} holds no program with a class Model; give a folder or parquet of evaluation programs."
+            f"data.against: {path} holds no program with a class Model; "
+            "give a folder or parquet of evaluation programs."
         )
     return programs
 
@@ -107,11 +115,11 @@ def _has_model(code: str) -> bool:
     return any(isinstance(node, ast.ClassDef) and node.name == "Model" for node in tree.body)
 
 
-# --- the canonical form ------------------------------------------------------------------------------------------------
+# --- normalisation ------------------------------------------------------------------------------------------
 
 
-def _straightened(function: ast.FunctionDef) -> list[ast.stmt]:
-    """The body with docstring and super().__init__() left out and `name = expression` substituted into what follows."""
+def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Return the body without docstring and super().__init__(), with `name = expression` inlined into what follows."""
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []
     for statement in function.body:
@@ -125,12 +133,12 @@ def _straightened(function: ast.FunctionDef) -> list[ast.stmt]:
             and len(statement.targets) == 1
             and isinstance(statement.targets[0], ast.Name)
         ):
-            if sum(1 for _ in ast.walk(statement.value)) <= LARGEST:
+            if sum(1 for _ in ast.walk(statement.value)) <= MAX_INLINED_NODES:
                 values[statement.targets[0].id] = statement.value
                 continue
             values.pop(statement.targets[0].id, None)
         elif not isinstance(statement, ast.Return | ast.Assign | ast.Expr):
-            # A branch or loop may assign anything: what it stores is no longer known.
+            # Values that a branch or loop may assign are unknown afterwards.
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                     values.pop(node.id, None)

@@ -1,4 +1,4 @@
-"""What a form costs, read off meta tensors: floating-point operations, and bytes that eager mode reads and writes."""
+"""The cost of an operator by meta tensors: floating-point operations, and the bytes that eager mode reads and writes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ VIEWS = frozenset(
     "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias detach as_strided split unbind".split()
 )
 NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in CORE_OPERATORS}
-"""Eager time for an element on one CPU core, where it was measured."""
+"""Measured eager nanoseconds for one element on one CPU core, by canonical name."""
 OTHER_NANOSECONDS = 0.5
+"""Assumed for operators without a measurement."""
 CPU_FLOPS = 4e10
+"""Rough operations a second of one core."""
 GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
+"""Rough operations a second, bytes a second, and seconds of a kernel launch."""
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is active. Work is only counted: tensors may be meta."""
+    """Counter of the operations, bytes and kernel launches of what runs while it is active; tensors may be meta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +52,11 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """A form on one input: shape and strides of its output, operations, bytes, kernel launches, and bytes of the largest tensor, parameters too."""
+    """Cost of a template on one input.
+
+    `after` is the output's shape and strides, `calls` counts kernel launches, `largest` is the bytes of the
+    largest tensor, parameters included.
+    """
 
     after: tuple[tuple[int, ...], tuple[int, ...]]
     flops: int
@@ -60,21 +67,25 @@ class OperatorCost:
 
 @functools.lru_cache(maxsize=65536)
 def operator_cost(
-    form: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
+    template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> OperatorCost | None:
-    """None where the form does not fit this input."""
+    """Return the cost of a template on an input of this layout; None where it does not fit."""
     with Meter() as meter:
-        after = output_layout.__wrapped__(form, shape, stride)
+        after = output_layout.__wrapped__(template, shape, stride)
     return (
         None if after is None else OperatorCost(after, meter.flops, meter.bytes, meter.calls, meter.largest)
     )
 
 
-def eager_seconds(form: OperatorTemplate, met: OperatorCost, device: Device) -> tuple[float, float]:
-    """A guess of the eager time, only to choose a size, since the judge measures: what it takes at any size, and what grows with
-    the size. On a GPU launches are nearly all that a small input takes."""
+def estimate_operator_seconds(
+    template: OperatorTemplate, cost: OperatorCost, device: Device
+) -> tuple[float, float]:
+    """Estimate the eager time, to choose a size: the seconds at any size, and those that grow with the size.
+
+    Kernel launches, the fixed part on a GPU, are nearly all that a small input takes there.
+    """
     if device == "cuda":
-        return met.calls * GPU_LAUNCH, met.flops / GPU_FLOPS + met.bytes / GPU_BANDWIDTH
-    return 0.0, met.flops / CPU_FLOPS + met.bytes / 8e9 * NANOSECONDS.get(
-        canonical(form.name), OTHER_NANOSECONDS
+        return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH
+    return 0.0, cost.flops / CPU_FLOPS + cost.bytes / 8e9 * NANOSECONDS.get(
+        canonical(template.name), OTHER_NANOSECONDS
     )

@@ -1,8 +1,8 @@
-"""Building the data set: compose candidates, hold them against the task_filter, keep every rejected one with its reason.
+"""Building the data set: compose candidates, hold them against the task filter, keep every rejected one with its reason.
 
-Candidates are taken in the order of composition, so the admitted set depends on the parameters and the verdicts alone,
-not on which judgement came back first. Admissions are journalled by the pool: a killed build that is started again
-judges nothing twice.
+Candidates are decided in the order of composition, so the admitted set depends on the parameters and the
+verdicts alone, not on which admission finished first. Admissions are journalled by the pool: a killed build
+that is started again judges nothing twice.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ from components.synthesis.operator_table import load_operator_table
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import Draft, TorchComposer
 
-HOPELESS = 60
-"""Executed candidates in a row without one admission, after which the parameters are to blame."""
-DRY = 5000
-"""Duplicates in a row, after which the composer has nothing new to offer."""
+MAX_REFUSED_IN_A_ROW = 60
+"""Executed candidates refused in a row before the build gives up."""
+MAX_USELESS_IN_A_ROW = 5000
+"""Candidates in a row that are duplicates or not needed, before the build gives up."""
 
 LOOKAHEAD = 16
-"""Candidates in the window for each that is judged at once: decisions come in order, and one task may take torch.compile a minute."""
+"""Size of the window for each worker of the pool: decisions come in order, and one admission may take a
+minute."""
 AHEAD = 2
-"""Candidates given to the pool for each that is judged at once. Not all of the window: a resized one, which stands first and is
-waited for, would wait for the whole window there, and nothing would enter meanwhile."""
+"""Candidates submitted for each worker of the pool; a resized task, which is decided first, waits for these
+only."""
 
 
-class Admitting(Protocol):
-    """What of the judge pool is needed here."""
+class AdmissionPool(Protocol):
+    """The part of the judge pool that a build uses."""
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A composed task on its way: refused at first look, or with time under judgement."""
+class TaskCandidate:
+    """A composed task in the window: refused by its source, or submitted for admission."""
 
     task: KernelTask
     refused: Rejection | None = None
     judgement: Future[Admission] | None = None
     draft: Draft | None = None
-    """What it was written from, where it was composed of mined operators."""
+    """The templates or module of a task that is composed from the mined table."""
     resized: bool = False
-    """Whether its size was searched by a measurement already; that is done once."""
+    """Whether its size was chosen by a measurement; that is done once."""
 
     @property
-    def hopeless(self) -> bool:
-        """Whether neither it nor another size of it will be admitted, as far as is known."""
+    def is_ruled_out(self) -> bool:
+        """Whether it is known that neither this task nor another size of it will be admitted."""
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
         admission = self.judgement.result()
@@ -73,28 +74,36 @@ class Candidate:
         )
 
 
-Place = tuple[str, str]
-"""Split and kind: what a data set asks for so and so many of."""
+Quota = tuple[str, str]
+"""Split and kind of task; a data set has a number of tasks for each."""
 
 
-def targets(data: Data) -> Counter[Place]:
-    """How many tasks are asked for of each split, and of each kind where the mined table is composed from, so that the mix
-    of the data set is the mix of the parameters. The core table's tasks are of one kind, "": their mix is drawn."""
-    wanted: Counter[Place] = Counter()
+def task_quotas(data: Data) -> Counter[Quota]:
+    """Return the number of tasks of each split and kind, so that the data set has the mix of the parameters.
+
+    Tasks of the core operators have one kind, "": their mix is drawn at random.
+    """
+    wanted: Counter[Quota] = Counter()
     for split, count in (("train", data.tasks), ("held_out", data.held_out)):
-        for kind, share in kinds(data).items():
+        for kind, share in source_shares(data).items():
             wanted[split, kind] = int(count * share)
-        # What rounding down left goes to the largest remainders.
-        rest = sorted(
-            kinds(data), key=lambda kind: (int(count * kinds(data)[kind]) - count * kinds(data)[kind], kind)
+        # The largest remainders are rounded up.
+        by_remainder = sorted(
+            source_shares(data),
+            key=lambda kind: (
+                int(count * source_shares(data)[kind]) - count * source_shares(data)[kind],
+                kind,
+            ),
         )
-        for kind in rest[: count - sum(number for (place, _), number in wanted.items() if place == split)]:
+        for kind in by_remainder[
+            : count - sum(number for (part, _), number in wanted.items() if part == split)
+        ]:
             wanted[split, kind] += 1
     return wanted
 
 
-def kinds(data: Data) -> dict[str, float]:
-    """Share of each data_source; everything under "" for the core table."""
+def source_shares(data: Data) -> dict[str, float]:
+    """Return the share of each data_source; {"": 1.0} for the core operators."""
     if data.operators == "core":
         return {"": 1.0}
     modules = data.transformers_share if data.operators == "all" and not data.composer else 0.0
@@ -102,22 +111,25 @@ def kinds(data: Data) -> dict[str, float]:
     return shares | ({"transformers": modules} if modules else {})
 
 
-class Builder:
-    """One build in progress: candidates enter a window in the order of their source and are decided in that order.
+class DatasetBuilder:
+    """A build in progress: candidates enter a window in the order of their source and are decided in that order.
 
-    Without `wanted` every candidate of a finite source is judged: that is an import."""
+    Without `wanted` every candidate of a finite source is judged: that is an import.
+    """
 
-    def __init__(self, params: Params, pool: Admitting, progress: Progress, wanted: Counter[Place] | None):
+    def __init__(
+        self, params: Params, pool: AdmissionPool, progress: Progress, wanted: Counter[Quota] | None
+    ):
         self.params, self.pool, self.progress, self.wanted = params, pool, progress, wanted
         self.composer: TorchComposer | None = None
         self.task_filter = TaskFilter(params.data)
-        self.done: Counter[Place] = Counter()
-        self.window: deque[Candidate] = deque()
+        self.done: Counter[Quota] = Counter()
+        self.window: deque[TaskCandidate] = deque()
         self.admitted: list[KernelTask] = []
         self.rejected: list[Rejection] = []
-        self.candidates = self.surplus = self.fruitless = self.dry = 0
+        self.candidates = self.surplus = self.refused_in_a_row = self.useless_in_a_row = 0
 
-    def run(self, source: Iterator[Candidate], total: int) -> None:
+    def run(self, source: Iterator[TaskCandidate], total: int) -> None:
         width = LOOKAHEAD * self.params.sandbox.build_workers
         while self.wanted is None or self.done != self.wanted:
             entering = next(source, None) if len(self.window) < width else None
@@ -133,72 +145,74 @@ class Builder:
             else:
                 return
 
-    def place(self, task: KernelTask) -> Place:
+    def quota(self, task: KernelTask) -> Quota:
         return task.split, task.data_source if self.wanted is not None and (
             "train",
             "",
         ) not in self.wanted else ""
 
-    def enter(self, candidate: Candidate) -> Candidate:
+    def enter(self, candidate: TaskCandidate) -> TaskCandidate:
         task = candidate.task
         reason, detail = (
             (candidate.refused.reason, candidate.refused.detail)
             if candidate.refused
             else self.task_filter.check_source(task)
         )
-        self.dry = 0 if not reason and self.needs(candidate, self.room()) else self.dry + 1
-        if self.dry > DRY and self.wanted is not None:
+        self.useless_in_a_row = (
+            0 if not reason and self.needs(candidate, self.open_quotas()) else self.useless_in_a_row + 1
+        )
+        if self.useless_in_a_row > MAX_USELESS_IN_A_ROW and self.wanted is not None:
             missing = ", ".join(
                 f"{count - self.done[key]} {' '.join(filter(None, key))}"
                 for key, count in self.wanted.items()
                 if count > self.done[key]
             )
             raise UserError(
-                f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed (missing: {missing}); "
-                "ask for fewer tasks or widen data.numel."
+                f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed "
+                f"(missing: {missing}); ask for fewer tasks or widen data.numel."
             )
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
-    def needs(self, candidate: Candidate, room: Counter[Place]) -> bool:
-        """Whether the candidate is needed even if all before it are admitted of which that is not ruled out; takes its place in `room` then."""
-        place = self.place(candidate.task)
-        if candidate.hopeless or (self.wanted is not None and room[place] <= 0):
+    def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
+        """Return whether the candidate is needed if all before it are admitted that still can be; decrement `open_quotas`."""
+        quota = self.quota(candidate.task)
+        if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
             return False
-        room[place] -= 1
+        open_quotas[quota] -= 1
         return True
 
-    def room(self) -> Counter[Place]:
-        """How many more tasks are asked for, of each kind, than there could be with those in the window."""
-        room = Counter(self.wanted or {})
-        room.subtract(self.done)
+    def open_quotas(self) -> Counter[Quota]:
+        """Return how many tasks of each quota are missing if all of the window are admitted that still can be."""
+        open_quotas = Counter(self.wanted or {})
+        open_quotas.subtract(self.done)
         for candidate in self.window:
-            self.needs(candidate, room)
-        return room
+            self.needs(candidate, open_quotas)
+        return open_quotas
 
     def admit(self, task: KernelTask) -> Future[Admission]:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def feed(self) -> None:
-        """Give the pool the first of the window that are needed, as many as keep it busy."""
-        under_way = sum(
+        """Submit the first needed candidates of the window, with at most AHEAD * workers in flight."""
+        in_flight = sum(
             1
             for candidate in self.window
             if candidate.judgement is not None and not candidate.judgement.done()
         )
-        room = Counter(self.wanted or {})
-        room.subtract(self.done)
-        for place, candidate in enumerate(self.window):
-            if under_way >= AHEAD * self.params.sandbox.build_workers:
+        open_quotas = Counter(self.wanted or {})
+        open_quotas.subtract(self.done)
+        for index, candidate in enumerate(self.window):
+            if in_flight >= AHEAD * self.params.sandbox.build_workers:
                 return
-            if self.needs(candidate, room) and candidate.judgement is None:
-                self.window[place] = replace(candidate, judgement=self.admit(candidate.task))
-                under_way += 1
+            if self.needs(candidate, open_quotas) and candidate.judgement is None:
+                self.window[index] = replace(candidate, judgement=self.admit(candidate.task))
+                in_flight += 1
 
-    def judged(self) -> Admission | None:
-        """The admission of the window's first, while the pool is kept busy with those after it; None where it need not be judged."""
+    def await_admission(self) -> Admission | None:
+        """Wait for the admission of the window's first candidate; None where it need not be judged."""
         first = self.window[0]
-        place = self.place(first.task)
-        if first.refused or (self.wanted is not None and self.done[place] >= self.wanted[place]):
+        quota = self.quota(first.task)
+        if first.refused or (self.wanted is not None and self.done[quota] >= self.wanted[quota]):
             return None
         judgement = first.judgement or self.admit(first.task)
         self.window[0] = replace(first, judgement=judgement)
@@ -213,7 +227,7 @@ class Builder:
         return judgement.result()
 
     def decide(self) -> None:
-        admission = self.judged()
+        admission = self.await_admission()
         candidate = self.window.popleft()
         task = candidate.task
         self.candidates += 1
@@ -223,16 +237,14 @@ class Builder:
         if admission is None:
             self.surplus += 1
             return
-        if (
-            admission.reason == "infrastructure"
-        ):  # a set must not depend on what failed beside it; who builds again goes on here
+        if admission.reason == "infrastructure":
             raise InfrastructureError(
                 f"the judge failed by its own fault: {admission.evidence.get('detail', '')}"
             )
         reason, detail = self.task_filter.check_admission(admission)
         if not reason:
-            self.fruitless = 0
-            self.done[self.place(task)] += 1
+            self.refused_in_a_row = 0
+            self.done[self.quota(task)] += 1
             flops = candidate.draft.flops if candidate.draft is not None else None
             evidence = (
                 {"device": self.params.device}
@@ -244,11 +256,12 @@ class Builder:
                 task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)})
             )
             return
-        self.fruitless += 1
+        self.refused_in_a_row += 1
         self.rejected.append(Rejection(task, reason, detail))
-        if self.wanted is not None and self.fruitless >= HOPELESS:
+        if self.wanted is not None and self.refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise UserError(
-                f"data: the last {HOPELESS} candidates that ran were all refused, this one for {reason}; widen data.eager_seconds or data.numel."
+                f"data: the last {MAX_REFUSED_IN_A_ROW} candidates that ran were all refused, "
+                f"this one for {reason}; widen data.eager_seconds or data.numel."
             )
         if (
             reason == "eager_time"
@@ -256,9 +269,9 @@ class Builder:
             and self.composer is not None
             and not candidate.resized
         ):
-            resized = self.composer.resized(candidate.draft, admission.evidence["eager_seconds"])
+            resized = self.composer.resize(candidate.draft, admission.evidence["eager_seconds"])
             if resized is not None:
-                self.window.appendleft(self.enter(Candidate(resized.task, draft=resized, resized=True)))
+                self.window.appendleft(self.enter(TaskCandidate(resized.task, draft=resized, resized=True)))
                 self.feed()
 
     def write(self, out: Path) -> DatasetSummary:
@@ -274,7 +287,8 @@ class Builder:
                 and (old := dataset_version(out / "tasks.parquet")) != version
             ):
                 raise UserError(
-                    f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; give another folder, or delete it first."
+                    f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; "
+                    "give another folder, or delete it first."
                 )
             summary = DatasetSummary(
                 version,
@@ -288,8 +302,8 @@ class Builder:
         return summary
 
 
-def check_out(out: Path) -> None:
-    """UserError unless `out` is a new or empty folder, or holds a data set: what lies there would be gone."""
+def check_output_folder(out: Path) -> None:
+    """Raise UserError unless `out` is a new or empty folder, or holds a data set."""
     if out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file()):
         return
     if out.exists() or out.is_symlink():
@@ -297,45 +311,44 @@ def check_out(out: Path) -> None:
 
 
 def build_dataset(
-    params: Params, out: Path, pool: Admitting, progress: Progress, seeds: Path | None = None
+    params: Params, out: Path, pool: AdmissionPool, progress: Progress, seeds: Path | None = None
 ) -> DatasetSummary:
-    """Make a data set and write it to the folder `out` in one step: tasks.parquet, rejected.parquet, metrics.json,
-    plots/*.csv and README.md. Equal parameters and verdicts give an equal data set, in whatever order verdicts come.
-    `seeds` is the folder of the mined table; it is not looked at where data.operators is core; the journal of
-    data.composer's answers lies beside it.
+    """Make a data set and write tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md to `out`.
 
-    Raises UserError when data.against cannot be read, when the parameters admit next to nothing, or when `out` holds another data set.
+    Equal parameters and verdicts give an equal data set, in whatever order verdicts come. `seeds` is the
+    folder of the mined table, which data.operators core does not need; the journal of data.composer's answers
+    lies beside it. Raises UserError when data.against cannot be read, when the parameters admit next to
+    nothing, or when `out` holds another data set.
     """
-    check_out(out)
+    check_output_folder(out)
     data = params.data
-    builder = Builder(params, pool, progress, targets(data))
-    source: Iterator[Candidate]
+    builder = DatasetBuilder(params, pool, progress, task_quotas(data))
+    source: Iterator[TaskCandidate]
     if data.operators == "core":
-        source = (Candidate(task) for task in compose_tasks(data.seed, data, params.device))
+        source = (TaskCandidate(task) for task in compose_tasks(data.seed, data, params.device))
     else:
         if seeds is None:
             raise UserError(
-                f"data.operators: {data.operators} needs the folder of the mined table; give one, or set data.operators to core."
+                f"data.operators: {data.operators} needs the folder of the mined table; "
+                "give one, or set data.operators to core."
             )
         table = load_operator_table(seeds, progress)
         if data.composer:
-            asked = ModelComposer(
-                sorted({form.name for form in table.templates}), data, seeds.parent / "answers"
-            )
+            names = sorted({template.name for template in table.templates})
             source = (
-                Candidate(item) if isinstance(item, KernelTask) else Candidate(item.task, refused=item)
-                for item in asked
+                TaskCandidate(item)
+                if isinstance(item, KernelTask)
+                else TaskCandidate(item.task, refused=item)
+                for item in ModelComposer(names, data, seeds.parent / "answers")
             )
         else:
             builder.composer = TorchComposer(table, data, params.device, modules=data.operators == "all")
-            source = (Candidate(draft.task, draft=draft) for draft in builder.composer)
+            source = (TaskCandidate(draft.task, draft=draft) for draft in builder.composer)
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # probes are small: fifteen more threads that wait for each took two of sixteen cores from the judge
+    torch.set_num_threads(1)  # the composer's tensors are small, and the judge needs the cores
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch remarks on many a mined form; the task_filter decides
+            warnings.simplefilter("ignore")  # torch warns about many of the mined operators
             builder.run(source, data.tasks + data.held_out)
     finally:
         torch.set_num_threads(threads)
@@ -343,14 +356,20 @@ def build_dataset(
 
 
 def admit_tasks(
-    params: Params, tasks: Iterable[KernelTask], total: int, out: Path, pool: Admitting, progress: Progress
+    params: Params,
+    tasks: Iterable[KernelTask],
+    total: int,
+    out: Path,
+    pool: AdmissionPool,
+    progress: Progress,
 ) -> DatasetSummary:
-    """Hold given tasks against the task_filter and the judge, every one of them, and write those that pass as `build_dataset` does.
+    """Judge every given task and write those that are admitted, as `build_dataset` does.
 
-    Raises UserError when none passes: an empty data set is none."""
-    check_out(out)
-    builder = Builder(params, pool, progress, None)
-    builder.run((Candidate(task) for task in itertools.islice(tasks, total)), total)
+    Raises UserError when none is admitted.
+    """
+    check_output_folder(out)
+    builder = DatasetBuilder(params, pool, progress, None)
+    builder.run((TaskCandidate(task) for task in itertools.islice(tasks, total)), total)
     if not builder.admitted:
         reasons = (
             ", ".join(
@@ -360,6 +379,7 @@ def admit_tasks(
             or "no rows"
         )
         raise UserError(
-            f"{out}: no task was admitted ({reasons}), so nothing was written; see cuda-agent data check for each row."
+            f"{out}: no task was admitted ({reasons}), so nothing was written; "
+            "see cuda-agent data check for each row."
         )
     return builder.write(out)

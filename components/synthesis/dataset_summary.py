@@ -1,4 +1,4 @@
-"""What a data set says about itself: the rejected candidates, the funnel as figures and plots, and its card."""
+"""The files of a data set beside its tasks: rejected candidates, metrics, plots, and the data card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from components.core.task import KernelTask
 from components.synthesis.core_operators import canonical
 
 UNREADABLE = ("no_code", "cut_off", "contract")
-"""Reasons of candidates that may be no Python at all."""
+"""Reasons of candidates whose source may not be Python."""
 FIRST_LOOK = (
     *UNREADABLE,
     "hostile",
@@ -29,18 +29,18 @@ FIRST_LOOK = (
     "duplicate_graph",
     "similar_to_evaluation",
 )
-"""Reasons that are found without running anything."""
+"""Reasons that are decided without running anything."""
 HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 """Lower edges of the distribution of headroom."""
 BINS = 20
-"""Of the distribution of similarities."""
+"""Number of bins of the distribution of similarities."""
 QUANTILES = (0, 0.1, 0.5, 0.9, 1)
-"""Of the distributions in the card."""
+"""Quantiles of the distributions in the card."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A candidate that did not become a task: a machine-readable reason, and what was found."""
+    """A refused candidate, with a machine-readable reason and its detail."""
 
     task: KernelTask
     reason: str
@@ -49,7 +49,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What was made. Candidates are those decided: admitted, rejected, or surplus (their split was complete already)."""
+    """Outcome of a build; `candidates` counts the admitted, the rejected, and the surplus of complete quotas."""
 
     version: str
     candidates: int
@@ -57,16 +57,16 @@ class DatasetSummary:
     admitted: tuple[KernelTask, ...]
     rejected: tuple[Rejection, ...]
     similarities: tuple[float, ...] = ()
-    """Highest similarity to an evaluation program of every candidate that was held against them, ascending."""
+    """Highest similarity of each compared candidate to any evaluation program, ascending."""
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Rejections by reason, most frequent first."""
+        """Number of rejections by reason, most frequent first."""
         return dict(Counter(rejection.reason for rejection in self.rejected).most_common())
 
     @property
     def funnel(self) -> list[tuple[str, int]]:
-        """Candidates that remain after each step."""
+        """Number of candidates that remain after each step."""
         unseen = self.candidates - sum(
             count for reason, count in self.reasons.items() if reason in FIRST_LOOK
         )
@@ -117,7 +117,7 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
 
 
 def metrics(summary: DatasetSummary) -> dict[str, Any]:
-    """Figures for `dvc metrics show` and the report."""
+    """Return the figures for `dvc metrics show` and the report."""
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
     splits = Counter(task.split for task in summary.admitted)
@@ -154,7 +154,7 @@ def metrics(summary: DatasetSummary) -> dict[str, Any]:
 
 
 def card(params: Params, summary: DatasetSummary, figures: dict[str, Any]) -> str:
-    """The data card, for whoever trains on or evaluates with this data set."""
+    """Return the data card, for users of the data set."""
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = (
         "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"
@@ -193,9 +193,10 @@ configs:
 
 # Kernel tasks, version {summary.version[:16]}
 
-{figures["train"]} training and {figures["held_out"]} held-out tasks, composed{by} with seed {params.data.seed} for device {params.device} at precision
-{params.precision}, operators: {params.data.operators}. Held-out tasks (column `split`) have operator sequences that occur in no training task
-and no demonstration.
+{figures["train"]} training and {figures["held_out"]} held-out tasks, composed{by} with seed
+{params.data.seed} for device {params.device} at precision {params.precision}, operators:
+{params.data.operators}. Held-out tasks (column `split`) have operator sequences that occur in no training
+task and no demonstration.
 
 | step | candidates |
 | --- | --- |
@@ -210,12 +211,12 @@ and no demonstration.
 {spread}
 
 - Kinds of task: {mix}.
-- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}. Most frequent: {often}.
-- The window of eager times was {params.data.eager_seconds[0] * 1e3:g} to {params.data.eager_seconds[1] * 1e3:g} ms.
-- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
-{room}{library}
-`tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's
-evidence as JSON. `rejected.parquet` holds every refused candidate with its reason, `plots/` the figures behind this card.
+- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}.
+Most frequent: {often}. - The window of eager times was {params.data.eager_seconds[0] * 1e3:g} to
+{params.data.eager_seconds[1] * 1e3:g} ms. - Kept clear of (similarity at most
+{params.data.max_similarity:g}): {against}. {room}{library} `tasks.parquet` has the columns of the public data
+set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's evidence as JSON.
+`rejected.parquet` holds every refused candidate with its reason, `plots/` the figures behind this card.
 
 ```python
 datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("this/folder/tasks.parquet")
@@ -223,7 +224,10 @@ datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("
 """
 
 
-LIBRARY = "- Tasks of the kind `transformers` hold source of the transformers library, which is licensed under Apache-2.0.\n"
+LIBRARY = (
+    "- Tasks of the kind `transformers` hold source of the transformers library, "
+    "which is licensed under Apache-2.0.\n"
+)
 
 
 def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:

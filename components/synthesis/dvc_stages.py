@@ -18,11 +18,11 @@ from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
 
 ERROR_PREFIX = "error: "
-"""Begins the last line of a stage that failed: what is wrong and how to mend it."""
+"""Prefix of the last line of a failed stage, which says what is wrong and how to fix it."""
 
 
-class Lines:
-    """Progress as plain lines on standard error, one every few seconds and the last one."""
+class LineProgress:
+    """Progress as lines on standard error, at most one every `seconds` seconds, and the last step."""
 
     def __init__(self, seconds: float = 5.0):
         self.seconds = seconds
@@ -41,28 +41,34 @@ class Lines:
 
 
 def seeds(params: Params, out: Path) -> str:
-    """Mine the table; for the core operators the folder stays empty and torch is not even imported."""
+    """Mine the operator table; for the core operators the folder stays empty and torch is not imported."""
     out.mkdir(parents=True, exist_ok=True)
     if params.data.operators == "core":
         return "seeds: the core table, nothing to mine"
     from components.synthesis.operator_table import load_operator_table
 
-    table = load_operator_table(out, Lines())
-    return f"seeds: {len(table.operators)} operators in {len(table.templates)} forms, {len(table.modules)} modules; {len(table.left_out)} left out"
+    table = load_operator_table(out, LineProgress())
+    return (
+        f"seeds: {len(table.operators)} operators in {len(table.templates)} forms, "
+        f"{len(table.modules)} modules; {len(table.left_out)} left out"
+    )
 
 
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
-    """Compose, hold against the task_filter and the judge, and write the data set."""
+    """Compose tasks, judge them, and write the data set."""
     from components.judge.pool import open_pool
     from components.synthesis.dataset import build_dataset
 
     pool = open_pool(params, verdicts)
     try:
-        summary = build_dataset(params, out, pool, Lines(), seeds)
+        summary = build_dataset(params, out, pool, LineProgress(), seeds)
     finally:
         pool.close()
     refused = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
-    return f"data set {summary.version[:16]}: {len(summary.admitted)} tasks of {summary.candidates} candidates; refused: {refused}"
+    return (
+        f"data set {summary.version[:16]}: {len(summary.admitted)} tasks of {summary.candidates} candidates; "
+        f"refused: {refused}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,21 +89,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        # No profile: DVC sees a changed parameter where the stage reads it, and `dvc exp run -S` changes what counts.
+        # Without a profile, so that the file which DVC tracks and `dvc exp run -S` changes decides every
+        # parameter.
         params = resolve(path=options.params).params
-        said = (
+        result = (
             seeds(params, options.out)
             if options.stage == "seeds"
             else tasks(params, options.seeds, options.out, options.verdicts)
         )
-    except Exception as error:  # the boundary: DVC hands on what is printed and an exit code of its own
+    except Exception as error:  # DVC reports what is printed here, and an exit code of its own
         sentence = str(error) if isinstance(error, UserError) else environment_fault(error)
         if not sentence:
             traceback.print_exc()
             sentence = f"{type(error).__name__}: {error}"
         print(f"{ERROR_PREFIX}{' '.join(sentence.split())}", file=sys.stderr)
         return 3 if isinstance(error, IsolationUnavailable) else 2 if isinstance(error, UserError) else 1
-    print(said, file=sys.stderr)
+    print(result, file=sys.stderr)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Mining the installed transformers: norms, activations, attention, feed-forward blocks, rotary embeddings, routers.
+"""Mining of the installed transformers: norms, activations, attention, feed-forward blocks, rotary embeddings, routers.
 
-A module becomes a task on its own (it is composed of operators already). Its source is cut out of the library's file
-together with everything of that file that it uses; annotations, decorators and caches go, the configuration becomes a
-namespace of the values that the source reads. What still needs another part of the library is left out, with its name.
+A module is a task by itself. Its source is extracted from the library's file together with everything of that file that
+it uses. Annotations and decorators are removed; the configuration becomes a namespace of the values that the source
+reads. A module that needs another part of the library is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ast
 import importlib
 import importlib.util
 import json
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch
 
 from components.synthesis.mined_operators import Skipped, TransformersModule
 from components.synthesis.source_extraction import CannotExtract, LibraryFile
+from components.synthesis.transformers_source import FIXED, write_module_source
 
 FAMILIES = tuple(
     """albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2 deepseek_v2 deepseek_v3 diffllama dinov2 electra esm
@@ -29,39 +29,7 @@ FAMILIES = tuple(
     mobilevit modernbert mpt nemotron olmo olmo2 olmoe opt persimmon phi phi3 phimoe poolformer qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next resnet roberta sam
     segformer siglip stablelm starcoder2 swin t5 vit wav2vec2 whisper xglm zamba2""".split()
 )
-"""Folders of transformers.models that are looked at; most others copy a module of one of these."""
-SCALED: dict[str, float] = {
-    # Configuration values that follow the hidden size, as multiples of it.
-    **dict.fromkeys(
-        "hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0
-    ),
-    **dict.fromkeys(
-        "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size shared_expert_intermediate_size".split(),
-        2.0,
-    ),
-    **dict.fromkeys("moe_intermediate_size mlp_intermediate_size".split(), 0.5),
-    **dict.fromkeys(
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads".split(),
-        1 / 64,
-    ),
-    **dict.fromkeys("num_key_value_heads num_kv_heads".split(), 1 / 128),
-}
-FIXED: dict[str, Any] = {
-    "head_dim": 64,
-    "d_kv": 64,
-    "n_inner": None,
-    "max_position_embeddings": 2048,
-    **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 8),
-    **dict.fromkeys("num_experts_per_tok moe_top_k top_k num_experts_per_token".split(), 2),
-    "n_group": 1,
-    "topk_group": 1,
-    "vocab_size": 1000,
-    "_attn_implementation": "eager",
-    "attn_implementation": "eager",
-    "use_cache": False,
-    "output_attentions": False,
-    "chunk_size_feed_forward": 0,
-}
+"""Folders of transformers.models that are mined; most others copy a module of one of these."""
 VECTOR, IMAGE = "torch.randn({batch}, {length}, {hidden})", "torch.randn({batch}, {hidden}, {side}, {side})"
 INPUTS = frozenset(
     "hidden_states x hidden_state inputs input hidden features input_tensor hidden_states_gate residual pixel_values query embeddings".split()
@@ -83,59 +51,12 @@ MADE_WITH = {
 }
 SEVERAL = "gives no single float32 tensor back"
 SIZE = {"batch": 2, "length": 16, "hidden": 256}
-SOURCE = """{code}
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-{config}        self.block = {init}
-
-    def forward(self, {arguments}):
-        return {call}
-
-
-def get_inputs():
-    return [{inputs}]
-
-
-def get_init_inputs():
-    return []
-"""
-
-
-def scaled(config: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """The configuration for this hidden size."""
-    grown = {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
-    return config | {key: FIXED[key] for key in config if key in FIXED} | grown
-
-
-def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
-    """The task's source for inputs of these sizes."""
-    values = {
-        "batch": batch,
-        "length": length,
-        "hidden": hidden,
-        "twice": 2 * hidden,
-        "heads": max(1, hidden // 64),
-        "side": math.isqrt(length),
-    }
-    given = ", ".join(f"{key}={value!r}" for key, value in scaled(module.config, hidden).items())
-    config = f"        config = SimpleNamespace({given})\n" if "config" in module.init else ""
-    names = ("x", "y", "z", "w")[: len(module.inputs)]
-    return SOURCE.format(
-        code=module.code,
-        config=config,
-        init=module.init.format(**values),
-        arguments=", ".join(names),
-        call=module.call,
-        inputs=", ".join(text.format(**values) for text in module.inputs),
-    )
+"""Sizes of the inputs on which modules are tried."""
 
 
 def mine() -> tuple[list[TransformersModule], list[Skipped]]:
-    """Modules in the order of families, and every class of a mined role that was left out. About a minute of one core."""
-    found: list[TransformersModule] = []
+    """Return modules in the order of families, and the classes left out. Takes about a minute of one core."""
+    modules: list[TransformersModule] = []
     left_out: list[Skipped] = []
     meanings: dict[str, str] = {}
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
@@ -158,10 +79,10 @@ def mine() -> tuple[list[TransformersModule], list[Skipped]]:
                     if meaning in meanings:
                         raise CannotExtract(f"the same as {meanings[meaning]}")
                     meanings[meaning] = f"{family}.{name}"
-                    found.append(module)
+                    modules.append(module)
                 except CannotExtract as reason:
                     left_out.append(Skipped(f"transformers.{family}.{name}", str(reason)))
-    return found, left_out
+    return modules, left_out
 
 
 def _files() -> Iterator[tuple[str, Path]]:
@@ -176,7 +97,7 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _config(family: str) -> Any:
-    """The family's default configuration, the text model's where there are several; None where there is none."""
+    """Return the family's default configuration, the text model's where there are several; None without one."""
     try:
         library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
         classes = [
@@ -191,12 +112,12 @@ def _config(family: str) -> Any:
 
 
 def _module(library: LibraryFile, family: str, name: str, config: Any) -> TransformersModule:
-    """The module, run once for each way that its inputs may be meant; CannotExtract says why none works."""
+    """Return the module with the first inputs on which it runs; raises CannotExtract with the reason if none does."""
     code = library.extract(name)
     node = library.defined[name]
     assert isinstance(node, ast.ClassDef)
-    made = [_made_with(argument) for argument in _required(node, "__init__", library)]
-    init = f"{name}({', '.join(made)})"
+    init_arguments = [_init_value(argument) for argument in _required(node, "__init__", library)]
+    init = f"{name}({', '.join(init_arguments)})"
     read = sorted(set(re.findall(r"config\.(\w+)|getattr\([\w.]*config, '(\w+)'", code)))
     values: dict[str, Any] = {}
     for key in ("".join(pair) for pair in read):
@@ -207,18 +128,18 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
         )
         if value is not _NOTHING and _is_plain(value):
             values[key] = value
-    given = _required(node, "forward", library)
+    forward_arguments = _required(node, "forward", library)
     reason = ""
     for main in (VECTOR, IMAGE):
         try:
-            inputs, call = _called(given, main)
-            for form in (call, f"{call}[0]", f"{call}[1]", f"{call}[2]"):
-                module = TransformersModule(name, family, code, values, init, form, tuple(inputs))
-                fault = _find_defect(module)
-                if not fault:
+            inputs, call = _write_call(forward_arguments, main)
+            for result in (call, f"{call}[0]", f"{call}[1]", f"{call}[2]"):
+                module = TransformersModule(name, family, code, values, init, result, tuple(inputs))
+                defect = _find_defect(module)
+                if not defect:
                     return module
-                reason = fault if reason in ("", SEVERAL) else reason
-                if fault != SEVERAL:
+                reason = defect if reason in ("", SEVERAL) else reason
+                if defect != SEVERAL:
                     break
         except CannotExtract as missing:
             reason = reason or str(missing)
@@ -226,7 +147,7 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
 
 
 def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModule:
-    """A function of (q, k, cos, sin), all of one head size; its two results are joined, or one of them would not matter."""
+    """Return a function of (q, k, cos, sin) as a module that concatenates its two results."""
     code = library.extract(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
     for call in (f"torch.cat({name}(x, y, z, w), dim=-1)", f"{name}(x, y, z)"):
@@ -251,7 +172,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
-    """Names of the arguments without a default, and of the position embeddings, which attention cannot do without."""
+    """Return the names of arguments without a default, and position_embeddings, which attention always needs."""
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:
             names = [argument.arg for argument in item.args.args[1:]]
@@ -263,16 +184,16 @@ def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str
     return ["input"] if method == "forward" else []
 
 
-def _made_with(argument: str) -> str:
+def _init_value(argument: str) -> str:
     if argument not in MADE_WITH:
         raise CannotExtract(f"is made with {argument}, and no rule says what to give")
     return MADE_WITH[argument]
 
 
-def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
-    """The inputs as expressions, and the call that takes them under the names x, y, z, w."""
+def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
+    """Return the inputs as expressions, and the call that takes them under the names x, y, z, w."""
     inputs: list[str] = []
-    given: list[str] = []
+    arguments_passed: list[str] = []
 
     def add(text: str) -> str:
         if len(inputs) == 4:
@@ -282,22 +203,22 @@ def _called(arguments: list[str], main: str) -> tuple[list[str], str]:
 
     for argument in arguments:
         if argument in INPUTS:
-            given.append(f"{argument}={add(main)}")
+            arguments_passed.append(f"{argument}={add(main)}")
         elif argument == "position_ids":
-            given.append(f"{argument}={add('torch.arange({length}).unsqueeze(0)')}")
+            arguments_passed.append(f"{argument}={add('torch.arange({length}).unsqueeze(0)')}")
         elif argument == "position_embeddings":
-            given.append(
+            arguments_passed.append(
                 f"{argument}=({add('torch.randn(1, {length}, 64)')}, {add('torch.randn(1, {length}, 64)')})"
             )
         elif argument == "attention_mask":
-            given.append("attention_mask=None")
+            arguments_passed.append("attention_mask=None")
         else:
             raise CannotExtract(f"is called with {argument}, and no rule says what to give")
-    return inputs, f"self.block({', '.join(given)})"
+    return inputs, f"self.block({', '.join(arguments_passed)})"
 
 
 def _find_defect(module: TransformersModule) -> str:
-    """Why this form of the module makes no task; empty when it runs, is deterministic and depends on its first input."""
+    """Return why the module makes no task; empty when it runs, is deterministic and depends on its inputs."""
     scope: dict[str, Any] = {"__name__": "mined"}
     try:
         exec(compile(write_module_source(module, **SIZE), module.name, "exec"), scope)
@@ -306,7 +227,7 @@ def _find_defect(module: TransformersModule) -> str:
         inputs = scope["get_inputs"]()
         out, again = model(*inputs), model(*inputs)
         other = model(*scope["get_inputs"]())
-    except Exception as error:  # the library's own code on arguments that we guessed: anything may be raised
+    except Exception as error:  # library code on guessed arguments may raise anything
         return (
             f"does not run on guessed arguments ({type(error).__name__}: {' '.join(str(error).split())[:90]})"
         )

@@ -1,29 +1,26 @@
-"""The mined operators: how each may be written, on which tensors, and why the others were left out.
+"""Templates of the mined operators, and their application to real and meta tensors.
 
-A form is a template: `{x}` is its input, `{y}` a second input of the same shape, `{self}` the module that `init` makes,
-and the sizes of its input stand for numbers ({channels}, {last}, …; see `sizes`). So the same form is written for the
-small tensors that it is tried on and for the large ones of a task.
+In a template `{x}` is the input, `{y}` a second input of the same shape, and `{self}` the module or parameter
+that `init` makes. Sizes of the input are fields too ({channels}, {last}, …; see `size_fields`), so the same
+template serves the small tensors on which it is tried and the large ones of a task.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from components.core.files import atomic_write, read_json
 from components.synthesis.core_operators import canonical
 
 SMALL: dict[int, tuple[int, ...]] = {2: (8, 64), 3: (2, 16, 64), 4: (2, 16, 12, 12), 5: (2, 8, 8, 8, 8)}
-"""Shapes by rank on which forms are tried: rows, sequences or signals, images, volumes."""
-FAULTS = (
+"""Shapes by rank on which templates are tried: rows, sequences or signals, images, volumes."""
+FIT_ERRORS = (
     RuntimeError,
     ValueError,
     TypeError,
@@ -34,7 +31,7 @@ FAULTS = (
     ZeroDivisionError,
 )
 """What torch raises where arguments do not fit."""
-SCOPE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
+NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,10 @@ class OperatorTemplate:
     """The public name as the task's source writes it: nn.Conv2d, F.gelu, torch.cumsum."""
     call: str
     ranks: tuple[int, ...]
-    """Ranks of input that it was seen to work on."""
+    """Ranks of the inputs on which it works."""
     init: str = ""
-    """The expression in `__init__` that makes its module or parameter; empty for a function of its inputs alone."""
+    """The expression in `__init__` that makes its module or parameter; empty for a function of its inputs
+    alone."""
 
     @property
     def second(self) -> bool:
@@ -56,16 +54,18 @@ class OperatorTemplate:
 
 @dataclass(frozen=True)
 class TransformersModule:
-    """A module of transformers, self-contained: its source with everything that it needs, and how it is made and called.
+    """A self-contained module of transformers: its source with everything it uses, its construction and its call.
 
-    `inputs` are expressions with `{batch}`, `{length}`, `{hidden}` and what follows from them for sizes."""
+    `inputs` are expressions with the sizes `{batch}`, `{length}`, `{hidden}` and others that follow from
+    them.
+    """
 
     name: str
     family: str
     """The folder of its model in the library."""
     code: str
     config: dict[str, Any]
-    """The configuration's values that the source reads, as the library has them."""
+    """Default values of the configuration that the source reads."""
     init: str
     call: str
     inputs: tuple[str, ...]
@@ -73,13 +73,15 @@ class TransformersModule:
 
 @dataclass(frozen=True)
 class Skipped:
+    """A public name that was not mined, and why."""
+
     name: str
     reason: str
 
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """What was mined from one pair of versions."""
+    """What was mined from one version of torch and of transformers."""
 
     torch: str
     transformers: str
@@ -90,11 +92,11 @@ class OperatorTable:
     @property
     def operators(self) -> tuple[str, ...]:
         """Distinct operators: nn.LeakyReLU and F.leaky_relu are one."""
-        return tuple(sorted({canonical(form.name) for form in self.templates}))
+        return tuple(sorted({canonical(template.name) for template in self.templates}))
 
 
-def sizes(shape: Sequence[int]) -> dict[str, int]:
-    """The numbers that templates may name, from the shape of the input they are written for."""
+def size_fields(shape: Sequence[int]) -> dict[str, int]:
+    """Return the numbers that templates may use, for an input of this shape."""
     return {
         "channels": shape[1],
         "last": shape[-1],
@@ -106,14 +108,16 @@ def sizes(shape: Sequence[int]) -> dict[str, int]:
     }
 
 
-def written(form: OperatorTemplate, shape: Sequence[int], place: str = "self.op") -> tuple[str, str]:
-    """`init` and `call` for an input of this shape; `place` is the attribute that holds the module."""
-    values = sizes(shape)
-    return form.init.format(**values), form.call.format(x="x", y="y", self=place, **values)
+def fill_template(
+    template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"
+) -> tuple[str, str]:
+    """Return `init` and `call` for an input of this shape; `attribute` holds the module."""
+    values = size_fields(shape)
+    return template.init.format(**values), template.call.format(x="x", y="y", self=attribute, **values)
 
 
 class Holder:
-    """Stands for the task's module while a form is tried: `self.op` is what its `init` makes."""
+    """Stands for the task's module while a template is tried: `self.op` is what its `init` makes."""
 
     def __init__(self, op: Any = None):
         self.op = op
@@ -122,16 +126,16 @@ class Holder:
 @functools.lru_cache(maxsize=65536)
 def function_of(call: str) -> Any:
     """The call as a function of (x, y, self). Our own templates alone come here, so they may be evaluated."""
-    return eval(f"lambda x, y, self: {call}", dict(SCOPE))
+    return eval(f"lambda x, y, self: {call}", dict(NAMESPACE))
 
 
-def make_module(form: OperatorTemplate, x: Tensor) -> Holder:
-    """What the form's `init` makes for an input like `x`, on its device and in its dtype; equal parameters each time."""
-    init, _ = written(form, x.shape)
+def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
+    """What the template's `init` makes for an input like `x`, on its device and in its dtype; equal parameters each time."""
+    init, _ = fill_template(template, x.shape)
     if not init:
         return Holder()
     with torch.device(x.device):
-        made = eval(init, dict(SCOPE))
+        made = eval(init, dict(NAMESPACE))
     if isinstance(made, nn.Module):
         made = made.eval().to(x.dtype)
         parameters = list(made.named_parameters())
@@ -145,7 +149,7 @@ def make_module(form: OperatorTemplate, x: Tensor) -> Holder:
 
 @torch.no_grad()
 def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Fixed random values, by a generator of its own: other threads draw from the global one."""
+    """Fill parameters with fixed random values, from a separate generator: other threads use the global one."""
     generator = torch.Generator().manual_seed(20260227)
     for name, parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator)
@@ -154,29 +158,34 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
         elif "bias" in name:
             values = 0.1 * noise
         else:
-            # The scale of a norm stands near 1, the slope of a PReLU near its default.
+            # The scale of a norm is near 1, the slope of a PReLU near its default.
             constant = parameter.numel() > 0 and bool((parameter == parameter[0]).all())
             values = (parameter[0].item() if constant else 0.25) * (1 + 0.1 * noise)
         parameter.copy_(values)
 
 
-def apply(form: OperatorTemplate, x: Tensor, y: Tensor | None, holder: Holder | None = None) -> Tensor:
-    """The form on real or meta tensors, with what `make_module` made."""
-    return function_of(written(form, x.shape)[1])(x, y, holder or make_module(form, x))
+def apply_template(
+    template: OperatorTemplate, x: Tensor, y: Tensor | None, holder: Holder | None = None
+) -> Tensor:
+    """Apply the template to real or meta tensors; without `holder`, `make_module` makes its module."""
+    return function_of(fill_template(template, x.shape)[1])(x, y, holder or make_module(template, x))
 
 
 @functools.lru_cache(maxsize=65536)
 def output_layout(
-    form: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
+    template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shape and strides of the output for a float32 input of this shape and layout, asked of meta tensors; None where the
-    form does not fit: it raises, changes the dtype, or leaves a rank that no task has."""
+    """Return the shape and strides of the output for a float32 input of this layout, by meta tensors.
+
+    None where the template does not fit: it raises, changes the dtype, or returns a tensor whose rank is not
+    2 to 5.
+    """
     x = torch.empty_strided(shape, stride, device="meta")
-    y = torch.empty(shape, device="meta") if form.second else None
+    y = torch.empty(shape, device="meta") if template.second else None
     try:
         with torch.no_grad():
-            out = apply(form, x, y)
-    except FAULTS:
+            out = apply_template(template, x, y)
+    except FIT_ERRORS:
         return None
     if (
         not isinstance(out, Tensor)
@@ -187,33 +196,3 @@ def output_layout(
     ):
         return None
     return tuple(out.shape), tuple(out.stride())
-
-
-# --- the table as files ------------------------------------------------------------------------------------------------
-
-
-def write_table(folder: Path, table: OperatorTable) -> None:
-    """operators.json, and left_out.csv for people."""
-    atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
-    rows = [
-        "name,reason",
-        *(f'{item.name},"{item.reason.replace(chr(34), chr(39))}"' for item in table.left_out),
-    ]
-    atomic_write(folder / "left_out.csv", "\n".join(rows) + "\n")
-
-
-def read_table(folder: Path) -> OperatorTable:
-    """The table that `write_table` left in the folder; OSError when there is none."""
-    values = read_json(folder / "operators.json")
-    return OperatorTable(
-        torch=values["torch"],
-        transformers=values["transformers"],
-        templates=tuple(
-            OperatorTemplate(**{**form, "ranks": tuple(form["ranks"])}) for form in values["templates"]
-        ),
-        modules=tuple(
-            TransformersModule(**{**module, "inputs": tuple(module["inputs"])})
-            for module in values["modules"]
-        ),
-        left_out=tuple(Skipped(**item) for item in values["left_out"]),
-    )

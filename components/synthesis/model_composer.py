@@ -1,9 +1,8 @@
-"""Composing by a language model: a server that speaks OpenAI's protocol is asked for tasks; the same task_filter decides (DESIGN §6).
+"""Composition of tasks by a language model behind an OpenAI-compatible server.
 
-Each question names operators of the mined table, as many as data.operator_mix says, and depends on the parameters and its
-number alone. An answer is journalled before anybody reads it: a build that is started again asks for none of those again
-and comes to the same data set, a finished one without a server. One that is asked anew may answer otherwise; that makes
-another version.
+Each request names operators of the mined table, as many as data.operator_mix says, and depends on the
+parameters and its number alone. Answers are journalled before they are parsed: a build that is started again
+repeats no answered request and makes the same data set, a finished build even without a server.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from components.synthesis.compose import is_held_out
 from components.synthesis.dataset_summary import Rejection
 
 AHEAD = 8
-"""Questions under way at once."""
-FRUITLESS = 60
-"""Answers in a row without a source, after which the model is to blame."""
+"""Requests in flight."""
+MAX_EMPTY_IN_A_ROW = 60
+"""Answers in a row without a source before the build gives up."""
 MAX_NEW_TOKENS = 4096
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -35,50 +34,51 @@ QUESTION = """Write one self-contained PyTorch module that computes with exactly
 {operators}
 
 - `class Model(nn.Module)` has `__init__` and `forward`; weights are made in `__init__`.
-- `get_inputs()` returns the list of forward's arguments, float32 tensors of torch.randn; the first has {low} to {high} elements.
-- `get_init_inputs()` returns the list of Model's arguments.
-- Import nothing but `torch`, `torch.nn as nn` and `torch.nn.functional as F`, and call each operator by the name given above.
-- forward draws no random numbers and returns one float32 tensor. Every operator, input and weight changes that tensor.
+- `get_inputs()` returns the list of forward's arguments, float32 tensors of torch.randn; the first has {low}
+to {high} elements. - `get_init_inputs()` returns the list of Model's arguments. - Import nothing but `torch`,
+`torch.nn as nn` and `torch.nn.functional as F`, and call each operator by the name given above. - forward
+draws no random numbers and returns one float32 tensor. Every operator, input and weight changes that tensor.
 - One call in eager mode takes {fastest:g} to {slowest:g} ms.
 
 Answer with one Python code block and nothing else."""
 
 
 class ModelComposer:
-    """Asks without end; its candidates come in the order of their questions."""
+    """Iterator of candidates without end, in the order of their requests."""
 
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):
-        """`answers` is the folder of the journal."""
+        """Prepare the client; `answers` is the folder of the journal."""
         self.operators, self.data, self.answers = operators, data, answers
-        self.client = ChatClient(data.composer, data.composer_model, named="data.composer")
+        self.client = ChatClient(data.composer, data.composer_model, option="data.composer")
 
     def __iter__(self) -> Iterator[KernelTask | Rejection]:
         executor = ThreadPoolExecutor(AHEAD, thread_name_prefix="composer")
-        asked: deque[tuple[tuple[str, ...], Future[dict[str, str]]]] = deque()
-        rng, number, fruitless = random.Random(self.data.seed), 0, 0
+        pending: deque[tuple[tuple[str, ...], Future[dict[str, str]]]] = deque()
+        rng, number, empty_in_a_row = random.Random(self.data.seed), 0, 0
         mix = self.data.operator_mix
         try:
             while True:
-                while len(asked) < AHEAD:
+                while len(pending) < AHEAD:
                     ops = tuple(
                         rng.sample(self.operators, rng.choices(list(mix), weights=list(mix.values()))[0])
                     )
-                    asked.append((ops, executor.submit(self._answer, ops, number)))
+                    pending.append((ops, executor.submit(self._answer, ops, number)))
                     number += 1
-                ops, answer = asked.popleft()
-                read = self._read(ops, answer.result())
-                fruitless = fruitless + 1 if isinstance(read, Rejection) else 0
-                if isinstance(read, Rejection) and fruitless >= FRUITLESS:
+                ops, answer = pending.popleft()
+                candidate = self._parse(ops, answer.result())
+                empty_in_a_row = empty_in_a_row + 1 if isinstance(candidate, Rejection) else 0
+                if isinstance(candidate, Rejection) and empty_in_a_row >= MAX_EMPTY_IN_A_ROW:
                     raise UserError(
-                        f"data.composer_model: {FRUITLESS} answers in a row held no source ({read.reason}); name a model that writes one."
+                        f"data.composer_model: {MAX_EMPTY_IN_A_ROW} answers in a row held no source "
+                        f"({candidate.reason}); name a model that writes one."
                     )
-                yield read
+                yield candidate
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
             self.client.close()
 
     def _answer(self, ops: tuple[str, ...], number: int) -> dict[str, str]:
-        """Text and finish reason, from the journal or from the server."""
+        """Return text and finish reason, from the journal or from the server."""
         (low, high), (fastest, slowest) = self.data.numel, self.data.eager_seconds
         operators = "\n".join(f"- {name}" for name in ops)
         question = QUESTION.format(
@@ -90,8 +90,8 @@ class ModelComposer:
             slowest=slowest * 1e3,
         )
         key = digest_json([self.data.composer_model, question, self.data.seed, number])
-        place = self.answers / key[:2] / f"{key}.json"
-        if not place.is_file():
+        path = self.answers / key[:2] / f"{key}.json"
+        if not path.is_file():
             messages = [{"role": "user", "content": question}]
             try:
                 turn = self.client.turn(
@@ -99,20 +99,21 @@ class ModelComposer:
                 )
             except ServerFailed as error:
                 raise UserError(
-                    f"data.composer: {error}; see to {self.client.url}, then run the same command again: the answers so far are kept."
+                    f"data.composer: {error}; see to {self.client.url}, then run the same command again: "
+                    "the answers so far are kept."
                 ) from error
-            # A lone surrogate, which JSON can spell, is no text.
+            # JSON can encode a lone surrogate, which UTF-8 cannot.
             write_json(
-                place,
+                path,
                 {
                     "content": turn.content.encode(errors="replace").decode(),
                     "finish_reason": turn.finish_reason,
                 },
             )
-        answer: dict[str, str] = read_json(place)
+        answer: dict[str, str] = read_json(path)
         return answer
 
-    def _read(self, ops: tuple[str, ...], answer: dict[str, str]) -> KernelTask | Rejection:
+    def _parse(self, ops: tuple[str, ...], answer: dict[str, str]) -> KernelTask | Rejection:
         text = THOUGHT.sub("", answer["content"])
         blocks = BLOCK.findall(text)
         split = "held_out" if is_held_out(ops, self.data.seed) else "train"

@@ -1,44 +1,90 @@
-"""The table of mined operators, made once for each pair of torch and transformers versions."""
+"""The table of mined operators as files, made once for each pair of torch and transformers versions."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.core.config import PROJECT
-from components.core.files import atomic_folder, digest_file, digest_json
+from components.core.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
 from components.core.progress import Progress
 
 if TYPE_CHECKING:
     from components.synthesis.mined_operators import OperatorTable
 
-RULES = ("mined_operators.py", "mine_torch.py", "mine_transformers.py", "source_extraction.py")
+RULES = (
+    "mined_operators.py",
+    "mine_torch.py",
+    "mine_transformers.py",
+    "source_extraction.py",
+    "torch_rules.py",
+    "transformers_source.py",
+)
+"""Files that decide what is mined: a change of one of them makes the table anew."""
 
 
 def library_versions() -> tuple[str, str]:
-    """Of the installed torch and transformers, from their metadata."""
+    """Return the installed versions of torch and transformers without importing them."""
     return importlib.metadata.version("torch"), importlib.metadata.version("transformers")
 
 
 def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
-    """The table below `folder`, mined first where there is none of these versions and rules. Mining takes about a
-    minute of one core."""
-    from components.synthesis.mined_operators import OperatorTable, read_table, write_table
+    """Return the table below `folder` for the installed versions and rules; without one, mine it first.
 
+    Mining takes about a minute of one core.
+    """
     rules = [digest_file(PROJECT / "components" / "synthesis" / name) for name in RULES]
-    place = folder / digest_json([library_versions(), rules])[:16]
-    if not (place / "operators.json").is_file():
+    table = folder / digest_json([library_versions(), rules])[:16]
+    if not (table / "operators.json").is_file():
         from components.synthesis import mine_torch, mine_transformers
+        from components.synthesis.mined_operators import OperatorTable
 
         progress.update("seeds", 0, 2)
-        forms, without = mine_torch.mine()
-        progress.update("seeds", 1, 2, forms=len(forms), left_out=len(without))
+        templates, without = mine_torch.mine()
+        progress.update("seeds", 1, 2, forms=len(templates), left_out=len(without))
         modules, others = mine_transformers.mine()
         progress.update("seeds", 2, 2, modules=len(modules), left_out=len(without) + len(others))
-        with atomic_folder(place) as temporary:
+        with atomic_folder(table) as temporary:
             write_table(
                 temporary,
-                OperatorTable(*library_versions(), tuple(forms), tuple(modules), (*without, *others)),
+                OperatorTable(*library_versions(), tuple(templates), tuple(modules), (*without, *others)),
             )
-    return read_table(place)
+    return read_table(table)
+
+
+def write_table(folder: Path, table: OperatorTable) -> None:
+    """Write operators.json, and left_out.csv for readers."""
+    atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
+    rows = [
+        "name,reason",
+        *(f'{item.name},"{item.reason.replace(chr(34), chr(39))}"' for item in table.left_out),
+    ]
+    atomic_write(folder / "left_out.csv", "\n".join(rows) + "\n")
+
+
+def read_table(folder: Path) -> OperatorTable:
+    """Return the table that `write_table` wrote; raises OSError when there is none."""
+    from components.synthesis.mined_operators import (
+        OperatorTable,
+        OperatorTemplate,
+        Skipped,
+        TransformersModule,
+    )
+
+    values = read_json(folder / "operators.json")
+    return OperatorTable(
+        torch=values["torch"],
+        transformers=values["transformers"],
+        templates=tuple(
+            OperatorTemplate(**{**template, "ranks": tuple(template["ranks"])})
+            for template in values["templates"]
+        ),
+        modules=tuple(
+            TransformersModule(**{**module, "inputs": tuple(module["inputs"])})
+            for module in values["modules"]
+        ),
+        left_out=tuple(Skipped(**item) for item in values["left_out"]),
+    )

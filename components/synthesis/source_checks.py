@@ -1,6 +1,6 @@
-"""What can be said of a task's source without running it: does it keep to computing, and are its operators those it names?
+"""Checks of a task's source without running it: forbidden imports and calls, and operators that its labels name.
 
-Both looks are parses. A source that passes them is still untrusted: only the sandbox ever executes it.
+A source that passes is still untrusted: only the sandbox executes it.
 """
 
 from __future__ import annotations
@@ -11,43 +11,46 @@ from collections.abc import Sequence
 
 from components.synthesis.core_operators import BY_NAME, canonical
 
-MODULES = frozenset(
+ALLOWED_MODULES = frozenset(
     "torch math typing types collections functools itertools dataclasses enum abc numbers operator copy warnings numpy einops".split()
 )
-"""What a task may import, with everything below it."""
-CALLS = frozenset("eval exec compile open __import__ globals breakpoint".split())
-REACH = frozenset(
+"""What a task may import, submodules included."""
+FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ globals breakpoint".split())
+FORBIDDEN_ATTRIBUTES = frozenset(
     "__globals__ __builtins__ __subclasses__ __code__ __class__ __bases__ __mro__ __dict__ __loader__ __reduce__ __getattribute__".split()
 )
-UNSAFE = re.compile(
+FORBIDDEN_TORCH = re.compile(
     r"torch\.(load|save|hub|compile|ops|classes|_C|multiprocessing|distributed|utils\.cpp_extension|cuda\.(synchronize|Event|Stream))\b"
 )
 
 
-def hostile(code: str) -> str:
-    """The first thing in the source that no computation needs: a foreign import, a call that reaches the machine or the
-    interpreter; empty when there is none. `code` must parse."""
+def find_forbidden(code: str) -> str:
+    """Return the first forbidden import, name or attribute of the source; empty without one. `code` must parse."""
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.Import(names=names):
-                foreign = [alias.name for alias in names if alias.name.partition(".")[0] not in MODULES]
+                foreign = [
+                    alias.name for alias in names if alias.name.partition(".")[0] not in ALLOWED_MODULES
+                ]
                 if foreign:
                     return f"imports {foreign[0]}"
             case ast.ImportFrom(module=module, level=level):
-                if level or (module or "").partition(".")[0] not in MODULES:
+                if level or (module or "").partition(".")[0] not in ALLOWED_MODULES:
                     return f"imports {module}"
-            case ast.Name(id=name) if name in CALLS:
+            case ast.Name(id=name) if name in FORBIDDEN_NAMES:
                 return f"uses {name}"
-            case ast.Attribute(attr=name) if name in REACH:
+            case ast.Attribute(attr=name) if name in FORBIDDEN_ATTRIBUTES:
                 return f"uses {name}"
-            case ast.Attribute() if UNSAFE.match(ast.unparse(node)):
+            case ast.Attribute() if FORBIDDEN_TORCH.match(ast.unparse(node)):
                 return f"uses {ast.unparse(node)}"
     return ""
 
 
-def mislabelled(ops: Sequence[str], data_source: str, code: str) -> str:
-    """What is wrong with the row's labels: an operator that the source does not hold (as 9.3 % of the public rows have),
-    or another number of operators than torch#N says; empty when they are right."""
+def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
+    """Return what is wrong with the labels of a task; empty when they are right.
+
+    Wrong are an operator that the source lacks, and a number of operators other than that of torch#N.
+    """
     number = re.fullmatch(r"torch#(\d+)", data_source)
     if not ops and (number or data_source == "transformers"):
         return "ops is empty"
@@ -56,10 +59,10 @@ def mislabelled(ops: Sequence[str], data_source: str, code: str) -> str:
     used = identifiers(code)
     text = "".join(code.split())
     for name in ops:
-        seed = BY_NAME.get(name)
-        if seed is not None:
-            wanted = re.escape("".join(seed.line.split()))
-            if re.search(re.sub(r"\\\{\d\\\}", r"[-\\d.e]+", wanted), text):
+        operator = BY_NAME.get(name)
+        if operator is not None:
+            line = re.escape("".join(operator.line.split()))
+            if re.search(re.sub(r"\\\{\d\\\}", r"[-\\d.e]+", line), text):
                 continue
         if canonical(f".{name}") not in used:
             return f"{name} is not in the source"
@@ -67,10 +70,10 @@ def mislabelled(ops: Sequence[str], data_source: str, code: str) -> str:
 
 
 def identifiers(code: str) -> set[str]:
-    """Names and attributes that the source uses outside of imports and string constants, in canonical form."""
-    found = {
+    """Return the names and attributes that the source uses, without imports and strings, in canonical form."""
+    names = {
         node.id if isinstance(node, ast.Name) else node.attr
         for node in ast.walk(ast.parse(code))
         if isinstance(node, ast.Name | ast.Attribute)
     }
-    return {canonical(f".{name}") for name in found}
+    return {canonical(f".{name}") for name in names}

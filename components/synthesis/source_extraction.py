@@ -1,6 +1,7 @@
-"""Cutting a class or function out of one file of transformers, together with everything of that file that it uses.
+"""Extraction of a class or function from one file of transformers, together with everything of that file that it uses.
 
-Annotations, decorators and docstrings go; what still needs another part of the library is refused, with its name.
+Annotations, decorators and docstrings are removed. A source that needs another part of the library cannot be
+extracted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROLE = re.compile(
+MINED_CLASSES = re.compile(
     r"\w*(Norm|MLP|Mlp|FeedForward|FFN|ActDense|RotaryEmbedding|PositionalEmbedding|Attention|Router|Gate|Experts|MoeBlock|MoE|GLU|Activation|Intermediate|Output"
     r"|LayerScale|GRN|Pooling|Pooler|Mixer|SquizeExcite|ConvLayer|Gelu|GELU)(\w{0,3})"
 )
@@ -44,11 +45,11 @@ STANDARD = {
 
 
 class CannotExtract(Exception):
-    """A part of the library that a cut-out source would still need."""
+    """The source cannot be extracted: it needs another part of the library, or an argument without a rule."""
 
 
 class LibraryFile:
-    """One file of the library: its definitions by name, and where its other names come from."""
+    """One file of the library: its definitions by name, and the names that it imports."""
 
     def __init__(self, path: Path):
         self.tree = ast.parse(path.read_text())
@@ -72,11 +73,13 @@ class LibraryFile:
         return [
             name
             for name, node in self.defined.items()
-            if isinstance(node, ast.ClassDef) and ROLE.fullmatch(name) and not EXCLUDED_CLASSES.search(name)
+            if isinstance(node, ast.ClassDef)
+            and MINED_CLASSES.fullmatch(name)
+            and not EXCLUDED_CLASSES.search(name)
         ]
 
     def rotations(self) -> list[str]:
-        """The functions that turn queries and keys by cosine and sine: the part of a rotary embedding that has inputs."""
+        """Names of the functions that rotate queries and keys by cosine and sine."""
         return [
             name
             for name, node in self.defined.items()
@@ -84,20 +87,20 @@ class LibraryFile:
         ]
 
     def extract(self, name: str) -> str:
-        """Source of a class with everything that it uses, self-contained; CannotExtract names what would still be needed."""
+        """Return the self-contained source of a definition; raises CannotExtract with the name that it lacks."""
         order: list[str] = []
         outside: set[str] = set()
 
-        def visit(wanted: str) -> None:
-            if wanted in order:
+        def visit(dependency: str) -> None:
+            if dependency in order:
                 return
-            node = SourceCleaner().visit(ast.parse(ast.unparse(self.defined[wanted])).body[0])
-            self.defined[wanted] = node
-            order.append(wanted)
+            node = SourceCleaner().visit(ast.parse(ast.unparse(self.defined[dependency])).body[0])
+            self.defined[dependency] = node
+            order.append(dependency)
             for used in sorted(
                 {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
             ):
-                if used in self.defined and used != wanted:
+                if used in self.defined and used != dependency:
                     visit(used)
                 elif used in STANDARD and (used in self.imported or used in ("logger", "SimpleNamespace")):
                     outside.add(used)
@@ -105,7 +108,7 @@ class LibraryFile:
                     raise CannotExtract(f"needs {used} from elsewhere in transformers")
 
         visit(name)
-        parts = [ast.unparse(self.defined[wanted]) for wanted in self.defined if wanted in order]
+        parts = [ast.unparse(self.defined[dependency]) for dependency in self.defined if dependency in order]
         body = "\n\n\n".join(parts)
         # The order of the file defines a base class before its child.
         head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
@@ -114,7 +117,7 @@ class LibraryFile:
 
 
 class SourceCleaner(ast.NodeTransformer):
-    """Without annotations, docstrings and decorators that only a library needs; attention falls to the file's own eager form."""
+    """Removal of annotations, docstrings and decorators; attention falls back to the eager function of the file."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.returns = None
@@ -161,7 +164,7 @@ class SourceCleaner(ast.NodeTransformer):
         if function == "nn.Parameter" and ast.unparse(node.args[0]).startswith(
             ("torch.empty(", "torch.zeros(")
         ):
-            # The library fills such weights later, normally distributed; here they must not be whatever lay in memory.
+            # The library initialises such weights later; here they would be uninitialised or constant memory.
             shape = [ast.unparse(argument) for argument in getattr(node.args[0], "args", [])]
             return ast.parse(f"nn.Parameter(torch.randn({', '.join(shape)}) * 0.02)", mode="eval").body
         return node

@@ -1,4 +1,4 @@
-"""Tasks that others made: reading a parquet with the public columns, and saying of each row why it is no task of ours."""
+"""Import of tasks from a parquet with the public columns, and a check of each row."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ PUBLIC = ("ops", "data_source", "code")
 
 
 def read_public(path: Path, seed: int) -> list[KernelTask]:
-    """Every row, named by its number, none of its evidence believed; `seed` decides which operator sequences are held out.
+    """Return every row as a task named by its number, without evidence; `seed` decides which ones are held out.
 
-    Raises UserError for a file that is no parquet or lacks a public column."""
+    Raises UserError for a file that is not a parquet or lacks a public column.
+    """
     try:
         table = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise UserError(
-            f"{path}: not a readable parquet ({' '.join(str(error).split())[:120]}); give a file with the columns {', '.join(PUBLIC)}."
+            f"{path}: not a readable parquet ({' '.join(str(error).split())[:120]}); "
+            f"give a file with the columns {', '.join(PUBLIC)}."
         ) from error
     missing = [name for name in PUBLIC if name not in table.column_names]
     if missing:
@@ -58,7 +60,7 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
 
 
 def parse_operators(value: Any) -> tuple[str, ...]:
-    """The column `ops`, which the public data set's readers meet as a list and as the text of one."""
+    """Return the operators of a value of the column `ops`: a list, or its text as JSON, Python or comma-separated."""
     if isinstance(value, str):
         for read in (json.loads, ast.literal_eval):
             try:
@@ -73,7 +75,7 @@ def parse_operators(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A row and why it is refused; the reason is empty for a row that nothing speaks against."""
+    """A row, and the reason and detail of its refusal; both are empty for an accepted row."""
 
     row: int
     task: KernelTask
@@ -82,8 +84,10 @@ class RowCheck:
 
 
 def check_rows(tasks: list[KernelTask], data: Data) -> list[RowCheck]:
-    """The task_filter's first look at every row, in order; nothing is run. A held-out sequence that is also trained on counts
-    against the held-out row."""
+    """Check the source of every row in order, without running it.
+
+    A held-out row whose operator sequence also occurs in a training row is refused.
+    """
     task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}
     findings = []
@@ -96,10 +100,10 @@ def check_rows(tasks: list[KernelTask], data: Data) -> list[RowCheck]:
 
 
 def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
-    """The structurally nearest tasks, nearest first, with their similarity; the task itself is none of them."""
-    own = count_subtrees(task.code)
+    """Return the structurally nearest other tasks with their similarity, nearest first."""
+    subtrees = count_subtrees(task.code)
     near = [
-        (similarity(own, count_subtrees(other.code)), other)
+        (similarity(subtrees, count_subtrees(other.code)), other)
         for other in others
         if other.task_id != task.task_id
     ]

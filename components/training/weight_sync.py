@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from components.core.config import Params
 from components.core.files import atomic_folder
+from components.policy.backends import open_vllm_sampler
 from components.policy.sampler import Sampler
-from components.policy.vllm_local import LocalVllm
 from components.policy.vllm_sampler import VllmSampler
-from components.policy.vllm_server import VllmServer
 from components.training.engine import DeepSpeedEngine, World
 
 if TYPE_CHECKING:
@@ -37,12 +36,8 @@ def open_policy_sampler(
         return InProcessSampler(policy, tokenizer, params, digest)
     if world.rank > 0:
         return SyncedSampler(policy, None, digest, out)
-    vllm = (
-        VllmServer(settings.server)
-        if settings.backend == "vllm-server"
-        else LocalVllm(checkpoint, settings, dtype=params.engine.dtype, seed=params.seed)
-    )
-    return SyncedSampler(policy, VllmSampler(vllm, tokenizer, settings, version=digest), digest, out)
+    sampler = open_vllm_sampler(params, checkpoint, tokenizer, version=digest)
+    return SyncedSampler(policy, sampler, digest, out)
 
 
 class InProcessSampler:

@@ -24,10 +24,13 @@ import torch
 from components.core.config import Params, resolve
 from components.core.progress import Quiet
 from components.synthesis import operator_table, torch_composer
-from components.synthesis.mined_operators import OperatorTemplate, apply
+from components.synthesis.mined_operators import OperatorTemplate, apply_template
 from components.synthesis.task_filter import TaskFilter
 
-PARTS = {"matters": "probe on small real tensors", "operator_cost": "fit and cost on meta tensors"}
+PARTS = {
+    "every_operator_matters": "probe on small real tensors",
+    "operator_cost": "fit and cost on meta tensors",
+}
 
 
 def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +89,7 @@ def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
             assert isinstance(form, OperatorTemplate)
             x = torch.empty(draft.shape, device="meta") if device == "meta" else torch.randn(draft.shape)
             with torch.no_grad():
-                apply(form, x, x)
+                apply_template(form, x, x)
         totals.append((time.process_time() - before) / count * 1e3)
     return totals[0], totals[1]
 

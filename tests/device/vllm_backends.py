@@ -42,7 +42,7 @@ from components.core.config import PROJECT, Params, resolve
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler
-from components.policy.vllm_sampler import EXTENSION, VllmSampler
+from components.policy.vllm_sampler import WORKER_EXTENSION, VllmSampler
 from components.training.batches import pad
 from components.training.networks import Actor
 
@@ -88,7 +88,7 @@ def server(case: str, folder: Path, dtype: str, log: Path) -> Iterator[str]:
         "gpu-memory-utilization": 0.4,
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
-        "worker-extension-cls": EXTENSION,
+        "worker-extension-cls": WORKER_EXTENSION,
         "host": "127.0.0.1",
         "port": port,
     }

@@ -39,7 +39,7 @@ from components.core.task import KernelTask
 from components.judge.pool import LocalPool
 from components.judge.verdict import Verdict
 from components.policy import chat_client
-from components.policy.chat_client import ChatClient, ServerFailed, ToolsUnknown
+from components.policy.chat_client import ChatClient, ServerFailed, ToolsUnsupported
 from components.policy.prompts import user_message
 
 TOKENIZER = tokenizer()
@@ -294,7 +294,7 @@ def test_a_server_that_knows_no_tools_is_told_of_them_in_words() -> None:
     written = {"name": "Write", "arguments": arguments}
     talk = ScriptedChat(
         [
-            ToolsUnknown("400"),
+            ToolsUnsupported("400"),
             f"```json\n{json.dumps(written)}\n```",
             "Done.",
         ]
@@ -424,7 +424,7 @@ def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_refusal_of_tools_is_told_apart() -> None:
-    with pytest.raises(ToolsUnknown):
+    with pytest.raises(ToolsUnsupported):
         ask(lambda number, body: (400, b"tools are not supported", {}))
 
 

@@ -14,13 +14,14 @@ from components.core.config import Params
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import check_contract
-from components.synthesis import mine_torch, mine_transformers
+from components.synthesis import mine_torch
 from components.synthesis.compose import is_held_out
-from components.synthesis.dataset import build_dataset, targets
+from components.synthesis.dataset import build_dataset, task_quotas
 from components.synthesis.mined_operators import SMALL, OperatorTable, OperatorTemplate, output_layout
 from components.synthesis.operator_table import load_operator_table
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import TorchComposer, every_operator_matters
+from components.synthesis.transformers_source import write_module_source
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +81,7 @@ def test_forms_fit_on_meta_tensors(table: OperatorTable) -> None:
 
 def test_modules_are_self_contained(table: OperatorTable) -> None:
     for module in table.modules[::7]:
-        code = mine_transformers.write_module_source(module, batch=2, length=8, hidden=256)
+        code = write_module_source(module, batch=2, length=8, hidden=256)
         roots = {
             alias.name
             for node in ast.walk(ast.parse(code))
@@ -145,9 +146,9 @@ def test_the_size_is_searched_by_what_was_measured(table: OperatorTable) -> None
     data = mined_parameters("data.eager_seconds=[0.0001, 0.001]", "data.numel=[16384, 4194304]").data
     composer = TorchComposer(table, data, "cpu", modules=False)
     draft = next(iter(composer))
-    larger = composer.resized(draft, 2e-5)
+    larger = composer.resize(draft, 2e-5)
     assert larger is None or torch.Size(larger.shape).numel() > torch.Size(draft.shape).numel()
-    assert any(composer.resized(other, 2e-5) is not None for other in itertools.islice(composer, 5))
+    assert any(composer.resize(other, 2e-5) is not None for other in itertools.islice(composer, 5))
 
 
 def test_most_chains_find_their_size_on_a_gpu(table: OperatorTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ def test_most_chains_find_their_size_on_a_gpu(table: OperatorTable, monkeypatch:
 
 
 def test_targets_follow_the_mix() -> None:
-    wanted = targets(
+    wanted = task_quotas(
         parameters(
             "data.operators=all", "data.tasks=6000", "data.held_out=250", "data.transformers_share=0.012"
         ).data

@@ -10,11 +10,11 @@ import pytest
 from agent_fixtures import completion, server
 from synthesis_fixtures import InProcess, parameters
 
+from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.config import Params
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.synthesis import dataset
-from components.synthesis.compose import SOURCE
 from components.synthesis.mined_operators import OperatorTable, OperatorTemplate
 from components.synthesis.model_composer import AHEAD
 
@@ -51,7 +51,7 @@ class Model:
             f"        x = {name}(x)"
             for name in re.findall(r"^- ([\w.]+)$", body["messages"][0]["content"], re.MULTILINE)
         )
-        code = SOURCE.format(
+        code = TASK_LAYOUT.format(
             init="        pass\n",
             arguments="x",
             lines=lines,

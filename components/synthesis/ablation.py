@@ -1,0 +1,71 @@
+"""The test that every operator of a composed chain has an effect, by leaving each one out on a small input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from components.synthesis.mined_operators import FIT_ERRORS
+
+MIN_EFFECT = 1e-2
+"""RMS change of the output, relative to the output's RMS, that leaving out any operator must cause."""
+MIN_SPREAD = 3e-3
+"""Standard deviation of the output, relative to its RMS."""
+OUTPUT_RMS = (1e-4, 1e4)
+
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def passes_ablation(
+    chain: Sequence[T],
+    run: Callable[[Sequence[T], torch.dtype], Tensor],
+    *,
+    max_float32_error: float,
+    min_values: int,
+    max_samples: int,
+) -> bool:
+    """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
+
+    `run` applies a chain to a fixed input in the given dtype. The output must have `min_values` elements; at
+    most about `max_samples` of them are compared for being distinct. `max_float32_error` is relative to the
+    output's RMS.
+    """
+    try:
+        out = run(chain, torch.float32)
+        size = rms(out)
+        if out.numel() < min_values or not OUTPUT_RMS[0] < size < OUTPUT_RMS[1]:
+            return False
+        if out.std().item() < MIN_SPREAD * size:
+            return False
+        sample = out.flatten()[:: out.numel() // max_samples + 1]
+        distinct = torch.unique((sample / size * 1000).round()).numel()
+        if distinct < min(100, 0.6 * sample.numel()):
+            return False
+        if rms(out.double() - run(chain, torch.float64)) > max_float32_error * size:
+            return False
+    except FIT_ERRORS:
+        return False
+    return all(
+        _has_effect(out, [*chain[:index], *chain[index + 1 :]], run, MIN_EFFECT * size)
+        for index in range(len(chain))
+    )
+
+
+def _has_effect(
+    out: Tensor, rest: Sequence[T], run: Callable[[Sequence[T], torch.dtype], Tensor], min_change: float
+) -> bool:
+    """Return whether `out` differs from the output of the `rest` of the chain, or the rest does not even fit."""
+    try:
+        without = run(rest, torch.float32)
+    except FIT_ERRORS:
+        return True
+    return without.shape != out.shape or rms(without - out) >= min_change
+
+
+def rms(values: Tensor) -> float:
+    """Return the root mean square of all values."""
+    return values.double().square().mean().sqrt().item()
