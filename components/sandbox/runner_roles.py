@@ -123,11 +123,12 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
         call = load_baseline(header, shared)
     arguments = [tuple(shared.arguments(i)) for i in range(shared.layout["sets"])]
     inputs = [tensor for i in range(len(arguments)) for tensor in shared.tensors("inputs", i)]
-    check = functools.partial(
-        check_outputs,
-        expected=shared.zero_outputs(1)[0],
-        forbidden=[(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs],
-    )
+    expected = shared.zero_outputs(1)[0]
+    forbidden = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
+
+    def check(output: Any) -> list[torch.Tensor]:
+        return check_outputs(output, expected, forbidden)
+
     delivery = make_delivery(connection, header, shared)
     gc.collect()
     gc.freeze()
