@@ -1,8 +1,6 @@
-"""Approval in Prefect.
+"""Approval in Prefect: the flow pauses with a form and applies the person's answer.
 
-The flow pauses with a form and the report's address, and acts on what the person answers.
-
-The commands `cuda-agent models approve` and `refuse` do the same without it; whoever is first decides.
+The commands `cuda-agent models approve` and `refuse` do the same without it; the first answer counts.
 """
 
 from __future__ import annotations
@@ -44,18 +42,21 @@ def approval(
     home: str = "",
     poll_seconds: int = POLL_SECONDS,
 ) -> dict[str, Any]:
-    """Ask a person about a version that waits; the entry of the audit chain that came of it.
+    """Ask a person about a waiting version, and return the audit entry of the answer.
 
-    UserError when the version does not wait (any more). Past its deadline the version expires.
+    Raises UserError when the version does not wait. Past its deadline the version expires.
     """
     params = resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ()))).params
-    place = Path(params.home).expanduser().resolve()
-    client = connect(params.registry, place)
-    promotion = Promotion(client, params.registry, place)
+    folder = Path(params.home).expanduser().resolve()
+    client = connect(params.registry, folder)
+    promotion = Promotion(client, params.registry, folder)
     number, waiting = promotion.waiting(version)
     report = models.describe(client, promotion.model, number)["tags"].get("report", "none")
     left = (datetime.fromisoformat(waiting.evidence["deadline"]) - datetime.now(UTC)).total_seconds()
-    question = f"Version {number} of {promotion.model} passed its gates. Report: {report}. Undecided by {waiting.evidence['deadline']} it expires."
+    question = (
+        f"Version {number} of {promotion.model} passed its gates. Report: {report}. "
+        f"Undecided by {waiting.evidence['deadline']} it expires."
+    )
     try:
         form = Answer.with_initial_data(description=question)
         # A second more than is left: when Prefect gives up, the deadline has passed for certain.
@@ -70,10 +71,7 @@ def approval(
 
 
 def ask(version: str, profile: str, sets: list[str]) -> bool:
-    """Start the deployed flow for a version that waits.
-
-    False where nobody deployed it, so that the commands remain.
-    """
+    """Start the deployed flow for a waiting version; return False when it is not deployed."""
     try:
         run_deployment(
             DEPLOYMENT,

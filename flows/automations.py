@@ -1,8 +1,7 @@
-"""Prefect's automations as code: zombies, resumption, and the alarms of an operator.
+"""Prefect's automations as code: runs whose process is gone, resumption, and the alarms of an operator.
 
 An alarm sends a notification where `cuda-agent deploy --alert` names a notification block; without one it
-still stands in Prefect's event feed. Times are in seconds and belong to nights of hours; a deployment of
-minutes has them too.
+appears only in Prefect's event feed. The times suit runs of hours.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from prefect.events.schemas.events import ResourceSpecification
 from flows.training_events import COLLAPSING, PROGRESS
 
 HEARTBEATS_SECONDS = 90
-"""Three heartbeats of 30 s (infra/prefect/pools.yaml) missed in a row.
+"""Time of three heartbeats of 30 s (infra/prefect/pools.yaml), after which a run counts as gone.
 
-Prefect looks at a trigger when its open bucket ends, or, with none open, once in the trigger's own time; and
-it sweeps away a bucket 60 s after its end. A heartbeat that reaches the server more than a minute late is
-therefore never missed."""
+Prefect deletes a trigger's bucket 60 s after its end, so a heartbeat that arrives more than a minute late does
+not fire this trigger."""
 START_SECONDS = 15 * 60
 STALL_SECONDS = 60 * 60
 NIGHT_SECONDS = 26 * 3600
@@ -39,11 +37,15 @@ FLOW_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 EACH_RUN = {"prefect.resource.id"}
 
 SUBJECT = "CUDA Agent: {{ automation.name }}"
-BODY = "{{ automation.description }}\nFlow run {{ flow_run.name }} is {{ flow_run.state.name }}: {{ flow_run.state.message }}\n{{ flow_run | ui_url }}"
+BODY = (
+    "{{ automation.description }}\n"
+    "Flow run {{ flow_run.name }} is {{ flow_run.state.name }}: {{ flow_run.state.message }}\n"
+    "{{ flow_run | ui_url }}"
+)
 
 when = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Reactive)
 unless = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Proactive, threshold=1)
-"""Fires when nothing that it expects came within the time after the first event."""
+"""Trigger that fires when no expected event came within the time after the first event."""
 
 
 def of_deployment(name: str) -> ResourceSpecification:
@@ -51,7 +53,7 @@ def of_deployment(name: str) -> ResourceSpecification:
 
 
 def automations(block: UUID | None) -> list[AutomationCore]:
-    """Every automation of the project; alarms notify through `block`."""
+    """Return every automation of the project; alarms notify through `block`."""
     alarm = (
         SendNotification(block_document_id=block, subject=SUBJECT, body=BODY)
         if block is not None

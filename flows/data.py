@@ -89,7 +89,7 @@ def maker_digest(run: PipelineRun) -> str:
 
 
 def prepare_workspace(run: PipelineRun) -> Path:
-    """Prepare the home's DVC project: dvc.yaml of the sources, params.yaml with the run's values, the remote."""
+    """Write the home's DVC project: dvc.yaml of the sources, params.yaml of the run, the remote."""
     workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
     write_changed(workspace / "params.yaml", yaml.safe_dump(_absolute(run.params), sort_keys=False))
@@ -119,10 +119,8 @@ def keep_version(run: PipelineRun, workspace: Path) -> Path:
 def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
     """Run a DVC command in the workspace, again while its lock is held.
 
-    Raises:
-        Busy: the lock stays held.
-        UserError, IsolationUnavailable: with the sentence of the stage that DVC ran.
-        StageFailed: any other failure; it names the log.
+    Raises Busy when the lock stays held; UserError or IsolationUnavailable with the sentence of the stage
+    that DVC ran; StageFailed, which names the log, for any other failure.
     """
 
     def report(line: str) -> None:

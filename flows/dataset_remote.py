@@ -55,8 +55,7 @@ def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: s
 
 
 def pull(params: Params, home: Path, version: str) -> Path:
-    """Return the folder `datasets/<version>` in the home, restored from the remote when it is missing or
-    damaged.
+    """Return the folder `datasets/<version>` in the home, restored from the remote when needed.
 
     The version's first 8 digits are enough. Raises UserError when no such version was pushed, or when the
     remote returns other bytes.

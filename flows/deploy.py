@@ -1,4 +1,4 @@
-"""Bring everything that a server needs to it: work pools, limits, deployments, automations. Safe to repeat."""
+"""Create or update what a Prefect server needs: work pools, limits, deployments and automations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choices:
-    """What one deploy changes of prefect.yaml; empty leaves it as it is written there."""
+    """What one deploy changes of prefect.yaml; an empty value leaves it as it is there."""
 
     workers: Workers = "process"
     profile: str = ""
@@ -51,7 +51,10 @@ class Choices:
 
 
 def deploy(choices: Choices) -> Record:
-    """Make or update everything on the server that PREFECT_API_URL names; returns what is there afterwards."""
+    """Create or update everything on the server of PREFECT_API_URL; return what is there afterwards.
+
+    Repeating it changes nothing.
+    """
     url = PREFECT_API_URL.value()
     if not url:
         raise UserError(
@@ -97,10 +100,7 @@ def deploy(choices: Choices) -> Record:
 
 
 def deployments_file(choices: Choices) -> Record:
-    """prefect.yaml with the choices laid over it.
-
-    UserError when a parameter or the cron line is not accepted.
-    """
+    """Return prefect.yaml with the choices applied; UserError for a refused parameter or schedule."""
     values: Record = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
     values.pop("definitions", None)
     for entry in values["deployments"]:
@@ -144,7 +144,7 @@ def deployments_file(choices: Choices) -> Record:
 
 
 def pairs(variables: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE as a mapping; UserError for anything else."""
+    """Return NAME=VALUE words as a mapping; UserError for anything else."""
     for variable in variables:
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", variable):
             raise UserError(
@@ -155,7 +155,7 @@ def pairs(variables: Sequence[str]) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """What every flow run needs in its environment, those that reach the services among them."""
+    """Return the environment variables that every flow run needs."""
     found: dict[str, str] = yaml.safe_load((PREFECT / "pools.yaml").read_text())["environment"]
     return found
 
@@ -166,10 +166,7 @@ def read_pools() -> Record:
 
 
 def base_job_template(pool: str, workers: Workers) -> Record:
-    """The pool's template.
-
-    Infra/prefect/<workers>.json with this pool's values as the defaults of its variables.
-    """
+    """Return the pool's job template: infra/prefect/<workers>.json with the pool's values as defaults."""
     template: Record = json.loads((PREFECT / f"{workers}.json").read_text())
     variables = template["variables"]["properties"]
     values = {"env": environment()} | (
@@ -211,7 +208,7 @@ def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
 
 
 def make_deployments(values: Record) -> None:
-    """`prefect deploy --all` on these deployments: one reader of the format, Prefect's own."""
+    """Create the deployments with `prefect deploy --all`, so that Prefect itself reads its file format."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefect.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
@@ -254,7 +251,7 @@ def make_automations(client: SyncPrefectClient, block: Any) -> list[str]:
 
 
 def notification_block(name: str) -> Any:
-    """The id of the notification block `type/name`; None without a name."""
+    """Return the id of the notification block `type/name`; None without a name."""
     if not name:
         return None
     try:

@@ -1,6 +1,4 @@
-"""The flows that a worker starts (prefect.yaml).
-
-The pipeline, its data set, the champion measured anew, the approval.
+"""The flows that a worker starts (prefect.yaml): pipeline, data set, evaluation, approval.
 
 Each does what a command does, in the home that its deployment names. One flow at a time writes in a home: a
 concurrency slot with a short lease, which a killed run gives back within a minute, and below it the home's
@@ -125,7 +123,7 @@ def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "
 def evaluation(
     profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", version: str = "champion"
 ) -> dict[str, Any]:
-    """Measure a model version anew on the run's suite, and show its figures beside those of its registration."""
+    """Measure a model version anew on the run's suite, beside the figures of its registration."""
     run = PipelineRun(settings(profile, sets, home))
 
     def work(progress: Progress) -> FlowResult:
@@ -170,7 +168,7 @@ def evaluation(
 
 @flow(name="promotion", persist_result=False)
 def promotion(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """Ask a person about the version that still waits, in case nobody answered the question of its own run."""
+    """Ask a person about the version that still waits, in case the question of its own run was missed."""
     run = PipelineRun(settings(profile, sets, home))
     client, model = connect(run.params.registry, run.home), run.params.registry.model
     version = models.aliases(client, model).get(models.CANDIDATE)

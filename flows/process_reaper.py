@@ -1,11 +1,11 @@
-"""A leash: when the run dies, by whatever signal, everything that it started dies too.
+"""A process that kills everything that a run has started, once the run's own process has ended.
 
-A killed process cannot clean up, and its children (DVC and what DVC runs, Prefect's embedded server, compile
-workers) would go on, hold locks and write files under the resumed run's feet. So the run starts this file as
-a process of its own before anything else, with one end of a pipe. When the other end closes, the run is gone,
-and every process that carries the run's mark in its environment is killed.
+A killed process cannot clean up, and its children (DVC and what DVC runs, Prefect's server, compile workers)
+would go on, hold locks and write files that the resumed run uses. So the run first starts this file as a
+process of its own, with one end of a pipe. When the other end closes, the run has ended, and every process
+that has the run's mark in its environment is killed.
 
-    python leash.py MARK        (standard input is the pipe)
+    python process_reaper.py MARK        (standard input is the pipe)
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ VARIABLE = "CUDA_AGENT_LEASH"
 
 
 def start_reaper() -> None:
-    """Mark every process that this one starts from now on, and have them killed when this one ends.
+    """Mark every process that this one starts from now on, to be killed when this one ends.
 
-    Once a process.
+    A second call does nothing.
     """
     if VARIABLE in os.environ and os.environ[VARIABLE].startswith(f"{os.getpid()}-"):
         return
@@ -44,8 +44,8 @@ def start_reaper() -> None:
     os.environ[VARIABLE] = mark
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that were started with the mark in their environment."""
+def processes_with_mark(mark: str) -> list[int]:
+    """Return the ids of the processes that have the mark in their environment."""
     needle = f"{VARIABLE}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -64,7 +64,7 @@ def main(mark: str) -> None:
         pass
     # A process may start another one between the look and the kill: look until there are none.
     for _ in range(20):
-        found = marked(mark)
+        found = processes_with_mark(mark)
         if not found:
             return
         for process in found:

@@ -40,7 +40,7 @@ class DiskGuard:
 
 
 class MetricsProgress:
-    """A `Progress` that sets the Prometheus metrics of each stage and keeps them as a text file in the home."""
+    """A `Progress` that sets the Prometheus metrics of each stage and writes them into the home."""
 
     def __init__(self, progress: Progress, home: Path):
         self.progress = progress

@@ -62,7 +62,7 @@ def register(context: Context, policy: CheckpointRecord, evaluation: EvaluationR
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion that a run's version is compared with: its version and its evaluation on the run's tasks."""
+    """The champion that a run's version is compared with, and its evaluation on the run's tasks."""
 
     version: str
     record: EvaluationRecord
@@ -106,7 +106,7 @@ def decide(
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
-    """Apply the decision, with an entry in the audit chain; a version that waits keeps the alias `candidate`."""
+    """Apply the decision, with an audit entry; a version that waits keeps the alias `candidate`."""
     run = context.run
     promotion = Promotion(context.tracking.client, run.params.registry, run.home)
     promotion.expire()

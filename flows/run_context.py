@@ -5,10 +5,10 @@ Nothing here imports Prefect, MLflow or torch, so that a finished run is reporte
     home/lock                       held by the run that works in the home
     home/dvc, home/remote           the data set's workspace and its DVC remote
     home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
-    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, state, stage.json, record.json
+    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, stage.json, record.json
     home/verdicts                   the journal of every verdict, which a resumed stage reads
     home/prefect, home/mlflow       their databases
-    home/runs/<run_id>/             run.json (written last), manifest.json, report.html, report.json, settings.json
+    home/runs/<run_id>/             manifest.json, report.html, report.json, settings.json; run.json last
     home/champions, home/evaluations/<epoch>/    champions' checkpoints, evaluations by hand
     home/audit/<model>/             the audit chain of promotions, one file an entry
 """
@@ -61,7 +61,10 @@ def source_digests() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rerun:
-    """A request to do a stage, and all that follow it, once more. `number` tells one request from the next."""
+    """A request to do a stage, and all that follow it, once more.
+
+    `number` tells one request from the next.
+    """
 
     stage: str
     number: int
@@ -252,7 +255,7 @@ def interface_commands(run: PipelineRun) -> dict[str, str]:
 
 
 def prepare_environment(home: Path) -> None:
-    """Set the variables that Prefect and MLflow read when they are imported; those that are set already stay."""
+    """Set the variables that Prefect and MLflow read on import; those that are set already stay."""
     defaults = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "CRITICAL",

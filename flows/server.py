@@ -161,9 +161,7 @@ class Server:
 
 @contextlib.contextmanager
 def prefect_server(home: Path) -> Iterator[Server | None]:
-    """Start a server on this home and name it in PREFECT_API_URL.
-
-    Yield None when a server is named there already.
+    """Start a server on this home and name it in PREFECT_API_URL; yield None when one is named already.
 
     Enter before Prefect is imported, which reads the variable.
     """

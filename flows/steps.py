@@ -23,8 +23,9 @@ from prefect.client.schemas.filters import (
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
+from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
-from prefect.states import Crashed, State, StateType
+from prefect.states import Crashed
 
 from components.core.errors import UserError
 from components.core.files import digest_file, read_json, verify_files, write_json

@@ -1,7 +1,4 @@
-"""The policy's stages as Prefect tasks.
-
-The cold start, and stages 1 to 4, each with a checkpoint as its output.
-"""
+"""The policy's stages as Prefect tasks: cold start and stages 1 to 4, each with a checkpoint as output."""
 
 from __future__ import annotations
 
@@ -78,8 +75,9 @@ def stage_one(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
 
 
 def stage_two(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
-    """Fine-tune on the best of the policy's own trajectories, with some of the cold start's demonstrations
-    mixed in.
+    """Fine-tune on the best of the policy's own trajectories.
+
+    Some of the cold start's demonstrations are mixed in.
     """
     return train(context, "rejection", ("rejection", "coldstart", "data"), policy)
 
@@ -105,10 +103,7 @@ def train(
     critic: CheckpointRecord | None = None,
     sampled: list[CheckpointRecord] | None = None,
 ) -> CheckpointRecord:
-    """Run one training stage as a task.
-
-    A function from the digests of its inputs to the digest of a checkpoint.
-    """
+    """Run one training stage as a task, from the digests of its inputs to the digest of a checkpoint."""
     home, inputs = context.run.home, sampled or []
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
     upstream |= {f"trajectories.{index}": earlier.key for index, earlier in enumerate(inputs)}
@@ -142,7 +137,7 @@ def checkpoint_record(
 ) -> CheckpointRecord:
     """Return the record of the checkpoint in a stage's folder.
 
-    Without a result it was not trained by rewards.
+    `result` has the rewards of a training stage.
     """
     return CheckpointRecord(
         checkpoint=(folder / CHECKPOINT).relative_to(context.run.home).as_posix(),

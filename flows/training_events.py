@@ -1,7 +1,7 @@
-"""What a deployed run tells Prefect's automations: that a stage moves, and that training begins to collapse.
+"""Events of a deployed run for Prefect's automations: progress of a stage, and signs of collapse.
 
-Prefect sees states of runs, not what happens inside a stage of many hours. These events say it;
-flows/automations.py holds the alarms that listen.
+Prefect sees the states of runs and tasks, not what happens inside a stage of many hours. The alarms that
+listen to these events are in automations.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from components.training.metrics_file import newest_figures
 PROGRESS = "cuda-agent.progress"
 COLLAPSING = "cuda-agent.training.collapsing"
 PROGRESS_SECONDS = 60.0
+"""Least time between two progress events."""
 WARN_AT = 0.8
-"""An alarm comes at this share of the limit at which the stage stops itself: in the paper's run one step
-separated good from lost (step 17)."""
+"""Share of a limit at which the alarm comes; the stage stops itself at the limit. A collapse can take a
+single step, as in the paper's run (step 17)."""
 CRITIC_STEPS = 5
-"""A critic that explains less than nothing for so many steps in a row has lost the policy."""
+"""Steps in a row with an explained variance below 0 that count as a sign of collapse."""
 
 
 class EventProgress:
-    """A `Progress` that also emits events about flow run `run_id`."""
+    """A `Progress` that also emits events about the flow run with this id."""
 
     def __init__(
         self,
@@ -43,14 +44,14 @@ class EventProgress:
         self.home = home
         self.resource = {"prefect.resource.id": f"prefect.flow-run.{run_id}", "prefect.resource.name": run_id}
         self.emit = emit
-        self.told = float("-inf")
+        self.emitted = float("-inf")
         self.warned: set[str] = set()
         self.explained: dict[tuple[str, float], float] = {}
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
-        if time.monotonic() - self.told > PROGRESS_SECONDS:
-            self.told = time.monotonic()
+        if time.monotonic() - self.emitted > PROGRESS_SECONDS:
+            self.emitted = time.monotonic()
             self.emit(
                 PROGRESS,
                 resource=self.resource,
@@ -68,7 +69,7 @@ class EventProgress:
                 )
 
     def collapsing(self, stage: str, ppo: Ppo, figures: Mapping[str, float]) -> list[str]:
-        """What in the last step's figures points to a collapse; empty when nothing does."""
+        """Return which of the last step's figures are signs of a collapse, a sentence each."""
         reasons = []
         for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated)):
             if figures.get(name, 0.0) > WARN_AT * limit:

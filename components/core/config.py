@@ -28,10 +28,14 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
+    """Base class of the sections: frozen, and unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Data(Section):
+    """Parameters of the data set."""
+
     tasks: Tasks = Field(description="admitted training tasks to make")
     held_out: Tasks = Field(description="admitted held-out tasks to make; never seen in any stage")
     seed: Natural = Field(description="seed of the composer")
@@ -70,6 +74,8 @@ class Data(Section):
 
 
 class Sandbox(Section):
+    """Parameters of the judge and its sandbox."""
+
     isolation: Literal["bubblewrap", "none"] = Field(
         description="isolation of candidates; none must be written by a person and is recorded in every "
         "verdict"
@@ -119,6 +125,8 @@ class Sandbox(Section):
 
 
 class Policy(Section):
+    """Parameters of the policy and its sampler."""
+
     source: str = Field(description="scratch, or the folder of a Hugging Face causal LM")
     hidden: Count = Field(description="width of a policy made from scratch")
     layers: Count = Field(description="its layers")
@@ -150,6 +158,8 @@ class Policy(Section):
 
 
 class Coldstart(Section):
+    """Parameters of the first training of a policy made from scratch."""
+
     demonstrations: Count = Field(description="demonstrations written by the rule-based kernel writer")
     steps: Count = Field(description="optimizer steps")
     tokens_per_step: Count = Field(description="tokens of one optimizer step")
@@ -168,6 +178,8 @@ class Coldstart(Section):
 
 
 class Rollouts(Section):
+    """Parameters of sampling trajectories."""
+
     tasks: Count = Field(description="tasks of one step")
     samples: Count = Field(description="trajectories per task")
     temperature: Positive = Field(description="sampling temperature; 1 keeps sampler and trainer comparable")
@@ -176,6 +188,8 @@ class Rollouts(Section):
 
 
 class Ppo(Section):
+    """Parameters of a PPO stage."""
+
     reward: Literal["milestone", "speedup"] = Field(
         description="what a trajectory earns: the paper's milestones, or the bare ratio to eager (its "
         "ablation)"
@@ -231,6 +245,8 @@ class Ppo(Section):
 
 
 class Rejection(Section):
+    """Parameters of rejection fine-tuning."""
+
     rollouts: Rollouts = Field(description="how trajectories are sampled")
     min_reward: float = Field(
         description="keep trajectories whose reward is greater than this; the paper uses 0"
@@ -243,6 +259,8 @@ class Rejection(Section):
 
 
 class Critic(Section):
+    """Parameters of value pretraining."""
+
     epochs: Count = Field(description="passes over the trajectories")
     batch: Count = Field(description="trajectories of one optimizer step")
     learning_rate: Positive = Field(description="peak learning rate")
@@ -254,6 +272,8 @@ class Critic(Section):
 
 
 class Engine(Section):
+    """Parameters of the training engine."""
+
     zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(description="DeepSpeed ZeRO stage")
     dtype: Literal["float32", "bfloat16"] = Field(description="precision of the trained weights")
     tokens_per_microbatch: Count = Field(
@@ -274,6 +294,8 @@ class Engine(Section):
 
 
 class Evaluation(Section):
+    """Parameters of the evaluation."""
+
     suite: str = Field(
         description="held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or "
         "parquet"
@@ -287,6 +309,8 @@ class Evaluation(Section):
 
 
 class Registry(Section):
+    """Parameters of MLflow and the audit chain."""
+
     tracking_uri: str = Field(description="MLflow tracking URI; empty is SQLite in the home folder")
     experiment: str = Field(description="MLflow experiment")
     model: str = Field(description="MLflow registered model")
@@ -297,6 +321,8 @@ class Registry(Section):
 
 
 class GateThresholds(Section):
+    """Thresholds of promotion."""
+
     pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
     faster_rate_eager: Share = Field(description="least lower end of the share of tasks faster than eager")
     faster_rate_compile: Share = Field(
@@ -326,6 +352,8 @@ class GateThresholds(Section):
 
 
 class StoreParams(Section):
+    """Parameters of the artifact store."""
+
     url: str = Field(
         description="artifact store: empty is a folder in the home folder; "
         "s3://bucket/prefix needs boto3's usual settings"
@@ -334,6 +362,8 @@ class StoreParams(Section):
 
 
 class Params(Section):
+    """Every parameter of a run."""
+
     device: Device = Field(description="what kernels run on")
     precision: Precision = Field(description="precision policy of candidate and both baselines alike")
     seed: Natural = Field(description="seed of sampling and of the training stages")

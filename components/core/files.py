@@ -227,18 +227,27 @@ def environment_fault(error: BaseException) -> str:
             return f"{text}; what was judged is kept: run the same command again."
         if full or "No space left on device" in text or "database or disk is full" in text:
             place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
-            return f"{place}the disk is full; free some space or give another folder with --home, then run the same command again."
+            return (
+                f"{place}the disk is full; free some space or give another folder with --home, "
+                "then run the same command again."
+            )
         if (
             isinstance(seen, OSError)
             and seen.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
             and seen.filename
         ):
-            return f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); give another path."
+            return (
+                f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); "
+                "give another path."
+            )
         if (
             isinstance(seen, OSError)
             and seen.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
             and seen.filename
         ):
-            return f"{seen.filename}: cannot be written ({seen.strerror}); mend its permissions or give another folder with --home."
+            return (
+                f"{seen.filename}: cannot be written ({seen.strerror}); "
+                "mend its permissions or give another folder with --home."
+            )
         seen = seen.__cause__ or seen.__context__
     return ""

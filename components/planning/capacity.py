@@ -1,10 +1,10 @@
 """What a profile needs: memory per GPU, seconds per step with their bottleneck, judges, GPU-hours and cost.
 
-Every input says whether it was measured (and where), is a parameter of the profile, or is assumed. Formulas:
+Every input is measured (and says where), a parameter of the profile, from a datasheet, or assumed. Formulas:
 ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes a parameter under mixed precision), activations
 under checkpointing (Korthikanti et al. 2022, table 2), 2 FLOP per parameter and token forward, twice that
-backward. The rollouts are simulated (components/planning/rollout_simulator.py), since their end is a tail and
-not a mean.
+backward. The rollouts are simulated (rollout_simulator.py), since a step ends with its slowest trajectory and
+not with the mean.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from components.planning.rollout_simulator import Load, Rollout, enough_judges, 
 
 GIB = 2**30
 RESERVED = 6 * GIB
-"""CUDA context, NCCL's buffers and fragmentation."""
+"""Bytes per GPU for the CUDA context, NCCL's buffers and fragmentation."""
 HEADROOM = 1.05
-"""Rollouts may last this much longer than with judges without end."""
+"""Factor by which rollouts may last longer than with unlimited judges."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """bytes of memory, dense bfloat16 FLOP/s, bytes/s: the maker's datasheet."""
+    """A GPU by its datasheet: memory in bytes, dense bfloat16 FLOP/s, memory bandwidth in bytes/s."""
 
     name: str
     memory: float
@@ -55,7 +55,7 @@ class Input:
 
 
 def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
-    """Every input of a plan; `cuda-agent plan --assume NAME=VALUE` replaces one."""
+    """Return every input of a plan; `cuda-agent plan --assume NAME=VALUE` replaces one."""
     policy = params.policy
     parameters = (
         policy.layers
@@ -78,7 +78,7 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
             "parameter",
             "policy.*, bfloat16",
         ),
-        "trainer_gpus": Input(64, "", "assumed", "the paper does not say (knowledge of its cluster: none)"),
+        "trainer_gpus": Input(64, "", "assumed", "the paper does not say"),
         "judges": Input(
             params.sandbox.judges, "", "parameter", "sandbox.judges; the paper's pool is 128 H20"
         ),
@@ -114,7 +114,10 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
 
 
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
-    """What a home's own trajectories say: turns of each, and the policy's tokens in each turn."""
+    """Return the inputs that a home's own trajectories give.
+
+    `turns` has the turns of each trajectory, `tokens` the policy's tokens in each turn.
+    """
     source = f"{len(turns)} trajectories of this home"
     found = {}
     for name, sizes, unit in (
@@ -132,8 +135,9 @@ def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, In
 def zero_memory(
     parameters: float, gpus: float, stage: int, *, trained: int = 2, frozen: int = 1, offload: bool = False
 ) -> float:
-    """Bytes per GPU of weights, gradients and Adam's state for `trained` networks (actor, critic) and
-    `frozen` ones (reference).
+    """Return the bytes per GPU of weights, gradients and Adam's state under a ZeRO stage.
+
+    They are those of `trained` networks (actor, critic) and the weights of `frozen` ones (reference).
     """
     weights, gradients, state = 2.0 * parameters, 2.0 * parameters, 12.0 * parameters
     split = (stage >= 3, stage >= 2, stage >= 1)
@@ -144,9 +148,9 @@ def zero_memory(
 
 
 def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing: bool) -> float:
-    """Bytes per GPU while one micro-batch goes through one network.
+    """Return the bytes per GPU while one micro-batch goes through one network.
 
-    What is kept of each layer, one layer in full, the logits.
+    They are what is kept of each layer, one layer in full, and the logits.
     """
     full_layer = 34.0 * tokens * inputs["hidden"]
     kept = (
@@ -159,8 +163,10 @@ def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing:
 def training_seconds(
     inputs: dict[str, float], tokens: float, context: float, *, checkpointing: bool, epochs: int
 ) -> dict[str, float]:
-    """Seconds of a step's scoring (actor, reference, critic forward) and update (actor and critic forward and
-    backward).
+    """Return the seconds of a step's scoring and update.
+
+    Scoring is the forward pass of actor, reference and critic; the update is forward and backward of actor
+    and critic.
     """
     forward = (
         2.0 * inputs["active_parameters"] * tokens
@@ -171,9 +177,9 @@ def training_seconds(
 
 
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
-    """The rollouts of one step as the simulation takes them.
+    """Return the rollouts of one step as the input of the simulation.
 
-    Decoding reads weights once a batch and every sequence's cache.
+    Decoding reads the weights once a batch, and the cache of every sequence.
     """
     read = 2.0 * inputs["active_parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
@@ -201,7 +207,7 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
 
 
 def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
-    """The whole plan as a JSON record."""
+    """Return the whole plan as a JSON record."""
     if params.device != "cuda":
         raise UserError(
             "plan: the profile runs on the cpu, where there is nothing to plan; "
@@ -241,7 +247,8 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
         "hours": hours,
         "cost": hours * gpus * values["price"],
         "inputs": {name: asdict(item) for name, item in inputs.items()},
-        "left_out": "cold start, rejection fine-tuning, value pretraining, evaluation; weight transfer to the samplers; failures",
+        "left_out": "cold start, rejection fine-tuning, value pretraining, evaluation; "
+        "weight transfer to the samplers; failures",
     }
 
 
@@ -283,7 +290,10 @@ def _stage(
 
 
 def assume(inputs: dict[str, Input], choices: list[str]) -> dict[str, Input]:
-    """Inputs with NAME=VALUE laid over them; UserError for an unknown name or what is no positive number."""
+    """Return the inputs with each NAME=VALUE replaced.
+
+    Raises UserError for an unknown name, or a value that is no positive number.
+    """
     changed = dict(inputs)
     for choice in choices:
         name, equals, text = choice.partition("=")

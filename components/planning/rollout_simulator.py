@@ -1,10 +1,8 @@
-"""Rollouts of one step, simulated.
+"""A simulation of one step's rollouts.
 
-Sequences share the samplers, turns queue for the judges, and the last one ends the step.
-
-Time goes from event to event, and in small equal steps where events crowd; sequences that are being generated
-share the samplers' rate, and judges serve first come first served. A step of training waits for its slowest
-trajectory: that tail is what a mean does not show.
+Sequences that are being generated share the samplers' rate, turns queue for the judges, first come first
+served, and the last trajectory ends the step. Time goes from event to event, and in small equal steps where
+events crowd. A step of training waits for its slowest trajectory, which a mean would not show.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 TICKS = 4000
-"""Steps of time in the expected length of a simulation, at most; each is a few vector operations."""
+"""Largest number of time steps in the expected length of a simulation."""
 GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work of one step.
+    """The work of one step.
 
-    Medians and spreads (sigma of the logarithm) of log-normal distributions; rates in tokens/s.
+    Medians and spreads (sigma of the logarithm) are of log-normal distributions; rates are in tokens/s.
     """
 
     trajectories: int
@@ -45,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What came of it. `ends` are seconds, one a trajectory, in order."""
+    """The result of a simulation. `ends` are the seconds at which each trajectory ends, in order."""
 
     ends: NDArray[np.float64]
     tokens: float
@@ -54,7 +52,7 @@ class Rollout:
     wait_p95: float
     longest_queue: int
     busy: float
-    """Share of the judges' time in which they judged."""
+    """Share of the judges' time in which they judged, 0 to 1."""
 
     @property
     def seconds(self) -> float:
@@ -65,9 +63,9 @@ class Rollout:
 
 
 def simulate(load: Load, judges: int, seed: int) -> Rollout:
-    """One step's rollouts with so many judges.
+    """Simulate one step's rollouts with this number of judges.
 
-    Draws do not depend on the judges, so that two numbers of them compare.
+    The random draws do not depend on the number of judges, so that two simulations compare.
     """
     rng, count = np.random.default_rng(seed), load.trajectories
     turns = np.clip(
@@ -143,8 +141,9 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
 
 
 def enough_judges(load: Load, headroom: float, seed: int) -> int:
-    """The fewest judges with which the rollouts last at most `headroom` times as long as with one judge a
-    trajectory.
+    """Return the fewest judges with which the rollouts last at most `headroom` times the least possible.
+
+    That is how long they last with one judge for each trajectory.
     """
     limit = headroom * simulate(load, load.trajectories, seed).seconds
     few, many = 0, load.trajectories

@@ -1,14 +1,13 @@
-"""The audit chain.
+"""The audit chain: a tamper-evident log of every change of the champion, with its evidence.
 
-Who changed what about the champion, when, and on which evidence, as files that cannot be changed unnoticed.
+There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
+contains the digest of the one before it, and its own digest covers everything else in it. So an entry that is
+changed, removed or inserted breaks the chain at a known place. Entries removed at the end would leave a
+valid, shorter chain: therefore the registry also names the newest entry (`anchor`), in another place under
+other permissions.
 
-One file an entry, `000012.json`, in one folder a registered model. An entry names the digest of the one
-before it, and its own digest covers everything else in it. So an entry that is changed, taken out or put in
-breaks the chain at a known place. Entries cut off at the end leave a sound but shorter chain: against that
-the newest entry is named in the registry too (`anchor`), in another place under other permissions.
-
-An entry is written before the registry is changed (write-ahead): what it says the aliases are after it is
-what they have to become, and whoever holds the lock next finishes what a killed process had begun.
+An entry is written before the registry is changed (write-ahead): it says what the aliases have to become, and
+the next process that takes the lock completes what a killed one had begun.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ from components.core.records import FrozenModel
 Action = Literal[
     "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
 ]
-"""`refused` is the gates' answer, `declined` a person's; `found` records aliases that somebody moved without
-this program."""
+"""`refused` is the gates' answer, `declined` a person's; `found` records that another program moved an alias."""
 FIRST = "0" * 64
 FILE = re.compile(r"(\d{6})\.json")
 DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
-"""What decides a version; the newest of these is its state."""
+"""Actions that decide a version; the newest of them is its state."""
 
 
 class AuditEntry(FrozenModel):
-    """One act. `aliases` are champion and previous after it, as version numbers."""
+    """One change. `aliases` are the version numbers of champion and previous after it."""
 
     number: int
     before: str
@@ -50,17 +48,16 @@ class AuditEntry(FrozenModel):
     when: str
     """UTC, ISO 8601, seconds."""
     who: str
-    """The operating system's user and host, or what a person gave with their decision."""
+    """The operating system's user and host, or the name that a person gave with the decision."""
     action: Action
     model: str
     version: str
     aliases: dict[str, str]
     reason: str = ""
     evidence: dict[str, Any] = Field(default_factory=dict)
-    """Digests, figures with intervals, thresholds: what the act rests on."""
+    """Digests, figures with intervals, thresholds: what the change rests on."""
     key: str = ""
-    """Names the act, so that a repetition after a kill adds nothing; empty where each call is an act of its
-    own."""
+    """Names the change, so that a repetition after a kill adds nothing; empty when every call is a change."""
     digest: str
 
     @property
@@ -69,11 +66,11 @@ class AuditEntry(FrozenModel):
 
 
 class AuditChainError(UserError):
-    """The chain is not what was written; the sentence names the first entry that is wrong."""
+    """A chain that is not what was written; the message names the first wrong entry."""
 
 
 def person() -> str:
-    """Who acts: the operating system's user and host."""
+    """Return who is acting: the operating system's user and host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user often has no name
@@ -82,10 +79,7 @@ def person() -> str:
 
 
 class AuditChain:
-    """The chain of one registered model, in `folder`.
-
-    Entries are read whole and checked every time: there are few.
-    """
+    """The chain of one registered model, in a folder below `folder`. Every read checks all entries."""
 
     def __init__(self, folder: Path, model: str):
         self.model = model
@@ -95,9 +89,9 @@ class AuditChain:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One act at a time, over every process that sees the folder.
+        """Hold the chain's lock, which excludes every process that sees the folder.
 
-        The lock of a killed process is free at once.
+        The lock of a killed process is released at once.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("a") as file:
@@ -107,7 +101,7 @@ class AuditChain:
     def append(
         self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any
     ) -> AuditEntry:
-        """Write the next entry; call with the lock held. `rest` are reason, evidence and key."""
+        """Write the next entry, with the lock held. `rest` are reason, evidence and key."""
         entries = self.entries()
         content = {
             "number": len(entries) + 1,
@@ -128,7 +122,7 @@ class AuditChain:
         return entry
 
     def entries(self) -> list[AuditEntry]:
-        """Every entry in order; AuditChainError names the first that was changed, taken out or put in."""
+        """Return every entry in order; AuditChainError names the first changed, removed or inserted one."""
         names = (
             sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name))
             if self.folder.is_dir()
@@ -165,7 +159,7 @@ class AuditChain:
         return found
 
     def state(self, version: str) -> AuditEntry | None:
-        """The newest entry that decided `version`; None for a version that nobody decided."""
+        """Return the newest entry that decided `version`; None for a version without a decision."""
         return next(
             (
                 entry
@@ -177,9 +171,7 @@ class AuditChain:
 
 
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
-    """See that the entry which the registry names is in the chain.
-
-    AuditChainError when the end was cut off or replaced.
+    """Raise AuditChainError unless the chain holds the entry that the registry names.
 
     The anchor may be older than the newest entry: a process can be killed between the two writes.
     """

@@ -1,6 +1,6 @@
-"""Gates of a version from its files.
+"""Gather the evidence of a version from its files, and run the gates on it.
 
-Run by the nightly flow after an evaluation, and again whenever a person asks.
+The nightly flow does this after an evaluation; a person may ask for it again at any time.
 """
 
 from __future__ import annotations
@@ -41,18 +41,12 @@ def run_gates(
     report: Path,
     epoch: str,
 ) -> Decision:
-    """Hold an evaluation against the thresholds and the champion, and the judge against a sample of exploits.
+    """Hold an evaluation against the thresholds and the champion, and the judge against exploits.
 
-    The only place that gathers a decision's evidence. A decision that passes says `promoted` or, where
-    gate.approval is `person`, `waiting`.
-
-    Args:
-        after: the version's evaluation.
-        champion: the champion's evaluation on the same tasks; None when there is no champion.
-        checkpoint: the folder of the version's checkpoint, whose files are verified.
-        registered_digest: the checkpoint's digest when the version was registered.
-        report: the HTML report, which must be complete.
-        epoch: names the judge's measurements of the exploits; those of another epoch are not used again.
+    This is the only place that gathers a decision's evidence. `after` is the version's evaluation, `champion`
+    the champion's on the same tasks (None without one). The files of `checkpoint` are verified against the
+    digest at registration, `report` has to be complete, and a sample of exploits is judged anew in each
+    `epoch`. A decision that passes says `promoted` or, when gate.approval is `person`, `waiting`.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
@@ -75,7 +69,10 @@ def evaluate_gates(
     digests_match: bool,
     report_complete: bool,
 ) -> list[Gate]:
-    """Return every gate of one evaluation; `champion` is the champion's on the same tasks, None without one."""
+    """Return every gate of one evaluation.
+
+    `champion` is the champion's evaluation on the same tasks, None without a champion.
+    """
     found = gates.floors(after.overall, after.levels, thresholds)
     if champion is not None:
         found += gates.regression(after.tasks, champion.tasks, thresholds)
@@ -108,10 +105,7 @@ def gate_again(
 
     The version's figures are those of its evaluation. The champion is measured on the same tasks unless that
     was done before, and the sample of exploits is tried anew. A decision that passes says `waiting`, never
-    `promoted`.
-
-    Returns:
-        The version's number, the decision, and the champion's version (None without one).
+    `promoted`. Returns the version's number, the decision, and the champion's version (None without one).
     """
     model = params.registry.model
     found = models.find(client, model, version)
@@ -162,7 +156,10 @@ def _champion(
     progress: Progress,
     scratch: Path,
 ) -> Evaluation:
-    """Return the champion's evaluation on the candidate's tasks: the one that its tags name, or a new one."""
+    """Return the champion's evaluation on the candidate's tasks.
+
+    It is the one that the version's tags name, or a new one.
+    """
     if tags.get(f"{COMPARED}.version") == champion:
         results = home / tags[f"{COMPARED}.evaluation"]
         if results.is_file() and digest_file(results) == tags[f"{COMPARED}.digest"]:

@@ -1,11 +1,11 @@
-"""Promotion's rules, as pure functions: figures and thresholds in, gates out.
+"""The rules of promotion as pure functions: figures and thresholds in, gates out.
 
-Every threshold is a parameter (`params.gate`). A floor is held by the lower end of the figure's interval, not
-by the figure: what is promoted is then better than the threshold with all but 2.5 % certainty, and a small
-suite has to be passed more clearly than a large one. The comparison with the champion is paired by task, so
-that the tasks' own difficulty cancels; it refuses a drop that is larger than allowed and more than noise
-(DESIGN §10: significant). Integrity is not a matter of degree: an unmeasured task, a believed exploit or a
-checkpoint that does not match its digests refuses whatever the figures are.
+Every threshold is a parameter (`params.gate`). A floor is compared with the lower end of the figure's 95 %
+interval, not with the figure, so a version that passes is better than the threshold with 97.5 % certainty,
+and a small suite has to be passed more clearly than a large one. The comparison with the champion is paired
+by task, so that the difficulty of the tasks cancels; it refuses a drop that is larger than allowed and
+statistically significant. Integrity has no interval: an unmeasured task, an exploit that gained something, or
+a checkpoint that does not match its digests refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from components.evaluation.metrics import Summary, TaskResult, changes
 
 
 class Gate(FrozenModel):
-    """One rule: the figure with its interval, the threshold that it has to reach, and whether it did."""
+    """One rule: a figure with its interval, the threshold that it has to reach, and whether it did."""
 
     name: str
     value: float | None
@@ -28,16 +28,16 @@ class Gate(FrozenModel):
     threshold: float
     passed: bool
     note: str = ""
-    """What more there is to say, such as the names of believed exploits."""
+    """Further details, such as the names of believed exploits."""
 
     @property
     def decisive(self) -> float | None:
-        """What was held against the threshold: the interval's lower end where there is one."""
+        """Return what is compared with the threshold: the interval's lower end, or the figure without one."""
         return self.low if self.low is not None and not self.name.startswith("change.") else self.value
 
     @property
     def sentence(self) -> str:
-        """What fell short by how much, or what held."""
+        """Return the figure, the threshold and the difference as one sentence."""
         more = f" {self.note}" if self.note else ""
         if self.value is None:
             return f"{self.name} could not be measured; at least {self.threshold:.3g} is needed.{more}"
@@ -51,11 +51,12 @@ class Gate(FrozenModel):
                 f"{self.name} is {self.value:.3g}{interval}; at least {self.threshold:.3g} is needed.{more}"
             )
         what = "its lower end is" if interval and self.decisive == self.low else "that is"
-        return f"{self.name} is {self.value:.3g}{interval}: {what} {self.threshold - self.decisive:.3g} short of {self.threshold:.3g}.{more}"
+        missing = f"{self.threshold - self.decisive:.3g} short of {self.threshold:.3g}"
+        return f"{self.name} is {self.value:.3g}{interval}: {what} {missing}.{more}"
 
 
 class Decision(FrozenModel):
-    """The gates' answer. `verdict` is waiting when they passed and a person has to approve."""
+    """The gates' answer. `verdict` is `waiting` when they passed and a person has to approve."""
 
     verdict: Literal["promoted", "refused", "waiting"]
     gates: tuple[Gate, ...]
@@ -64,9 +65,9 @@ class Decision(FrozenModel):
 
 
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
-    """The figures of one evaluation against the lowest accepted ones.
+    """Return the gates that hold one evaluation against the lowest accepted figures.
 
-    `levels` are its levels' own figures by level.
+    `levels` are the figures of each level of the suite.
     """
 
     def floor(
@@ -99,9 +100,10 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
 def regression(
     candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: GateThresholds
 ) -> list[Gate]:
-    """Paired change of the rates against the champion on the tasks on which both were measured.
+    """Return the gates on the paired change of each rate against the champion.
 
-    Refuses a drop beyond the allowed one whose interval excludes "no change".
+    Only tasks that both were measured on count. A gate refuses a drop beyond the allowed one whose interval
+    excludes "no change".
     """
     failed = {row.task_id for row in (*candidate, *champion) if row.error}
     found = changes(
@@ -135,11 +137,10 @@ def integrity(
     report_complete: bool,
     exploits: Gate | None = None,
 ) -> list[Gate]:
-    """Rules of yes and no.
+    """Return the gates that have no interval.
 
-    The tasks were measured, in isolation, the checkpoint is what was evaluated, the report is there.
-
-    `exploits` is the answer of the measuring device's judge to the sample of exploits (`exploits_gate`).
+    They ask whether the tasks were measured, in isolation, whether the checkpoint is the evaluated one, and
+    whether the report is complete. `exploits` is the gate that `exploits_gate` returns.
     """
     measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
     facts = {
@@ -160,9 +161,10 @@ def integrity(
 
 
 def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: GateThresholds) -> Gate:
-    """`refused` of `tried` exploits gained nothing.
+    """Return the gate on the judge's answers to a sample of exploits and honest candidates.
 
-    `believed` names those that did, and honest answers that were refused.
+    `refused` of `tried` exploits gained nothing. `believed` names the others, and honest candidates that were
+    refused.
     """
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
@@ -176,7 +178,7 @@ def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds:
 
 
 def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> Decision:
-    """Refused when any gate failed, with each reason; otherwise promoted, or waiting for a person's approval."""
+    """Refuse when any gate failed, with each reason; otherwise promote, or wait for a person's approval."""
     failed = tuple(gate.sentence for gate in gates if not gate.passed)
     if failed:
         return Decision(verdict="refused", gates=tuple(gates), reasons=failed)

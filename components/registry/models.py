@@ -1,12 +1,10 @@
-"""Model versions.
+"""Model versions in MLflow: one registered model, a version for each run, and the aliases of the champion.
 
-One registered model, a version per night, and the aliases candidate, champion and previous.
-
-A version is a logged model: the checkpoint's files as they are in its folder `checkpoint`, and beside it the
-file `MLmodel` by which MLflow can load them (`serving`). Nothing is loaded to register it (MLflow's
-transformers flavour needs the model in memory and fails on paths with transformers 5). Its tags are its
-evidence: every gate's figure and threshold, the data set, the code, the evaluation. Aliases are the
-registry's own pointers, one version each, so there is exactly one champion at any instant.
+A version is a logged model: the checkpoint's files in its folder `checkpoint`, and beside it the file
+`MLmodel` by which MLflow can load them (`serving`). Registering loads no model, unlike MLflow's transformers
+flavor, which needs the model in memory and fails on paths with transformers 5. The version's tags are its
+evidence: every gate's figure and threshold, the data set, the code, the evaluation. The aliases candidate,
+champion and previous point at one version each, so there is exactly one champion at any instant.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def register(
     tags: Mapping[str, str],
     figures: Mapping[str, float],
 ) -> str:
-    """The version of this night, made on the first call and found again by its run key on every other."""
+    """Register the version of a run, or find it by the run's key when it exists; return its number."""
     _ensure_model(client, model)
     found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
     if found:
@@ -70,7 +68,7 @@ def register(
 
 
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
-    """Leave each gate's figure and threshold, the verdict and its reasons on the version."""
+    """Write each gate's figure and threshold, the verdict and its reasons into the version's tags."""
     for gate in decision.gates:
         client.set_model_version_tag(model, version, f"gate.{gate.name}", gate.model_dump_json())
     client.set_model_version_tag(model, version, "gate.reasons", json.dumps(decision.reasons))
@@ -78,12 +76,12 @@ def record_decision(client: MlflowClient, model: str, version: str, decision: De
 
 
 def propose(client: MlflowClient, model: str, version: str) -> None:
-    """Point `candidate` at the version that is about to be decided."""
+    """Point the alias `candidate` at the version that is about to be decided."""
     client.set_registered_model_alias(model, CANDIDATE, version)
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Version by alias. Read from the model: search results leave aliases empty."""
+    """Return the version of each alias, read from the model: search results leave aliases empty."""
     found = _registered(client, model)
     return {name: str(version) for name, version in found.aliases.items()} if found is not None else {}
 
@@ -98,13 +96,13 @@ def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
 
 
 def tags(client: MlflowClient, model: str) -> dict[str, str]:
-    """The registered model's own tags."""
+    """Return the registered model's own tags."""
     found = _registered(client, model)
     return dict(found.tags) if found is not None else {}
 
 
 def _registered(client: MlflowClient, model: str) -> Any:
-    """None when no version was registered yet."""
+    """Return the registered model; None when no version was registered yet."""
     try:
         return client.get_registered_model(model)
     except MlflowException as error:
@@ -114,7 +112,7 @@ def _registered(client: MlflowClient, model: str) -> Any:
 
 
 def find(client: MlflowClient, model: str, version: str) -> Any:
-    """The model version of a number or an alias; UserError when there is none."""
+    """Return the model version of a number or an alias; UserError when there is none."""
     number = aliases(client, model).get(version, version)
     try:
         return client.get_model_version(model, number)
@@ -129,10 +127,7 @@ def decision_of(client: MlflowClient, model: str, version: str) -> str:
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
-    """One version for people and machines (DESIGN §12); UserError when there is no such version.
-
-    Aliases work too.
-    """
+    """Return one version, by number or alias, as a JSON record; UserError when there is no such version."""
     found = find(client, model, version)
     gates = [
         Gate.model_validate_json(value)
@@ -152,7 +147,7 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 
 
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
-    """Every version, newest first."""
+    """Return the records of all versions, newest first."""
     found = client.search_model_versions(f"name = '{model}'")
     return [
         describe(client, model, str(version.version))
@@ -161,7 +156,7 @@ def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:
-    """Where a version's checkpoint lies: a folder of this machine, or the artifact store's address."""
+    """Return where a version's checkpoint lies: a folder of this machine, or the artifact store's address."""
     uri = client.get_model_version_download_uri(model, version)
     if uri.startswith("models:/"):
         uri = client.get_logged_model(uri.removeprefix("models:/")).artifact_location
@@ -170,9 +165,9 @@ def location(client: MlflowClient, model: str, version: str) -> str:
 
 
 def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
-    """The folder of a version's checkpoint.
+    """Return the folder of a version's checkpoint.
 
-    The store's own where that is a folder here, else a copy below `scratch`.
+    It is the store's own where that is a local folder, else a copy below `scratch`.
     """
     place = location(client, model, version)
     if not is_local_uri(place):

@@ -1,11 +1,9 @@
-"""Promotion.
+"""Promotion: the operations that change the champion, each under one lock, each with an audit entry.
 
-The acts that change the champion, each under one lock, each leaving an entry in the audit chain.
-
-An act does, in this order: take the lock; finish what a killed process had begun; check that it may be done;
-verify the checkpoint's bytes; write the audit entry; move the aliases; name the entry in the registry. A kill
-anywhere in between leaves a champion and a chain that the next act completes. An alias is one row of the
-registry's database, so there is exactly one champion at any instant whatever happens here.
+An operation takes the lock, completes what a killed process had begun, checks its conditions, verifies the
+checkpoint's bytes, writes the audit entry, moves the aliases, and names the entry in the registry, in this
+order. After a kill anywhere in between, the next operation completes it. An alias is one row of the
+registry's database, so there is exactly one champion at any instant.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 
 
 class NotPassed(UserError):
-    """The version's gates refused it, or nobody approved it in time: exit code 4."""
+    """A version whose gates refused it, or that no person approved in time. Exit code 4."""
 
 
 class Promotion:
-    """The acts on one registered model.
+    """The operations on one registered model.
 
-    `home` holds the evidence's files, and the chain unless `registry.audit` names a folder.
+    `home` holds the files of the evidence, and the audit chain unless `registry.audit` names a folder.
     """
 
     def __init__(self, client: MlflowClient, registry: Registry, home: Path):
@@ -71,14 +69,14 @@ class Promotion:
         who: str = "",
         reason: str = "",
     ) -> AuditEntry:
-        """Act on the gates' answer: promote, refuse, or let the version wait for a person until the deadline.
+        """Promote or refuse the version, or let it wait for a person, as the gates decided.
 
-        `champion` is the version that the gates compared with (None: there was none). When another one reigns
-        by now the comparison is void: UserError. With a `key` that the chain knows already nothing is done a
-        second time.
+        `champion` is the version that the gates compared with, None without one. When another version is
+        champion by now the comparison is void: UserError. When the chain has an entry with this `key`, that
+        entry is returned and nothing is done.
         """
         with self.chain.locked():
-            entries = self._finish()
+            entries = self._recover()
             known = next((entry for entry in entries if key and entry.key == key), None)
             if known is not None:
                 return known
@@ -93,10 +91,12 @@ class Promotion:
                 )
             models.record_decision(self.client, self.model, version, decision)
             aliases = (
-                _moved(_aliases(entries), version) if decision.verdict == "promoted" else _aliases(entries)
+                promote_aliases(_aliases(entries), version)
+                if decision.verdict == "promoted"
+                else _aliases(entries)
             )
             text = reason or " ".join(decision.reasons)
-            return self._act(
+            return self._apply_entry(
                 self.chain.append(
                     decision.verdict,
                     version,
@@ -109,12 +109,12 @@ class Promotion:
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Make a waiting version the champion.
+        """Make a waiting version the champion; past its deadline let it expire instead.
 
-        Past its deadline it expires instead: the entry's action says so.
+        The action of the returned entry tells which of the two was done.
         """
         with self.chain.locked():
-            entries = self._finish()
+            entries = self._recover()
             version, waiting = self.waiting(version)
             if datetime.now(UTC) > datetime.fromisoformat(waiting.evidence["deadline"]):
                 return self._expire(version, entries)
@@ -127,11 +127,11 @@ class Promotion:
                         f"run cuda-agent models gate {version} again."
                     )
             evidence["decided"] = waiting.digest
-            return self._act(
+            return self._apply_entry(
                 self.chain.append(
                     "approved",
                     version,
-                    _moved(_aliases(entries), version),
+                    promote_aliases(_aliases(entries), version),
                     who or person(),
                     reason=reason,
                     evidence=evidence,
@@ -141,23 +141,23 @@ class Promotion:
     def decline(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
         """Refuse a waiting version; the champion stays."""
         with self.chain.locked():
-            entries = self._finish()
+            entries = self._recover()
             version, waiting = self.waiting(version)
             evidence = {"decided": waiting.digest}
-            return self._act(
+            return self._apply_entry(
                 self.chain.append(
                     "declined", version, _aliases(entries), who or person(), reason=reason, evidence=evidence
                 )
             )
 
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
-        """Make a version whose gates passed the champion, out of turn.
+        """Make a version whose gates passed the champion, for instance an earlier one.
 
-        Raises NotPassed for a version whose gates did not pass, unless `override`; a damaged checkpoint is
-        never promoted. The champion itself stays what it is, with an entry that says so.
+        Raises NotPassed for a version whose gates did not pass, unless `override`. A damaged checkpoint is
+        never promoted. Promoting the champion changes no alias, but leaves an entry.
         """
         with self.chain.locked():
-            entries = self._finish()
+            entries = self._recover()
             version = str(models.find(self.client, self.model, version).version)
             state = self.chain.state(version)
             action = (
@@ -179,11 +179,11 @@ class Promotion:
                 "override": override,
                 "decided": state.digest if state is not None else None,
             }
-            return self._act(
+            return self._apply_entry(
                 self.chain.append(
                     "promoted",
                     version,
-                    _moved(_aliases(entries), version),
+                    promote_aliases(_aliases(entries), version),
                     who or person(),
                     reason=reason,
                     evidence=evidence,
@@ -191,9 +191,9 @@ class Promotion:
             )
 
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Champion and previous change places."""
+        """Exchange champion and previous."""
         with self.chain.locked():
-            entries = self._finish()
+            entries = self._recover()
             now = _aliases(entries)
             if PREVIOUS not in now:
                 raise UserError(
@@ -201,7 +201,7 @@ class Promotion:
                 )
             back = now[PREVIOUS]
             aliases = {CHAMPION: back, PREVIOUS: now[CHAMPION]}
-            return self._act(
+            return self._apply_entry(
                 self.chain.append(
                     "rolled_back",
                     back,
@@ -213,9 +213,9 @@ class Promotion:
             )
 
     def expire(self) -> list[AuditEntry]:
-        """Expire every version that waited too long."""
+        """Let every version expire whose deadline has passed."""
         with self.chain.locked():
-            self._finish()
+            self._recover()
             state = {entry.version: entry for entry in self.chain.entries() if entry.action in DECISIONS}
             late = [
                 entry.version
@@ -226,14 +226,11 @@ class Promotion:
             return [self._expire(version, self.chain.entries()) for version in late]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
-        """Leave the gates' figures in the chain without deciding anything.
-
-        For a version that is the champion.
-        """
+        """Record the gates' figures in the chain without a decision, for a version that is the champion."""
         with self.chain.locked():
-            entries = self._finish()
+            entries = self._recover()
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
-            return self._act(
+            return self._apply_entry(
                 self.chain.append(
                     "gated",
                     version,
@@ -245,7 +242,7 @@ class Promotion:
             )
 
     def verify(self) -> list[str]:
-        """What is wrong, a sentence each; empty when chain, registry, checkpoints and evidence agree."""
+        """Return a sentence for each fault; empty when chain, registry, checkpoints and evidence agree."""
         with self.chain.locked():
             try:
                 entries = self.chain.entries()
@@ -256,8 +253,8 @@ class Promotion:
             actual = self._actual()
             if actual != _aliases(entries):
                 found.append(
-                    f"aliases: the registry says {_words(actual)} and the audit chain "
-                    f"{_words(_aliases(entries))}; somebody moved them elsewhere."
+                    f"aliases: the registry says {_listed(actual)} and the audit chain "
+                    f"{_listed(_aliases(entries))}; somebody moved them elsewhere."
                 )
             for alias, version in sorted(actual.items()):
                 try:
@@ -267,7 +264,7 @@ class Promotion:
             return found
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
-        """The version's number and the entry by which it waits; UserError when it does not."""
+        """Return the version's number and the entry by which it waits; UserError when it does not wait."""
         version = str(models.find(self.client, self.model, version).version)
         state = self.chain.state(version)
         if state is None or state.action != "waiting":
@@ -292,16 +289,16 @@ class Promotion:
             )
 
     def _expire(self, version: str, entries: list[AuditEntry]) -> AuditEntry:
-        return self._act(
+        return self._apply_entry(
             self.chain.append(
                 "expired", version, _aliases(entries), "time limit", reason="nobody decided in time"
             )
         )
 
     def _evidence(self, version: str) -> dict[str, Any]:
-        """The version's evidence.
+        """Return the evidence of a version for an audit entry.
 
-        UserError names the file when its checkpoint, evaluation or report is not what it was.
+        Raises UserError with the name of the file when its checkpoint, evaluation or report has changed.
         """
         tags = models.find(self.client, self.model, version).tags
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
@@ -333,8 +330,8 @@ class Promotion:
             found["report.digest"] = digest_file(report)
         return found
 
-    def _act(self, entry: AuditEntry) -> AuditEntry:
-        """Make the registry what the entry says. May be repeated."""
+    def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
+        """Make the registry what the entry says. Repeating it changes nothing."""
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)
@@ -352,21 +349,21 @@ class Promotion:
         self.client.set_registered_model_tag(self.model, ANCHOR, entry.anchor)
         return entry
 
-    def _finish(self) -> list[AuditEntry]:
-        """The chain, checked, after the newest entry was carried out.
+    def _recover(self) -> list[AuditEntry]:
+        """Apply the newest entry if a killed process had not, and return the checked chain.
 
-        Aliases that others moved get an entry of their own.
+        Aliases that were moved by other programs get an entry of their own.
         """
         entries = self.chain.entries()
         anchor = self._anchor()
         check_anchor(entries, anchor)
         if entries and anchor != entries[-1].anchor:
-            self._act(entries[-1])
+            self._apply_entry(entries[-1])
         actual = self._actual()
         if actual != _aliases(entries):
             reason = "aliases were moved by other means than this program"
             entries.append(
-                self._act(
+                self._apply_entry(
                     self.chain.append("found", actual.get(CHAMPION, ""), actual, "unknown", reason=reason)
                 )
             )
@@ -387,13 +384,13 @@ def _aliases(entries: list[AuditEntry]) -> dict[str, str]:
     return entries[-1].aliases if entries else {}
 
 
-def _moved(now: dict[str, str], version: str) -> dict[str, str]:
-    """Champion and previous once `version` is champion."""
+def promote_aliases(now: dict[str, str], version: str) -> dict[str, str]:
+    """Return the aliases champion and previous once `version` is champion."""
     champion = now.get(CHAMPION)
     if champion is None or champion == version:
         return now | {CHAMPION: version}
     return {CHAMPION: version, PREVIOUS: champion}
 
 
-def _words(aliases: dict[str, str]) -> str:
+def _listed(aliases: dict[str, str]) -> str:
     return ", ".join(f"{alias} {version}" for alias, version in sorted(aliases.items())) or "nothing"

@@ -1,4 +1,4 @@
-"""What the registry still refers to: run ids and digests that the store must keep, with the reason."""
+"""What the registry refers to: run ids and digests that the store must keep, with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = 500
 
 
 def references(client: MlflowClient, model: str) -> dict[str, str]:
-    """Run keys and digests of every version with an alias, and of every night that is not finished."""
+    """Return run keys and digests of versions with an alias and of unfinished runs, with the reason."""
     found: dict[str, str] = {}
     versions = {
         str(version.version): version
@@ -30,9 +30,9 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
-    """Every run key and digest that an entry of the audit chain mentions.
+    """Return every run key and digest that an audit entry mentions, with that entry.
 
-    What a decision rests on is kept as long as the decision is.
+    What a decision rests on is kept as long as the decision.
     """
     return {
         word: f"audit entry {entry.number}"
@@ -50,7 +50,7 @@ def _named(tags: dict[str, str]) -> list[str]:
 
 
 def _unfinished(client: MlflowClient) -> list[str]:
-    """Run keys of nights that run, or failed and may be resumed. A stage's own run has its night's key."""
+    """Return the run keys of pipeline runs that are running, or failed and may be continued."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     keys, token = [], None
     while True:

@@ -1,9 +1,7 @@
-"""How MLflow itself loads a version.
+"""The model format by which `mlflow.pyfunc.load_model` and `mlflow models serve` load a version.
 
-`mlflow.pyfunc.load_model("models:/cuda-agent@champion")`, and `mlflow models serve`.
-
-What is registered is the checkpoint's files as they are and a file `MLmodel` that names this module; no model
-is loaded for it. transformers and vLLM take the version's folder `checkpoint` and need none of this.
+A version is the checkpoint's files and a file `MLmodel` that names this module; registering loads no model.
+transformers and vLLM load the version's folder `checkpoint` and need none of this.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
 
 
 def description(model_id: str, run_id: str) -> Model:
-    """What `MLmodel` says.
-
-    Prompts in, the policy's turns out, loaded by `_load_pyfunc` from the folder `checkpoint`.
-    """
+    """Return the content of `MLmodel`: prompts in, the policy's turns out, loaded by `_load_pyfunc`."""
     limits = [
         ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
         ParamSpec("temperature", "double", DEFAULTS["temperature"]),
@@ -40,12 +35,12 @@ def description(model_id: str, run_id: str) -> Model:
 
 
 def _load_pyfunc(path: str) -> PolicyPyfunc:
-    """MLflow's hook: `path` is the folder that the flavour names."""
+    """Load the model from the folder that the flavor names; MLflow calls this."""
     return PolicyPyfunc(Path(path))
 
 
 class PolicyPyfunc:
-    """One turn of the policy for each prompt."""
+    """The policy as an MLflow model: one turn for each prompt."""
 
     def __init__(self, folder: Path):
         import torch
@@ -61,7 +56,7 @@ class PolicyPyfunc:
         )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
-        """`model_input` is a data frame with a column `prompt`; MLflow has checked it against the signature."""
+        """Return one turn for each row of a data frame with a column `prompt`."""
         settings = DEFAULTS | (params or {})
         texts = [
             self.tokenizer.apply_chat_template(

@@ -1,11 +1,9 @@
 """Trajectories as MLflow traces.
 
-An AGENT span for the episode, an LLM span for each turn, a TOOL span for each call, and the judge's verdicts
-as feedback on them.
-
-Every id is made from the run and the trajectory's place in its files, so logging once more after a kill
-changes nothing. A trajectory keeps an order and no times: its spans follow each other by a microsecond, from
-when its file was written.
+An episode is an AGENT span, each turn an LLM span, each tool call a TOOL span; the judge's verdicts are
+feedback on them. Every id is derived from the run and the trajectory's position in its files, so logging it
+again after a kill changes nothing. A trajectory keeps an order and no times: its spans follow each other by a
+microsecond, from the time at which its file was written.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
-    """Log what `stage` sampled, as its files in `folder` have it; nothing for a stage that samples nothing."""
+    """Log the trajectories that `stage` wrote below `folder`, if it samples any."""
     for place, file, trajectory in chosen(folder):
         trace = _Trace(digest_json([run_id, place])[:32], int(file.stat().st_mtime * 1000), trajectory)
         info = TraceInfo(
@@ -67,7 +65,7 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
-    """Place, file and record: all trajectories of an evaluation, a sample of a training stage's."""
+    """Yield name, file and trajectory: all of an evaluation, a sample of a training stage's."""
     for batch in sorted((folder / "episodes").glob("*")):
         for index, trajectory in enumerate(load_trajectories(batch)):
             yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
@@ -149,7 +147,7 @@ class _Trace:
         identity: str = "",
         began: int = 0,
     ) -> str:
-        """A span from `began`, or from now, to the next tick; its id."""
+        """Add a span from `began`, or from now, to the next tick; return its id."""
         identity = identity or self._id(f"span {len(self.spans)}")
         began, self.tick = began or self.tick, self.tick + TICK_NS
         named = {

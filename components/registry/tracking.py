@@ -1,9 +1,9 @@
-"""MLflow: one run a night, its stages as child runs, and everything needed to see why run B beat run A.
+"""MLflow runs: one for each pipeline run, its stages as child runs, with what is needed to compare two runs.
 
-Every call may be repeated: runs are found again by the tag `cuda_agent.run_key` (after a kill there is still
-exactly one), a finished child is left alone, and the points of a curve carry the time of their file, so that
-the store drops them as duplicates. Trajectories stay in their files; this module is the only one that talks
-to MLflow about runs.
+Every call may be repeated: runs are found by the tag `cuda_agent.run_key`, so after a kill there is still
+exactly one; a finished child is left alone; and the points of a curve carry the time of their file, so that
+the store drops them as duplicates. Trajectories stay in their files. No other module talks to MLflow about
+runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from components.core.config import Registry
 from components.core.errors import UserError
 
-# The package reports usage to its makers unless told not to, and says INFO about every table it creates.
+# MLflow reports usage to its makers by default, and logs every table that it creates.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
 
@@ -41,28 +41,22 @@ STAGE = "cuda_agent.stage"
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
 LOAD_SECONDS = 30
-"""Between two points of the machine's load."""
+"""Seconds between two points of the machine's load."""
 
 
 def tracking_uri(params: Registry, home: Path) -> str:
-    """`registry.tracking_uri`, or SQLite in the home folder.
-
-    MLflow 3 refuses plain folders as a tracking store.
-    """
+    """Return `registry.tracking_uri`, or a SQLite database in the home: MLflow 3 refuses plain folders."""
     return params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
 
 
 def import_store(params: Registry) -> None:
-    """Import what MLflow's first question to a database imports.
-
-    2.5 s of a core, best spent while something else starts.
-    """
+    """Import what MLflow's first call to a database imports, so that it overlaps with another start."""
     if not params.tracking_uri.startswith("http"):
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def connect(params: Registry, home: Path) -> MlflowClient:
-    """A client of the tracking store, which is made on the first call."""
+    """Return a client of the tracking store, which is made on the first call."""
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(params, home)
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
@@ -71,7 +65,10 @@ def connect(params: Registry, home: Path) -> MlflowClient:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted leaves of nested mappings and lists; items of a list that have a `name` go by it."""
+    """Return the leaves of nested mappings and lists by dotted name.
+
+    An item of a list is named by its `name` or its index.
+    """
     if isinstance(value, Mapping):
         items: Iterable[tuple[str, Any]] = ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -88,7 +85,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """The finite numeric leaves by dotted name, in the characters that MLflow allows in one."""
+    """Return the finite numeric leaves by dotted name, in the characters that MLflow allows in a name."""
     leaves = {re.sub(r"[^\w\-. :/]", "_", key): leaf for key, leaf in flatten(value).items()}
     return {
         key: float(leaf)
@@ -98,7 +95,7 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 class MlflowRun:
-    """The MLflow run of one night, opened or re-opened."""
+    """The MLflow run of one pipeline run, created or opened again."""
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
         self.client = client
@@ -115,7 +112,7 @@ class MlflowRun:
             client.update_run(self.run_id, status="RUNNING")
 
     def watch(self) -> None:
-        """Log the machine's load as curves `system/…` until the run ends; a re-opened run continues them."""
+        """Log the machine's load as curves `system/…` until the run ends."""
         self.load = SystemMetricsMonitor(
             self.run_id,
             sampling_interval=LOAD_SECONDS,
@@ -125,7 +122,7 @@ class MlflowRun:
         self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """The full resolved parameters, and where the run comes from."""
+        """Log the full resolved parameters, and tags that say where the run comes from."""
         pairs = [
             Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
             for key, value in flatten(parameters).items()
@@ -135,7 +132,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
-        """The data set as an input of the run: its digest is the version; no data is copied."""
+        """Log the data set as an input of the run, with its version as digest; no data is copied."""
         meta = Dataset(
             name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)})
         )
@@ -146,10 +143,7 @@ class MlflowRun:
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
-        """One child run.
-
-        The stage's curves from `metrics.jsonl`, its figures, where its files are, and its trajectories.
-        """
+        """Log one stage as a child run: its curves, figures, folder and trajectories."""
         child = self._find("stage", name)
         if (
             child is not None
@@ -187,7 +181,7 @@ class MlflowRun:
         self.client.set_terminated(run_id, "FINISHED")
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """A table of the run as an artifact, once: MLflow appends to a table that is there already."""
+        """Log a table as an artifact, once: MLflow appends to a table that exists."""
         file = f"{name}.json"
         present = {item.path for item in self.client.list_artifacts(self.run_id)}
         if rows and file not in present:
@@ -195,7 +189,7 @@ class MlflowRun:
             self.client.log_table(self.run_id, columns, file)
 
     def figures(self, record: Any) -> None:
-        """Every number of a record under its dotted name, on the night's run."""
+        """Log every number of a record under its dotted name."""
         found = numbers(record)
         present = self.client.get_run(self.run_id).data.metrics
         fresh = [Metric(key, value, 0, 0) for key, value in found.items() if present.get(key) != value]
@@ -220,7 +214,7 @@ class MlflowRun:
         self.client.set_terminated(self.run_id, status)
 
     def _find(self, kind: str, stage: str = "") -> Any:
-        """The run of this key and kind, the oldest if ever there were two; None when there is none."""
+        """Return the oldest run of this key and kind; None when there is none."""
         rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (
             f" and tags.`{STAGE}` = '{stage}'" if stage else ""
         )
@@ -231,9 +225,9 @@ class MlflowRun:
 
 
 def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
-    """The experiment's id.
+    """Return the experiment's id, made if needed.
 
-    It is made with its artifacts in the home folder unless a server decides about them.
+    Its artifacts lie in the home folder unless a tracking server is used.
     """
     found = client.get_experiment_by_name(params.experiment)
     if found is not None:
@@ -263,7 +257,10 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 def _curve(path: Path) -> Iterable[Metric]:
-    """The points of a stage's curves. Their time is the file's, so that logging them again changes nothing."""
+    """Yield the points of a stage's curves.
+
+    They carry the time of the file, so that logging them again changes nothing.
+    """
     time = int(path.stat().st_mtime * 1000)
     for index, line in enumerate(path.read_text().splitlines()):
         point = json.loads(line)

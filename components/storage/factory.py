@@ -1,3 +1,5 @@
+"""The choice of an artifact store by its address."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The permitted keys of an artifact store: relative POSIX paths that cannot leave it."""
+
 from __future__ import annotations
 
 import re

@@ -25,6 +25,8 @@ class StoredObject:
 
 
 class Store(Protocol):
+    """An artifact store: immutable objects by key."""
+
     def put(self, key: str, source: Path) -> str:
         """Store the file under `key` and return its address; UserError when the key holds other bytes."""
         ...
