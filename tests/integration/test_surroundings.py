@@ -17,10 +17,10 @@ from surroundings import Surroundings, run
 
 from components.core import files
 from components.core.config import PROJECT, Params, resolve
-from components.core.errors import InfrastructureError, UserError
+from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
 from components.core.files import remove_tree, scratch_folder, user_cache
 from components.judge.judge import Judge
-from components.sandbox import isolation, preflight, runner_factory
+from components.sandbox import preflight, runner_factory
 from components.sandbox.build import build_result_channel
 from components.sandbox.clock import charged_seconds
 from components.sandbox.preflight import System, explain
@@ -144,7 +144,7 @@ def test_an_old_bubblewrap_is_named_with_its_version(tmp_path: Path, monkeypatch
     old.write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(isolation.IsolationUnavailable, match=r"bubblewrap 0\.6 is too old"):
+    with pytest.raises(IsolationUnavailable, match=r"bubblewrap 0\.6 is too old"):
         preflight.check_installed()
 
 
