@@ -73,7 +73,7 @@ def test_after_sigterm_the_ranks_have_the_time_that_they_need(tmp_path: Path) ->
     program = f"""
 import os, signal, sys, time
 def save(*_):
-    time.sleep(2 + 6 * int(os.environ["RANK"] == "0"))  # longer than the launcher waits after a rank that ends badly
+    time.sleep(2 + 6 * int(os.environ["RANK"] == "0"))  # longer than the launcher waits after a failed rank
     open({str(tmp_path)!r} + "/saved-" + os.environ["RANK"], "w").close()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)

@@ -224,10 +224,11 @@ def test_a_pause_counts_for_a_second_at_most() -> None:
 
 def test_few_descriptors_keep_fewer_tasks_warm(tmp_path: Path) -> None:
     count = (
-        "from components.core.config import resolve; from components.judge.judge import Judge; from pathlib"
-        " import Path; import sys\n"
+        "import sys; from pathlib import Path; from components.core.config import resolve\n"
+        "from components.judge.judge import Judge\n"
+        "judge = Judge(resolve('smoke').params, Path(sys.argv[1]))\n"
+        "print(judge.bench_cache.capacity); judge.close()"
     )
-    count += "judge = Judge(resolve('smoke').params, Path(sys.argv[1])); print(judge.bench_cache.capacity); judge.close()"
     done = run(
         [sys.executable, "-c", count, str(tmp_path)], Surroundings(limits={"RLIMIT_NOFILE": 1024}), PROJECT
     )
