@@ -11,11 +11,11 @@ from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, Turn
 from components.core.config import resolve
 from components.core.progress import Quiet
-from components.evaluation.evaluate import evaluate, for_admission
+from components.evaluation.evaluate import evaluate
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.suites import load_suite
 from components.judge.judge import Judge
-from components.judge.pool import LocalPool
+from components.judge.pool import LocalPool, with_any_duration
 from components.judge.verdict import Verdict
 from components.registry.gate_runner import is_complete
 
@@ -68,7 +68,7 @@ class KnowsGelu:
 def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(
     judge: Judge, tmp_path: Path
 ) -> None:
-    params = for_admission(judge.params)
+    params = with_any_duration(judge.params)
     tasks = load_suite(resolve("ci", ("evaluation.suite=shipped", "evaluation.numel=65536")).params, tmp_path)
     pool = LocalPool(params, tmp_path / "verdicts")
     pool._judge = copy.copy(judge)  # the one that all tests share, for tasks of any duration
