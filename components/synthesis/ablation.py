@@ -27,11 +27,13 @@ def passes_ablation(
     max_float32_error: float,
     min_values: int,
     max_samples: int,
+    ablate_single: bool,
 ) -> bool:
     """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
 
     `run` applies a chain to a fixed input in the given dtype. The output must have `min_values` elements; at
-    most about `max_samples` of them are compared for being distinct. `max_float32_error` is relative to the
+    most about `max_samples` of them are compared for being distinct. With `ablate_single` a chain of one
+    operator is compared with its input. `max_float32_error` is relative to the
     output's RMS.
     """
     try:
@@ -49,7 +51,7 @@ def passes_ablation(
             return False
     except FIT_ERRORS:
         return False
-    return all(
+    return (len(chain) == 1 and not ablate_single) or all(
         _has_effect(out, [*chain[:index], *chain[index + 1 :]], run, MIN_EFFECT * size)
         for index in range(len(chain))
     )

@@ -121,7 +121,9 @@ def every_operator_matters(steps: Steps) -> bool:
         return x
 
     samples = 2 * PROBE[0] * PROBE[1]
-    return passes_ablation(steps, run, max_float32_error=1e-6, min_values=1, max_samples=samples)
+    return passes_ablation(
+        steps, run, max_float32_error=1e-6, min_values=1, max_samples=samples, ablate_single=True
+    )
 
 
 def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:

@@ -224,7 +224,9 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
             x = apply_template(template, x, probe(tuple(x.shape), dtype)[1] if template.second else None)
         return x
 
-    return passes_ablation(chain, run, max_float32_error=1e-5, min_values=16, max_samples=2048)
+    return passes_ablation(
+        chain, run, max_float32_error=1e-5, min_values=16, max_samples=2048, ablate_single=False
+    )
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
