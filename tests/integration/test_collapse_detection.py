@@ -19,7 +19,7 @@ from training_fixtures import episodes, params, stage
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
-from components.core.files import digest_file, read_json, write_json
+from components.core.files import digest_file, digest_json, read_json, write_json
 from components.training import agentic, warmup
 from components.training.collapse_detection import Terminated, collapse
 from components.training.launcher import TERMINATED, launch
@@ -167,6 +167,7 @@ def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_json(other / "tokenizer.json", tokenizer)
     manifest = read_json(other / "manifest.json")
     manifest["files"]["tokenizer.json"] = digest_file(other / "tokenizer.json")
+    manifest["digest"] = digest_json(manifest["files"])
     write_json(other / "manifest.json", manifest)
     with pytest.raises(UserError, match="reads other tokens than the actor"):
         agentic.run(dataclasses.replace(made, critic=other), episodes)

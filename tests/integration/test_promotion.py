@@ -227,7 +227,9 @@ def test_what_is_not_done_has_its_own_exit_code(home: Path) -> None:
     with pytest.raises(UserError, match="no version 9"):
         command(home, "show", "9")
     promotion.client.set_model_version_tag(PARAMS.model, "3", "profile", "h20-pool")
-    with pytest.raises(UserError, match=r"version 3 comes from a run of profile h20-pool.*give --profile h20-pool"):
+    with pytest.raises(
+        UserError, match=r"version 3 comes from a run of profile h20-pool.*give --profile h20-pool"
+    ):
         command(home, "gate", "3")
     with pytest.raises(UserError, match="no previous champion"):
         command(home, "rollback")
