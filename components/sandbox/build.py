@@ -1,7 +1,8 @@
 """Building a candidate's kernels inside a sandbox, once per content.
 
-Only the kernels are compiled: the binding module (pybind11) is compiled once for all homes of a user and linked, so that a cpu
-candidate builds in a fraction of a second instead of the ten or more that torch's headers cost.
+Only the kernels are compiled: the binding module (pybind11) is compiled once for all homes of a user and
+linked, so that a cpu candidate builds in a fraction of a second instead of the ten or more that torch's
+headers cost.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CACHE_FORMAT = 4
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A built library with the symbols that it imports, or the compiler's output that says why there is none."""
+    """A built library with the symbols that it imports, or the compiler's output if it failed."""
 
     library: Path | None
     log: str = ""
@@ -56,7 +57,10 @@ class BuildResult:
 
 
 def build_result_channel() -> Path:
-    """Return the folder of the compiled result_channel.cpp, which every runner imports; made once for all homes of a user."""
+    """Return the folder of the compiled result_channel.cpp, which every runner imports.
+
+    Made once for all homes of a user.
+    """
     source = Path(__file__).with_name("result_channel.cpp")
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
@@ -75,7 +79,10 @@ def build_result_channel() -> Path:
 
 
 class Builder:
-    """Compiles and links kernels, cached by content: equal kernels, flags and template give the library that is already there."""
+    """Compiles and links kernels, cached by content.
+
+    Equal kernels, flags and template give the library that is already there.
+    """
 
     def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
         self.sandbox = sandbox
@@ -102,7 +109,8 @@ class Builder:
                 self.includes.insert(0, f"-I{self.paths.inside(self._precompile_header())}")
         except subprocess.TimeoutExpired as error:
             raise InfrastructureError(
-                f"the judge's own binding did not compile in sandbox.build_seconds ({sandbox.build_seconds:g} s): raise it."
+                "the judge's own binding did not compile in sandbox.build_seconds"
+                f" ({sandbox.build_seconds:g} s): raise it."
             ) from error
 
     def build(self, files: dict[str, str]) -> BuildResult:
@@ -180,7 +188,10 @@ class Builder:
         return frozenset(symbols.read_text().split())
 
     def _precompile_header(self) -> Path:
-        """Return a folder with binding_registry.h precompiled, for the compiler's first include folder: half of a small build's time."""
+        """Return a folder with binding_registry.h precompiled, for the first include folder.
+
+        That saves half of a small build's time.
+        """
         headers = self.user_folder / f"headers-{self.toolchain_digest[:32]}"
         name = "binding_registry.h"
         if not (headers / f"{name}.gch").exists():
@@ -237,7 +248,10 @@ class Builder:
         return result, names
 
     def _run(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run one command with the sources read-only and only `out` writable; raise TimeoutExpired after `build_seconds`."""
+        """Run one command with the sources read-only and only `out` writable.
+
+        Raise TimeoutExpired after `build_seconds`.
+        """
         environment: Mapping[str, str] = os.environ | {"TMPDIR": f"{folder}/out"}
         pass_fds: tuple[int, ...] = ()
         with contextlib.ExitStack() as stack:

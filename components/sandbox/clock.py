@@ -1,6 +1,9 @@
-"""Limits in wall time that do not count while the machine is suspended: a closed laptop, a paused virtual machine, a stopped process.
+"""Limits in wall time that do not count while the machine is suspended.
 
-Whoever waits polls every second. A poll that returns much later than requested shows that nothing ran meanwhile.
+A closed laptop, a paused virtual machine, a stopped process.
+
+Whoever waits polls every second. A poll that returns much later than requested shows that nothing ran
+meanwhile.
 """
 
 from __future__ import annotations

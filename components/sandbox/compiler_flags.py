@@ -1,4 +1,4 @@
-"""Compilers for candidates' kernels and their flags: for plain sources, for torch's headers, and for cuBLAS and cuDNN."""
+"""Compilers for candidates' kernels, and their flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ X86_FLAGS = ("-mprefer-vector-width=512",)
 """g++ uses half of AVX-512's width by default, and torch all of it."""
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
 TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/", re.MULTILINE)
-"""An include of torch's headers, as in the public workspace format. Blanks of one line only, or matching takes quadratic time."""
+"""An include of torch's headers, as in the public workspace format.
+
+Blanks of one line only, or matching takes quadratic time.
+"""
 
 
 def compiler(device: Device) -> str:
@@ -48,13 +51,19 @@ def kernel_flags(device: Device) -> list[str]:
 
 
 def processor_features() -> str:
-    """Return the instruction sets that -march=native compiles for: a cache may be shared with a machine that lacks some."""
+    """Return the instruction sets that -march=native compiles for.
+
+    A cache may be shared with a machine that lacks some.
+    """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
 def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> list[str]:
-    """Return the flags for the libraries that the texts of `sources` use; folders as they are named inside the sandbox."""
+    """Return the flags for the libraries that the texts of `sources` use.
+
+    Folders as they are named inside the sandbox.
+    """
     texts = list(sources)
     flags = _torch_flags(device, paths) if any(map(TORCH_HEADER.search, texts)) else []
     if device == "cuda":
@@ -65,7 +74,7 @@ def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> lis
 
 
 def _torch_flags(device: Device, paths: PathMap) -> list[str]:
-    """Return torch's include and library folders, the language that its headers need, and its libraries, which are loaded already."""
+    """Return the flags for torch's headers and libraries."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     names = [
@@ -84,7 +93,10 @@ def _torch_flags(device: Device, paths: PathMap) -> list[str]:
 
 
 def _vendor_flags(name: str, paths: PathMap) -> list[str]:
-    """Return the flags for one of NVIDIA's libraries: the copy that torch installed as a package, or else the toolkit's."""
+    """Return the flags for one of NVIDIA's libraries.
+
+    The copy that torch installed as a package, or else the toolkit's.
+    """
     package = importlib.util.find_spec("nvidia")
     folders = package.submodule_search_locations or [] if package is not None else []
     libraries = sorted(path for folder in folders for path in Path(folder).glob(f"*/lib/lib{name}.so*"))

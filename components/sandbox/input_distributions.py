@@ -1,4 +1,7 @@
-"""The distributions of inputs that a candidate must be right on. Imported on both sides of the sandbox; imports nothing of the project."""
+"""The distributions of inputs that a candidate must be right on.
+
+Imported on both sides of the sandbox; imports nothing of the project.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,15 @@
 
 Who starts a sandbox decides how (`can_change_uid`):
 
-- Root gets no user namespace. What is untrusted takes the real uid 65534 or 65533, so that limits per user hold and an
-  interpreter that only root may read can be bound into the sandbox.
-- An ordinary user gets a user namespace, in which it is uid 65534; outside, its processes still belong to that user. Limits per
-  user are counted by user namespace (Linux 5.14), so those of a sandbox do not count what the user does elsewhere.
+- Root gets no user namespace. What is untrusted takes the real uid 65534 or 65533, so that limits per user
+  hold and an interpreter that only root may read can be bound into the sandbox.
+- An ordinary user gets a user namespace, in which it is uid 65534; outside, its processes still belong to
+  that user. Limits per user are counted by user namespace (Linux 5.14), so those of a sandbox do not count
+  what the user does elsewhere.
 
-Folders of the project and of Python's packages are bound at fixed paths (`PathMap`): what runs inside sees the same paths
-wherever the checkout lies, and a checkout's path may hold blanks, which a compiler's command line does not bear.
+Folders of the project and of Python's packages are bound at fixed paths (`PathMap`): what runs inside sees
+the same paths wherever the checkout lies, and a checkout's path may hold blanks, which a compiler's command
+line does not bear.
 """
 
 from __future__ import annotations
@@ -32,11 +34,17 @@ from components.sandbox.seccomp_filter import seccomp_program
 NOBODY = 65534
 """The uid of a runner."""
 BUILDER = 65533
-"""The uid of compilers and of the agent's shell: limits count by uid, so a candidate's threads must not use up theirs."""
+"""The uid of compilers and of the agent's shell.
+
+Limits count by uid, so a candidate's threads must not use up theirs.
+"""
 PENDING_SIGNALS = 1024
 """RLIMIT_SIGPENDING of every untrusted process."""
 BUBBLEWRAP_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
-"""The environment of bubblewrap itself, which may be visible inside: without the judge's own variables, such as keys."""
+"""The environment of bubblewrap itself, which may be visible inside.
+
+Without the judge's own variables, such as keys.
+"""
 KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
 """Prefix of a command that the kernel ends first when memory runs out, before the judge."""
 NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
@@ -44,7 +52,10 @@ NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"
 
 @functools.cache
 def can_change_uid() -> bool:
-    """Return whether this process may start others under uids 65533 and 65534: it is root, and its user namespace has them."""
+    """Return whether this process may start others under uids 65533 and 65534.
+
+    That needs root, and a user namespace that has these uids.
+    """
     if os.geteuid() != 0:
         return False
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -58,7 +69,10 @@ class PathMap:
     folders: Mapping[Path, str]
 
     def inside(self, path: Path | str) -> str:
-        """Return the path inside the sandbox; the path itself where no folder holds it, such as those of the system."""
+        """Return the path inside the sandbox.
+
+        The path itself where no folder holds it, such as those of the system.
+        """
         host = Path(path)
         for folder, target in sorted(self.folders.items(), key=lambda item: -len(item[0].parts)):
             if host.is_relative_to(folder):
@@ -75,13 +89,19 @@ HOST_PATHS = PathMap({})
 
 @functools.cache
 def interpreter_path() -> str:
-    """Return the path of the base interpreter, the same inside and outside; that of a virtual environment is a link to it."""
+    """Return the path of the base interpreter, the same inside and outside.
+
+    That of a virtual environment is a link to it.
+    """
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
 def interpreter_paths() -> PathMap:
-    """Map the interpreter's folder to its own path, which may be compiled into the interpreter; empty where it is in /usr."""
+    """Map the interpreter's folder to its own path, which may be compiled into the interpreter.
+
+    Empty where it is in /usr.
+    """
     base = Path(sys.base_prefix).resolve()
     return HOST_PATHS if base.is_relative_to("/usr") or base == Path("/") else PathMap({base: str(base)})
 
@@ -103,7 +123,10 @@ def python_paths() -> PathMap:
 
 @functools.cache
 def bubblewrap_supports(*options: str) -> bool:
-    """Return whether bubblewrap can apply these options for this user: a container engine may hide or protect parts of /proc."""
+    """Return whether bubblewrap can apply these options for this user.
+
+    A container engine may hide or protect parts of /proc.
+    """
     user = [] if can_change_uid() else ["--unshare-user"]
     command = [
         shutil.which("bwrap") or "bwrap",
@@ -119,7 +142,10 @@ def bubblewrap_supports(*options: str) -> bool:
 
 
 def has_own_proc() -> bool:
-    """Return whether a sandbox can mount a /proc: an ordinary user cannot in a container whose engine masks parts of it."""
+    """Return whether a sandbox can mount a /proc.
+
+    An ordinary user cannot in a container whose engine masks parts of it.
+    """
     return bubblewrap_supports("--proc", "/proc")
 
 
@@ -134,8 +160,9 @@ def bubblewrap(
 ) -> list[str]:
     """Return the bwrap command up to and including `--`; what follows runs inside.
 
-    `writable` and `caches` are host folders by their path inside. `keep_capabilities` is for the zygote, which needs them to
-    isolate its children from itself; it runs no untrusted code, and its children drop every capability first.
+    `writable` and `caches` are host folders by their path inside. `keep_capabilities` is for the zygote,
+    which needs them to isolate its children from itself; it runs no untrusted code, and its children drop
+    every capability first.
     """
     command = [] if has_own_proc() else [*KILLED_FIRST]  # oom_score_adj cannot be set without a /proc inside
     command += [
@@ -158,7 +185,8 @@ def bubblewrap(
     for key, value in sandbox_environment(device).items():
         command += ["--setenv", key, value]
     if keep_capabilities:
-        # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can leave a file.
+        # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can
+        # leave a file.
         for target, folder in caches.items():
             command += ["--bind", str(folder), target]
         command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
@@ -171,7 +199,8 @@ def _privileges(keep_capabilities: bool) -> list[str]:
     if not can_change_uid():
         options += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         if not keep_capabilities:
-            # Otherwise PID 1 inside is bubblewrap's own process with this user's uid, whose memory untrusted code could rewrite.
+            # Otherwise PID 1 inside is bubblewrap's own process with this user's uid, whose memory untrusted
+            # code could rewrite.
             options += ["--as-pid-1"]
             if bubblewrap_supports(
                 "--disable-userns"
@@ -214,7 +243,10 @@ def _system_folders(device: str) -> list[str]:
 
 
 def _bind(option: str, source: Path, target: str) -> list[str]:
-    """Return options that bind one path, with parents that uid 65534 may pass: bwrap closes those that it makes by itself."""
+    """Return options that bind one path, with parents that uid 65534 may pass.
+
+    bwrap closes those that it makes by itself.
+    """
     options: list[str] = []
     for parent in reversed(Path(target).parents):
         if str(parent) not in ("/", "/usr", "/tmp", "/dev"):
@@ -223,14 +255,20 @@ def _bind(option: str, source: Path, target: str) -> list[str]:
 
 
 def _gpu_devices() -> list[str]:
-    """Return the device files of exactly one GPU: the first that CUDA_VISIBLE_DEVICES names, or the first there is."""
+    """Return the device files of exactly one GPU.
+
+    The first that CUDA_VISIBLE_DEVICES names, or the first there is.
+    """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     names = (f"nvidia{first if first.isdigit() else 0}", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
     return [f"/dev/{name}" for name in names if Path("/dev", name).exists()]
 
 
 def sandbox_environment(device: str) -> dict[str, str]:
-    """Return the whole environment inside. malloc keeps freed pages: every call would pay for page faults otherwise."""
+    """Return the whole environment inside.
+
+    malloc keeps freed pages: every call would pay for page faults otherwise.
+    """
     folders = os.environ.get("PATH", "").split(os.pathsep)
     values = {
         "PATH": os.pathsep.join(path for path in folders if path.startswith(("/usr", "/bin")))
@@ -260,15 +298,19 @@ def capped_by_hard_limit(limit: int, value: int) -> int:
 
 
 def process_limit(value: int) -> int:
-    """Return `value`, or for an ordinary user a quarter of the account's limit where that is lower, which sandboxes count towards."""
+    """Return `value`, or a quarter of an ordinary account's process limit where that is lower.
+
+    Sandboxes count towards the account's limit.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     return value if can_change_uid() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
 
 
 def with_limits(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
-    """Return `command` without capabilities and with resource limits, for use inside `bubblewrap(keep_capabilities=False)`.
+    """Return `command` without capabilities and with resource limits.
 
-    Where the judge is root it runs under uid 65533. When memory runs out the kernel ends it first.
+    For use inside `bubblewrap(keep_capabilities=False)`. Where the judge is root it runs under uid 65533.
+    When memory runs out the kernel ends it first.
     """
     drop = (
         *("setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups"),
@@ -300,9 +342,10 @@ def confined(
     file_bytes: int,
     seconds: float,
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield `command` inside a sandbox with limits and the system-call filter, and the filter's descriptor to hand to the process.
+    """Yield `command` confined by a sandbox, limits and the system-call filter, and the filter's descriptor.
 
-    `variables` are set inside besides `sandbox_environment`; `seconds` limits the CPU time.
+    The process must inherit the descriptor. `variables` are set inside besides `sandbox_environment`;
+    `seconds` limits the CPU time.
     """
     sandbox = bubblewrap(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False

@@ -1,4 +1,6 @@
-"""The first check of every command that judges: one runner is started, isolated and read as the judge does it, in a fraction of a second.
+"""The first check of every command that judges.
+
+One runner is started, isolated and read as the judge does it, in a fraction of a second.
 
 A failure is one sentence with the mend for that very case (`explain`), and exit code 3.
 """
@@ -41,11 +43,11 @@ class System:
     root: Path = Path("/")
 
     def setting(self, name: str) -> str:
-        """Return a kernel setting by its path below /proc/sys; empty where this kernel has none of that name."""
+        """Return a kernel setting by its path below /proc/sys; empty where this kernel lacks it."""
         return self._text(f"proc/sys/{name}").strip()
 
     def is_filtered(self) -> bool:
-        """Return whether a system-call filter was put on this process before it started, as container engines do."""
+        """Return whether this process started under a system-call filter, as container engines set one."""
         return re.search(r"^Seccomp:\s*2$", self._text("proc/self/status"), re.MULTILINE) is not None
 
     def _text(self, name: str) -> str:
@@ -79,8 +81,8 @@ CASES = (
         lambda system, message, root: (
             READ_FAILED in message and system.setting("kernel/yama/ptrace_scope") == "3"
         ),
-        "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next boot);"
-        " set it to 2 or less in /etc/sysctl.d and boot anew",
+        "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next"
+        " boot); set it to 2 or less in /etc/sysctl.d and boot anew",
     ),
     Case(
         lambda system, message, root: "mount proc" in message,
@@ -90,9 +92,9 @@ CASES = (
     ),
     Case(
         lambda system, message, root: system.is_filtered(),
-        "the container's system-call filter refuses what isolation needs; start it with --security-opt seccomp=unconfined"
-        " --security-opt apparmor=unconfined (Docker, Podman) or with the security context of"
-        f" infra/prefect/kubernetes.json (Kubernetes), see {GUIDE}",
+        "the container's system-call filter refuses what isolation needs; start it with --security-opt"
+        " seccomp=unconfined --security-opt apparmor=unconfined (Docker, Podman) or with the security context"
+        f" of infra/prefect/kubernetes.json (Kubernetes), see {GUIDE}",
     ),
     Case(
         lambda system, message, root: (
@@ -103,14 +105,14 @@ CASES = (
     ),
     Case(
         lambda system, message, root: root and "Operation not permitted" in message,
-        "root of this container lacks rights; start it as another user, or add the capabilities SYS_ADMIN and SYS_PTRACE"
-        f" (docker run --cap-add SYS_ADMIN --cap-add SYS_PTRACE), see {GUIDE}",
+        "root of this container lacks rights; start it as another user, or add the capabilities SYS_ADMIN and"
+        f" SYS_PTRACE (docker run --cap-add SYS_ADMIN --cap-add SYS_PTRACE), see {GUIDE}",
     ),
 )
 
 
 def explain(message: str, *, root: bool, system: System | None = None) -> str:
-    """Return the sentence for a sandbox that could not be made, with the mend of the first case that applies."""
+    """Return the sentence for a sandbox that cannot be made, with the mend of the first case that applies."""
     mend = next(
         (case.mend for case in CASES if case.applies(system or System(), message, root)), f"see {GUIDE}"
     )
@@ -121,7 +123,7 @@ def explain(message: str, *, root: bool, system: System | None = None) -> str:
 
 
 def check_installed() -> None:
-    """Raise IsolationUnavailable unless the programs and libraries of isolation are installed and readable."""
+    """Raise IsolationUnavailable unless isolation's programs and libraries are installed and readable."""
     if shutil.which("bwrap") is None:
         raise IsolationUnavailable(
             "sandbox.isolation: bubblewrap is not installed; run sudo apt-get install -y bubblewrap,"
@@ -138,7 +140,8 @@ def check_installed() -> None:
         seccomp_filter.seccomp_program("candidate")
     except (ImportError, OSError, RuntimeError) as error:
         raise IsolationUnavailable(
-            f"sandbox.isolation: libseccomp cannot be loaded ({error}); run sudo apt-get install -y libseccomp2."
+            f"sandbox.isolation: libseccomp cannot be loaded ({error});"
+            " run sudo apt-get install -y libseccomp2."
         ) from error
     if (path := _unreadable_path()) is not None:
         raise IsolationUnavailable(
@@ -148,7 +151,7 @@ def check_installed() -> None:
 
 
 def _unreadable_path() -> Path | None:
-    """Return a path that candidates need and may not read where the judge is root and they have another uid."""
+    """Return a path that candidates need and may not read because root's judge gives them another uid."""
     if not isolation.can_change_uid():
         return None
     needed = [PROJECT / "agent_workdir" / "utils", PROJECT / "agent_workdir" / "vec.h"]
@@ -165,7 +168,7 @@ _passed = False
 
 
 def check_isolation(sandbox: Sandbox, device: Device) -> None:
-    """Raise IsolationUnavailable unless a runner can be started, isolated, paused and read, and a compiler confined.
+    """Raise IsolationUnavailable unless runners can be isolated, paused and read, and compilers confined.
 
     It is checked once in a process, and not where a person has switched isolation off.
     """

@@ -1,4 +1,4 @@
-"""Inputs, parameters and expected outputs, made by the task's own source, which is as untrusted as a candidate's.
+"""Inputs, parameters and expected outputs, made by the task's own source, which is untrusted.
 
 This file runs inside the sandbox only; the judge never imports it.
 """
@@ -25,7 +25,10 @@ TIMING_SECONDS = 0.02
 
 
 def describe(code: str, device: str) -> dict[str, Any]:
-    """Return what the judge must know to lay out memory: shapes, dtypes and names; numbers and short strings only."""
+    """Return what the judge must know to lay out memory: shapes, dtypes and names.
+
+    Numbers and short strings only.
+    """
     module = define_module("model", code)
     torch.manual_seed(0)
     init_inputs = module.get_init_inputs()
@@ -60,7 +63,10 @@ def describe(code: str, device: str) -> dict[str, Any]:
 
 
 def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
-    """Return `get_inputs()`, made on the GPU where the source allows it: a CPU core is slow for large random tensors."""
+    """Return `get_inputs()`, made on the GPU where the source allows it.
+
+    A CPU core is slow for large random tensors.
+    """
     if device == "cuda":
         try:
             with torch.device(device):
@@ -71,7 +77,10 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
 
 
 class ReferenceModel:
-    """A task's model under the judge's secret seeds: its parameters, its inputs, and the outputs that candidates must match."""
+    """A task's model under the judge's secret seeds.
+
+    Its parameters, its inputs, and the outputs that candidates must match.
+    """
 
     def __init__(self, header: RoleHeader, shared: SharedTensors):
         self.shared = shared
@@ -80,7 +89,7 @@ class ReferenceModel:
         self.model = eval_mode(self.module.Model(*header["init_inputs"]), shared.device)
         self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.latest: tuple[tuple[int, str | None], dict[str, torch.Tensor]] = ((-1, None), {})
-        """Seed and `only` of the parameters that were made last, and those parameters: input sets share them."""
+        """Seed, `only` and values of the parameters that were made last: input sets share them."""
 
     def parameters(self, seed: int, only: str | None = None) -> dict[str, torch.Tensor]:
         """Return random parameters, or just the one named `only` random and the others initial.
@@ -126,8 +135,9 @@ class ReferenceModel:
     def fill(self, order: dict[str, Any]) -> None:
         """Write one input set: inputs, where `outputs` float32 outputs, and where `exact` float64 ones.
 
-        The order has `set`, `seed`, `distribution`, and `parameters`, a seed or None for the initial ones. For admission it may
-        name one input (`other_input`, by position) or one parameter (`other_parameter`) that is drawn from another seed.
+        The order has `set`, `seed`, `distribution`, and `parameters`, a seed or None for the initial ones.
+        For admission it may name one input (`other_input`, by position) or one parameter (`other_parameter`)
+        that is drawn from another seed.
         """
         state = self.parameters(order["parameters"]) if order["parameters"] is not None else self.initial
         if name := order.get("other_parameter"):

@@ -1,7 +1,7 @@
-// The loop of runner_roles.HostDelivery: a runner on cpu hands each result to the judge and waits until it was read.
+// The loop of runner_roles.HostDelivery: a runner on cpu hands over each result, and waits until it was read.
 //
-// This loop is part of every measurement, with cold caches after each call. In Python it takes time that a small kernel feels, and
-// a candidate that spoke to the judge from native code of its own would save it (docs/judge.md, Measured).
+// This loop is part of every measurement, with cold caches after each call. In Python it would take time that a
+// candidate saves which speaks to the judge from native code of its own (docs/judge.md, Measured).
 #include <pybind11/pybind11.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,8 +11,8 @@
 
 namespace py = pybind11;
 
-// Sends one message and waits for one byte; ends the process when the judge has closed the connection. The interpreter's lock is
-// held meanwhile: the judge needs nothing of this process but its memory.
+// Sends one message and waits for one byte; ends the process when the judge has closed the connection. The
+// interpreter's lock is held meanwhile: the judge needs nothing of this process but its memory.
 static void send_and_wait(int descriptor, const void* message, size_t size) {
   send(descriptor, message, size, 0);
   char reply;
@@ -30,9 +30,11 @@ static py::object call_method(py::handle object, py::handle name) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// Makes one call for each tuple of `arguments` and delivers its result. `tensor` is the type torch.Tensor: a result that is one
-// contiguous tensor of exactly that type is delivered here, any other one by the Python function `deliver`.
-static void calls(int descriptor, py::handle call, py::list arguments, py::handle tensor, py::handle deliver) {
+// Makes one call for each tuple of `arguments` and delivers its result. `tensor` is the type torch.Tensor: a
+// result that is one contiguous tensor of exactly that type is delivered here, any other one by the Python
+// function `deliver`.
+static void calls(int descriptor, py::handle call, py::list arguments, py::handle tensor,
+                  py::handle deliver) {
   static const py::handle is_contiguous = PyUnicode_InternFromString("is_contiguous");
   static const py::handle data_ptr = PyUnicode_InternFromString("data_ptr");
   struct {
@@ -42,7 +44,8 @@ static void calls(int descriptor, py::handle call, py::list arguments, py::handl
   for (py::handle values : arguments) {
     const auto result = py::reinterpret_steal<py::object>(PyObject_CallObject(call.ptr(), values.ptr()));
     if (!result) throw py::error_already_set();
-    if (py::type::handle_of(result).is(tensor) && call_method(result, is_contiguous).is(py::handle(Py_True))) {
+    if (py::type::handle_of(result).is(tensor) &&
+        call_method(result, is_contiguous).is(py::handle(Py_True))) {
       message.address = PyLong_AsUnsignedLongLong(call_method(result, data_ptr).ptr());
       if (PyErr_Occurred()) throw py::error_already_set();
       send_and_wait(descriptor, &message, sizeof message);

@@ -1,4 +1,4 @@
-"""A runner once it is isolated: it plays the roles that the judge's messages name, and turns what they raise into a message.
+"""A runner once it is isolated: it plays the roles that messages name, and reports what they raise.
 
 This file runs inside the sandbox only; zygote.py imports it, and so torch, before it forks the first runner.
 """
@@ -31,7 +31,7 @@ def main(
     descriptors: list[int],
     isolated: bool,
 ) -> None:
-    """Play roles until the judge closes the connection, whose further messages `receive` reads; never returns."""
+    """Play roles until the judge closes the connection; never returns. `receive` reads further messages."""
     code = 1
     try:
         torch.set_num_threads(1)
@@ -69,10 +69,10 @@ def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "
 
 
 def warm_up_inductor(folder: str) -> None:
-    """Compile one function of ours, so that every later torch.compile finds Inductor's checks and headers done.
+    """Compile one function, so that later compilations find Inductor's checks and headers done.
 
-    Most of a first compilation's time is precompiling headers (kept on disk in `folder`) and probing the instruction set
-    (kept in memory, inherited by fork).
+    Most of a first compilation's time is precompiling headers (kept on disk in `folder`) and probing the
+    instruction set (kept in memory, inherited by fork).
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"
     tempfile.tempdir = folder  # where Inductor keeps precompiled headers, whatever its cache folder is
@@ -99,13 +99,17 @@ LATE_IMPORTS = (
     "triton.backends.nvidia.compiler",
     "triton.compiler.code_generator",
 )
-"""Modules that torch 2.11 imports only in its first compilation for a GPU; names that another version lacks are skipped."""
+"""Modules that torch 2.11 imports only in its first compilation for a GPU.
+
+Names that another version lacks are skipped.
+"""
 
 
 def import_inductor() -> None:
-    """Import what compiling for a GPU needs, which takes seconds, without initialising CUDA, which must not precede a fork.
+    """Import what compiling for a GPU needs, without initialising CUDA, which must not precede a fork.
 
-    One of the modules (`_inductor.runtime.benchmarking`) asks at import whether there is a GPU, which initialises CUDA.
+    One of the modules (`_inductor.runtime.benchmarking`) asks at import whether there is a GPU, which
+    initialises CUDA.
     """
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:

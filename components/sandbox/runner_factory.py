@@ -26,7 +26,10 @@ from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError
 from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 
 HEADER_BYTES = 180_000
-"""Longest message to the zygote: one packet of a local socket holds 208 KiB by default (net.core.wmem_default)."""
+"""Longest message to the zygote.
+
+One packet of a local socket holds 208 KiB by default (net.core.wmem_default).
+"""
 START_SECONDS = 300
 """Longest wait for a new runner, which includes the zygote's import of torch."""
 EXIT_SECONDS = 20
@@ -57,7 +60,7 @@ class Zygote:
 
 
 def torch_cache(parent: Path) -> Path:
-    """Return the folder below `parent` for what this installation of torch compiled, and remove unused folders of others.
+    """Return this torch installation's folder below `parent`, and remove unused folders of others.
 
     Inside a sandbox every installation has the same path, so the folder's name must tell them apart.
     """
@@ -72,8 +75,8 @@ def torch_cache(parent: Path) -> Path:
 class RunnerFactory:
     """Starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
-    What torch.compile needs takes most of a minute to load and would make every fork slower, so its runners have a zygote of
-    their own, and a candidate that is not compared with torch.compile never waits for it.
+    What torch.compile needs takes most of a minute to load and would make every fork slower, so its runners
+    have a zygote of their own, and a candidate that is not compared with torch.compile never waits for it.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path, result_channel: Path):
@@ -85,7 +88,8 @@ class RunnerFactory:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = threading.Lock()
         self.zygotes: dict[ZygoteKind, Zygote] = {}
-        # bubblewrap's --die-with-parent refers to the thread that started it: this one lives as long as the factory.
+        # bubblewrap's --die-with-parent refers to the thread that started it: this one lives as long as the
+        # factory.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
         self.empty_library = os.memfd_create("empty")
         """Descriptor to send as the library of a role that has none."""
@@ -102,8 +106,8 @@ class RunnerFactory:
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Fork a runner for `header["role"]`, which has `seconds` of wall time for all that it does.
 
-        Raises RunnerError for a header that is too long, InfrastructureError where the runner does not start, and UserError
-        where no zygote of its kind can start.
+        Raises RunnerError for a header that is too long, InfrastructureError where the runner does not start,
+        and UserError where no zygote of its kind can start.
         """
         message = {**header, **self._confinement(header["role"])}
         if len(json.dumps(message)) > HEADER_BYTES:
@@ -139,7 +143,7 @@ class RunnerFactory:
         return runner
 
     def close(self) -> None:
-        """End all processes and wait until they are gone: a killed one may hold GPU memory for a second more."""
+        """End all processes and wait until they are gone, which frees their GPU memory."""
         with self.lock:
             for zygote in self.zygotes.values():
                 zygote.close()
@@ -189,8 +193,9 @@ class RunnerFactory:
         self.folder.chmod(0o700)  # other users may not read or execute what a task's runners write below it
         caches: dict[str, Path] = {}
         if kind == "compile":
-            # /warm holds Inductor's precompiled headers, one folder for all homes of a user. Only a zygote writes there, before
-            # it forks a runner; Inductor names its files by content, and locks them meanwhile.
+            # /warm holds Inductor's precompiled headers, one folder for all homes of a user. Only a zygote
+            # writes there, before it forks a runner; Inductor names its files by content, and locks them
+            # meanwhile.
             caches = {
                 "/cache": torch_cache(self.folder / "inductor"),
                 "/warm": torch_cache(user_cache("inductor")),
@@ -239,7 +244,8 @@ class RunnerFactory:
     def _start_error(self, kind: ZygoteKind, zygote: Zygote, reason: str) -> Exception:
         """Return what to raise for a zygote that started no runner; call it with the lock held.
 
-        One that has never started any fails again when it is tried again: after MAX_FAILED_STARTS that is a UserError.
+        One that has never started any fails again when it is tried again: after MAX_FAILED_STARTS that is a
+        UserError.
         """
         log = self.folder / f"{kind}.log"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -254,8 +260,8 @@ class RunnerFactory:
             )
         what = "torch.compile" if kind == "compile" else "torch"
         return UserError(
-            f"{log}: the judge's process that holds {what} ends as soon as it starts, its last words are there"
-            f" ({output[-200:]}); mend that and run the same command again."
+            f"{log}: the judge's process that holds {what} ends as soon as it starts, its last words are"
+            f" there ({output[-200:]}); mend that and run the same command again."
         )
 
     def _forget_exited(self, seconds: float) -> None:
@@ -270,7 +276,10 @@ class RunnerFactory:
 
 
 def _receive_pid(connection: socket.socket) -> int | None:
-    """Return the PID of a new runner, for which the kernel vouches (SCM_CREDENTIALS), or None if its zygote has failed."""
+    """Return the PID of a new runner, or None if its zygote has failed.
+
+    The kernel vouches for the PID (SCM_CREDENTIALS).
+    """
     connection.settimeout(START_SECONDS)
     try:
         data, ancillary, _, _ = connection.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))

@@ -1,4 +1,4 @@
-"""The judge's handle of one runner: its messages, its deadline, its CPU clock, and its memory, read from outside."""
+"""The judge's handle of one runner: messages, deadline, CPU clock, and its memory read from outside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
 
 
 class RunnerError(Exception):
-    """An error of one runner: it crashed, ran out of time or memory, broke the protocol, or reported an error of its own.
+    """An error of one runner.
+
+    It crashed, ran out of time or memory, broke the protocol, or reported an error of its own.
 
     `wrong` is an output without the reference's form, `forbidden` a call to a blocked operator.
     """
@@ -67,7 +69,10 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
 
 @dataclass
 class Runner:
-    """One forked runner. Methods raise RunnerError where the runner is at fault, and InfrastructureError where the machine is."""
+    """One forked runner.
+
+    Methods raise RunnerError where the runner is at fault, and InfrastructureError where the machine is.
+    """
 
     connection: socket.socket
     pid: int
@@ -123,7 +128,10 @@ class Runner:
         return self.receive()
 
     def is_waiting(self) -> bool:
-        """Return whether there is no unread message: a runner that sends ahead does not wait to be acknowledged."""
+        """Return whether there is no unread message.
+
+        A runner that sends ahead does not wait to be acknowledged.
+        """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return all(events & select.POLLHUP for _, events in poll.poll(0))
@@ -157,7 +165,10 @@ class Runner:
         raise RunnerError("wrong", "unreadable_output")
 
     def is_private_memory(self, address: int, size: int) -> bool:
-        """Return whether these bytes are private memory without a file behind it, so that no two of their pages are one."""
+        """Return whether these bytes are private memory without a file behind it.
+
+        No page of such memory is mapped a second time at another address.
+        """
         try:
             maps = Path(f"/proc/{self.pid}/maps").read_bytes()
         except (FileNotFoundError, ProcessLookupError) as error:
@@ -179,7 +190,7 @@ class Runner:
         return False
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all threads of the runner together, read from outside (clock_getcpuclockid(3))."""
+        """Return the CPU time of all threads of the runner, read from outside (clock_getcpuclockid(3))."""
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError as error:

@@ -1,8 +1,10 @@
-"""The JSON messages from the judge to its runners, as typed records; inside the sandbox they are plain dictionaries.
+"""The JSON messages from the judge to its runners, as typed records.
 
-A role begins with a RoleHeader. `describe` answers once; the others say `R` when ready and then take orders `{"op": …}`:
-`parameters` and `fill` (`reference`), or `warm`, `time` and `check` (measured roles), each answered by `D`, until `leave`.
-Imports nothing of the project.
+Inside the sandbox they are plain dictionaries.
+
+A role begins with a RoleHeader. `describe` answers once; the others say `R` when ready and then take orders
+`{"op": …}`: `parameters` and `fill` (`reference`), or `warm`, `time` and `check` (measured roles), each
+answered by `D`, until `leave`. Imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 Role = Literal["describe", "reference", "candidate", "eager", "compile", "noop"]
-"""What a runner does: describe the task, make inputs and expected outputs, or be measured as a candidate or a baseline."""
+"""What a runner does.
+
+Describe the task, make inputs and expected outputs, or be measured as a candidate or a baseline.
+"""
 ZygoteKind = Literal["plain", "compile", "probe"]
 """What a zygote has loaded before it forks: torch, torch and Inductor, or neither (preflight.py)."""
 RegionName = Literal["parameters", "inputs", "outputs", "expected"]

@@ -1,6 +1,7 @@
 """The roles of a runner. This file runs inside the sandbox only; the judge never imports it.
 
-`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `describe` and `reference` are in reference.py.
+`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `describe` and `reference` are in
+reference.py.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(8)
 def parse_order(order: bytes) -> dict[str, Any]:
-    """Parse JSON, cached: parsing is time that a candidate's native code, speaking to the judge by itself, would save."""
+    """Parse JSON, cached.
+
+    Parsing is time that a candidate's native code, speaking to the judge by itself, would save.
+    """
     parsed: dict[str, Any] = json.loads(order)
     return parsed
 
@@ -147,7 +151,8 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
             if shared.device == "cuda":
                 torch.cuda.synchronize()
             connection.send(b"D")
-    gc.enable()  # without unfreezing: a collection that visits all of torch copies every page shared with the zygote
+    # without unfreezing: a collection that visits all of torch copies every page shared with the zygote
+    gc.enable()
 
 
 def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> Call:
@@ -176,7 +181,10 @@ def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
 def check_outputs(
     output: Any, expected: list[torch.Tensor], forbidden: list[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Return the tensors of `output`; raise WrongForm unless they have the form of `expected` and lie in no `forbidden` range."""
+    """Return the tensors of `output`.
+
+    Raises WrongForm unless they have the form of `expected` and lie in no `forbidden` address range.
+    """
     leaves: list[torch.Tensor] = flatten_outputs(output)
     if len(leaves) != len(expected):
         raise WrongForm("wrong_number_of_outputs")
@@ -214,10 +222,13 @@ def address_message(outputs: list[torch.Tensor]) -> bytes:
 
 
 class HostDelivery:
-    """Delivery on cpu: the judge reads every result out of this process's memory itself, before the next call.
+    """Delivery on cpu.
 
-    What runs between two calls is part of every measurement. It is native code (result_channel.cpp): a candidate could
-    otherwise save microseconds by speaking to the judge from native code of its own (tests/exploits/native_protocol).
+    The judge reads every result out of this process's memory itself, before the next call.
+
+    What runs between two calls is part of every measurement. It is native code (result_channel.cpp): a
+    candidate could otherwise save microseconds by speaking to the judge from native code of its own
+    (tests/exploits/native_protocol).
     """
 
     def __init__(self, descriptor: int):
@@ -243,7 +254,8 @@ class HostDelivery:
 class NoopDelivery(HostDelivery):
     """Delivery of the no-op on cpu: the messages alone, which cost any runner their time.
 
-    The interpreter's share is not part of it: subtracting that would reward a candidate that avoids the interpreter twice.
+    The interpreter's share is not part of it: subtracting that would reward a candidate that avoids the
+    interpreter twice.
     """
 
     def __init__(self, descriptor: int, outputs: list[torch.Tensor]):
@@ -258,7 +270,8 @@ class NoopDelivery(HostDelivery):
 class DeviceDelivery:
     """Delivery on cuda: the results of a round are held, and copied to the judge's memory when it says so.
 
-    The judge wipes that memory after the last call, so that nothing computed straight into it survives. Its clock runs meanwhile.
+    The judge wipes that memory after the last call, so that nothing computed straight into it survives. Its
+    clock runs meanwhile.
     """
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool):
@@ -266,7 +279,10 @@ class DeviceDelivery:
         count = shared.layout["sets"] - 1  # the last set of inputs is scratch
         self.targets = [shared.tensors("outputs", i) for i in range(count)]
         self.reuses_memory = reuses_memory
-        """Whether a call overwrites the result of the one before, as a CUDA graph does: results must be copied to be held."""
+        """Whether a call overwrites the result of the one before, as a CUDA graph does.
+
+        Results must be copied to be held.
+        """
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
         """Make one call for each set of arguments, and deliver all results."""
@@ -279,7 +295,8 @@ class DeviceDelivery:
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
         """Make the same calls, untimed, and check the form of every result."""
         copies: list[list[torch.Tensor]] = []
-        # Results stay alive, so that an address that comes again is the candidate's doing and not the allocator's.
+        # Results stay alive, so that an address that comes again is the candidate's doing and not the
+        # allocator's.
         results: list[list[torch.Tensor]] = []
         addresses: set[int] = set()
         for values in arguments:

@@ -1,4 +1,7 @@
-"""What every role inside the sandbox needs: the judge's shared memory as tensors, and a module made of source text."""
+"""What every role inside the sandbox needs.
+
+The judge's shared memory as tensors, and a module made of source text.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ REGIONS: tuple[RegionName, ...] = ("parameters", "inputs", "outputs", "expected"
 
 
 def define_module(name: str, code: str) -> types.ModuleType:
-    """Execute `code` as a module that can be imported by name, since dataclasses and torch.compile look it up."""
+    """Execute `code` as a module that can be imported by name: dataclasses and torch.compile do so."""
     module = types.ModuleType(name)
     module.__file__ = f"{os.getcwd()}/{name}.py"
     Path(module.__file__).write_text(code)
@@ -41,7 +44,10 @@ def eval_mode(module: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 class SharedTensors:
-    """The memory that one role shares with the judge: parameters, and inputs and outputs of several input sets."""
+    """The memory that one role shares with the judge.
+
+    Parameters, and inputs and outputs of several input sets.
+    """
 
     def __init__(self, header: RoleHeader, descriptors: list[int]):
         self.device = header["device"]

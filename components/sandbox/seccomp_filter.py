@@ -1,7 +1,7 @@
 """The system-call filter of untrusted processes, as a BPF program for seccomp(2).
 
-Filters compare arguments by their lower 32 bits where the kernel reads an int: a filter that compares the whole register could
-be passed by setting the upper half.
+Filters compare arguments by their lower 32 bits where the kernel reads an int: a filter that compares the
+whole register could be passed by setting the upper half.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Literal
 WORD = 0xFFFFFFFF
 """Mask of the lower 32 bits of an argument."""
 
-DENIED = """unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev pidfd_open pidfd_getfd kcmp
-    keyctl add_key request_key bpf perf_event_open userfaultfd open_by_handle_at name_to_handle_at init_module finit_module
-    delete_module kexec_load kexec_file_load reboot swapon swapoff io_uring_setup io_uring_enter io_uring_register
-    move_mount open_tree fsopen fsmount fsconfig fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex
-    clock_adjtime sethostname setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
+DENIED = """
+    unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev pidfd_open
+    pidfd_getfd kcmp keyctl add_key request_key bpf perf_event_open userfaultfd open_by_handle_at
+    name_to_handle_at init_module finit_module delete_module kexec_load kexec_file_load reboot swapon
+    swapoff io_uring_setup io_uring_enter io_uring_register move_mount open_tree fsopen fsmount fsconfig
+    fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex clock_adjtime sethostname
+    setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
 DENIED_TO_CANDIDATES = [
     *("fork", "vfork", "execve", "execveat", "setrlimit"),
     *(
@@ -31,7 +33,8 @@ DENIED_TO_CANDIDATES = [
         "utimensat",
         "futimesat",
     ),  # locks and times of a shared file carry messages
-    # A signal that a process sends itself later may be SIGCONT, which resumes a runner that the judge has paused.
+    # A signal that a process sends itself later may be SIGCONT, which resumes a runner that the judge has
+    # paused.
     *("timer_create", "setitimer", "alarm", "mq_open", "mq_notify"),
     *("semget", "msgget", "io_setup"),  # kernel memory, or a count for the whole host
 ]
@@ -40,7 +43,10 @@ DENIED_TO_CPU_CANDIDATES = [
     *("mincore", "fadvise64"),  # which pages of a shared file are in memory carries messages
 ]
 NOT_IMPLEMENTED = ("openat2", 437), ("cachestat", 451), ("fchmodat2", 452)
-"""Calls answered by ENOSYS, with their numbers, which libseccomp may be too old to know: openat2 hides its arguments."""
+"""Calls answered by ENOSYS, with their numbers, which libseccomp may be too old to know.
+
+openat2 hides its arguments.
+"""
 
 SETUID_BITS = (0o4000, 0o2000)
 MODE_CALLS = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("creat", 1), ("mknod", 1), ("mknodat", 2))
@@ -51,7 +57,10 @@ CREATE_FLAGS = (os.O_CREAT, 0o20000000)
 """Flags by which a call creates a file: O_CREAT, and that bit of O_TMPFILE which is its own."""
 
 ACCOUNT_FCNTL = (fcntl.F_SETLEASE, fcntl.F_NOTIFY, fcntl.F_SETPIPE_SZ)
-"""Leases keep other processes of the account from a file; watches and pipe sizes are counted for the whole account."""
+"""Leases keep other processes of the account from a file.
+
+Watches and pipe sizes are counted for the whole account.
+"""
 F_SETSIG, F_SETOWN_EX = 10, 15
 CANDIDATE_FCNTL = (
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),
@@ -71,8 +80,9 @@ NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0
 def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu") -> bytes:
     """Compile the filter to BPF.
 
-    A candidate may start threads only: no process, no program, no network socket. A `baseline`, which includes compilers and the
-    agent's shell, may start programs. On cpu a candidate gets no memory that its address-space limit does not count.
+    A candidate may start threads only: no process, no program, no network socket. A `baseline`, which
+    includes compilers and the agent's shell, may start programs. On cpu a candidate gets no memory that its
+    address-space limit does not count.
     """
     import pyseccomp
 

@@ -1,7 +1,10 @@
-"""Memory that the judge and a sandboxed process share: host memory by memfd, device memory by the CUDA driver.
+"""Memory that the judge and a sandboxed process share.
 
-Only a file descriptor crosses the sandbox's border; the judge fixes the layout. On cuda the driver's virtual-memory API exports an
-allocation as a POSIX file descriptor. This file is imported on both sides of the sandbox and imports nothing of the project.
+Host memory by memfd, device memory by the CUDA driver.
+
+Only a file descriptor crosses the sandbox's border; the judge fixes the layout. On cuda the driver's
+virtual-memory API exports an allocation as a POSIX file descriptor. This file is imported on both sides of
+the sandbox and imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ PAGE_BYTES = 4096
 PAGE_STEP = 5
 """Distance in a page between the beginnings of successive input sets, in alignments.
 
-How fast a loop runs depends on where in a page its input and output begin. PAGE_STEP is coprime to the 16 alignments of a page,
-so that a round's input sets begin all over it and no candidate always has the best place.
+How fast a loop runs depends on where in a page its input and output begin. PAGE_STEP is coprime to the 16
+alignments of a page, so that a round's input sets begin all over it and no candidate always has the best
+place.
 """
 
 
@@ -44,7 +48,7 @@ class Slot:
 
 
 def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
-    """Return aligned slots for tensors of the given shapes and dtypes, one after the other, and the stride from one set to the next."""
+    """Return aligned slots for the given shapes and dtypes, and the stride from one set to the next."""
     slots, offset = [], 0
     for shape, dtype in forms:
         slots.append(Slot(offset, tuple(shape), dtype))
@@ -56,8 +60,9 @@ def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], in
 def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
     """Flip one random byte in every page of `memory` until the block ends.
 
-    A result that is the input's own pages, mapped to another address instead of copied, is then wrong. os.urandom draws the
-    positions: torch's generator starts from the same seed in every process, and training draws from it beside the judge.
+    A result that is the input's own pages, mapped to another address instead of copied, is then wrong.
+    os.urandom draws the positions: torch's generator starts from the same seed in every process, and training
+    draws from it beside the judge.
     """
     pages = torch.arange(0, memory.numel(), PAGE_BYTES)
     offsets = torch.frombuffer(bytearray(os.urandom(2 * len(pages))), dtype=torch.int16) & (PAGE_BYTES - 1)
@@ -76,7 +81,8 @@ class HostBuffer:
         self.fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, size)
-            # Shortened by a runner, the file would end the judge (SIGBUS); lengthened, it would hold memory that no limit counts.
+            # Shortened by a runner, the file would end the judge (SIGBUS); lengthened, it would hold memory
+            # that no limit counts.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.size = size
@@ -114,7 +120,8 @@ class _AccessDescriptor(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-# Values of cuda.h: CU_MEM_HANDLE_TYPE_, CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_, CUDA_ERROR_.
+# Values of cuda.h: CU_MEM_HANDLE_TYPE_, CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_,
+# CU_MEM_ACCESS_FLAGS_PROT_, CUDA_ERROR_.
 POSIX_FILE_DESCRIPTOR, PINNED, DEVICE, READ_WRITE, OUT_OF_MEMORY = 1, 1, 1, 3, 2
 _thread = threading.local()
 
@@ -174,7 +181,8 @@ class DeviceBuffer:
         access = ctypes.byref(_AccessDescriptor(location, READ_WRITE))
         _call("cuMemSetAccess", self._pointer, self._size, access, ctypes.c_size_t(1))
         _call("cuMemRelease", handle)
-        # `__cuda_array_interface__` would ask the driver about the pointer and hold the interpreter's lock meanwhile.
+        # `__cuda_array_interface__` would ask the driver about the pointer and hold the interpreter's lock
+        # meanwhile.
         storage = torch._C._construct_storage_from_data_pointer(
             self._pointer.value, torch.device("cuda", device), self.size
         )

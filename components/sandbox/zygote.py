@@ -1,16 +1,20 @@
-"""The first process inside a sandbox: it loads torch once and forks a runner for every piece of untrusted code.
+"""The first process inside a sandbox.
+
+It loads torch once and forks a runner for every piece of untrusted code.
 
     python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [CACHE WARM]
 
-Importing torch takes seconds, a fork milliseconds. The zygote is trusted and runs no untrusted code. Each runner isolates itself
-from the zygote and from its neighbours (new PID, mount, IPC, UTS and network namespaces, private /workspace and /proc), drops every
-capability and privilege, applies the system-call filter, tells the judge its PID (the kernel vouches for it) and only then
-loads code. It is used once.
+Importing torch takes seconds, a fork milliseconds. The zygote is trusted and runs no untrusted code. Each
+runner isolates itself from the zygote and from its neighbours (new PID, mount, IPC, UTS and network
+namespaces, private /workspace and /proc), drops every capability and privilege, applies the system-call
+filter, tells the judge its PID (the kernel vouches for it) and only then loads code. It is used once.
 
-Judge -> runner: JSON with descriptors (runner_protocol.py). Runner -> judge: one letter, then text or numbers, whose length the
-judge checks and whose content it does not trust: what counts is the shared memory, and the clock that the judge reads.
+Judge -> runner: JSON with descriptors (runner_protocol.py). Runner -> judge: one letter, then text or
+numbers, whose length the judge checks and whose content it does not trust: what counts is the shared memory,
+and the clock that the judge reads.
 
-A zygote of the kind `probe` loads no torch. Its one runner is isolated in the same way and reports its privileges (preflight.py).
+A zygote of the kind `probe` loads no torch. Its one runner is isolated in the same way and reports its
+privileges (preflight.py).
 """
 
 from __future__ import annotations
@@ -46,14 +50,17 @@ MESSAGE_BYTES = 1 << 20
 INODES = 1 << 16
 """Files that a runner may create: each takes a kilobyte of kernel memory, which no other limit counts."""
 INDUCTOR_FOLDER = "/workspace/inductor"
-"""Where torch.compile keeps its results: a folder that successive runners of one task share, and no others."""
+"""Where torch.compile keeps its results, a folder that only the runners of one task share."""
 PROBE_BYTES = 4096
 """Size of the memory that the probe lets the judge read."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 Message = dict[str, Any]
 RunnerMain = Callable[[socket.socket, Message, list[int], bool], None]
-"""Runs a runner after its isolation; takes its connection, first message and descriptors, and whether it is isolated."""
+"""Runs a runner after its isolation.
+
+Takes its connection, first message and descriptors, and whether it is isolated.
+"""
 
 
 def check(result: int, call: str) -> None:
@@ -63,7 +70,7 @@ def check(result: int, call: str) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Call mount(2)."""
+    """Mount a file system; raise OSError where that fails."""
     words = (None if word is None else word.encode() for word in (source, target, kind))
     check(libc.mount(*words, flags, None if options is None else options.encode()), f"mount {target}")
 
@@ -96,8 +103,12 @@ def close_descriptors_except(keep: set[int]) -> None:
 
 
 def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
-    """Isolate this process from its neighbours and drop its privileges; of its descriptors it keeps those in `keep`."""
-    # The network too: two candidates that meet at a local socket could share computing time that no clock counts.
+    """Isolate this process from its neighbours and drop its privileges.
+
+    Of its descriptors it keeps those in `keep`.
+    """
+    # The network too: two candidates that meet at a local socket could share computing time that no clock
+    # counts.
     check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET), "unshare")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     close_descriptors_except(keep)
@@ -108,14 +119,15 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
         bind_compile_cache(f"/cache/tasks/{message['cache']}", lock_folders)
     try:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
-    except OSError:  # in a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well
+    # in a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well
+    except OSError:
         hide("/proc")
     os.chdir("/workspace")
     drop_privileges(message)
 
 
 def bind_compile_cache(folder: str, lock_folders: list[str]) -> None:
-    """Bind one task's folder at INDUCTOR_FOLDER, and make everything else that compilations share read-only."""
+    """Bind one task's folder at INDUCTOR_FOLDER, and make all else that compilations share read-only."""
     os.makedirs(folder, exist_ok=True)
     os.utime(folder)  # it is in use: RunnerFactory removes old ones
     os.makedirs(INDUCTOR_FOLDER)
@@ -153,7 +165,10 @@ def drop_privileges(message: Message) -> None:
 
 
 def redirect_stdio() -> None:
-    """Connect stdin, stdout and stderr to /dev/null: in a log file one candidate could leave answers for the next."""
+    """Connect stdin, stdout and stderr to /dev/null.
+
+    In a log file one candidate could leave answers for the next.
+    """
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
@@ -165,10 +180,11 @@ def start_runner(
 ) -> None:
     """Become a runner, in a forked child of the zygote; never returns.
 
-    unshare(CLONE_NEWPID) moves only children that are forked later. Going back to the former namespace needs CAP_SYS_ADMIN
-    over it, which a sandbox in an ordinary user's nested user namespace does not have. So the child unshares, forks once more
-    and ends; the grandchild is the first process of the new namespace, and all that it starts ends with it. The first process
-    of the sandbox inherits it: when bubblewrap is killed, the kernel ends every process of that namespace and of those inside it.
+    unshare(CLONE_NEWPID) moves only children that are forked later. Going back to the former namespace needs
+    CAP_SYS_ADMIN over it, which a sandbox in an ordinary user's nested user namespace does not have. So the
+    child unshares, forks once more and ends; the grandchild is the first process of the new namespace, and
+    all that it starts ends with it. The first process of the sandbox inherits it: when bubblewrap is killed,
+    the kernel ends every process of that namespace and of those inside it.
     """
     connection, buffers = socket.socket(fileno=descriptors[0]), descriptors[1:]
     if isolated:
@@ -194,7 +210,10 @@ def start_runner(
 
 
 def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
-    """Fork a runner for each message on `control`, until the judge closes it. Runners may not see into `lock_folders`."""
+    """Fork a runner for each message on `control`, until the judge closes it.
+
+    Runners may not see into `lock_folders`.
+    """
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
@@ -217,7 +236,10 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
 def report_privileges(
     connection: socket.socket, message: Message, descriptors: list[int], isolated: bool
 ) -> None:
-    """Report this runner's privileges, and the digest of memory that the judge is to read from outside; never returns."""
+    """Report this runner's privileges, and the digest of memory that the judge is to read from outside.
+
+    Never returns.
+    """
     memory = ctypes.create_string_buffer(os.urandom(PROBE_BYTES), PROBE_BYTES)
     thread = threading.Thread(target=Path("/workspace/probe").write_bytes, args=(bytes(memory),))
     thread.start()
