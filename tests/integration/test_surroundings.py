@@ -19,6 +19,7 @@ from components.core import files
 from components.core.config import PROJECT, Params, resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
 from components.core.files import remove_tree, scratch_folder, user_cache
+from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.sandbox import preflight, runner_factory
 from components.sandbox.build import build_result_channel
@@ -241,7 +242,7 @@ def test_a_warm_task_holds_no_more_descriptors_than_are_counted_for_it(judge: Ju
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    other = corpus.TASK.model_copy(update={"code": corpus.CODE.replace("- 0.3", "- 0.4")})
+    other = KernelTask(code=corpus.CODE.replace("- 0.3", "- 0.4"))  # a copy would keep the cached task_id
     kernel = {name: text.replace("0.3f", "0.4f") for name, text in corpus.files("honest", "simd").items()}
     judge.verdict(
         corpus.TASK, corpus.files("honest", "simd"), compare_compile=True
