@@ -1,8 +1,7 @@
-"""Admission of a task: whether the judge can tell a cheat from an answer on it, and how fast the device runs
-it.
+"""Admission of a task: whether the judge can detect cheating on it, and how fast it runs on the device.
 
-Most of an admission is preparation, which many threads do side by side; only timed rounds need the device
-exclusively.
+Most of an admission is preparation, which runs in many threads at once. Only timed rounds need exclusive
+access to the device.
 """
 
 from __future__ import annotations
@@ -31,22 +30,24 @@ from components.judge.task_reference import task_errors
 from components.judge.verdict import Admission
 from components.sandbox.runner_factory import RunnerFactory
 
-ROUNDS = 3
-COPIED_BYTES = 2**27
+ROUNDS = 3  # timed rounds of each baseline
+COPIED_BYTES = 2**27  # size of the tensor that `measure_rates` copies
 DESCRIPTION_BYTES = 1 << 30
-"""Device memory reserved while a task runs for the first time and its needs are not known."""
+"""Bytes of device memory reserved while a task runs for the first time and its needs are unknown."""
 RUNNER_SHARE = 0.125
-"""Share of a GPU's memory that one task's process may allocate beside others."""
+"""Share of a GPU's memory that the process of one task may allocate beside other tasks."""
 TASK_SHARE = 0.25
-"""Largest share of a GPU's memory for a task of a data set: a larger one would hold up all others."""
-MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}
-TINY = 1e-30
+"""Largest share of a GPU's memory for one task of a data set; a larger task would delay all others."""
+MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
+TINY = 1e-30  # smallest divisor
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Device speed: bytes a second of a copy (read and write both counted), float32 operations a second of a
-    matrix product.
+    """Measured speed of a device.
+
+    `bandwidth` is the bytes per second of a copy, where bytes read and bytes written both count. `flops` is
+    the float32 operations per second of a matrix product.
     """
 
     bandwidth: float
@@ -55,8 +56,9 @@ class Rates:
 
 @functools.cache
 def measure_rates(device: Device) -> Rates:
-    """Measure an idle device, once for each process, in a second at most; on cpu with one thread, as the
-    judge does.
+    """Measure the speed of an idle device, once per process, in a second at most.
+
+    On cpu one thread is used, as in the judge.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -93,9 +95,9 @@ def admit(
 ) -> Admission:
     """Return whether a task can be judged, with its eager time and, if `headroom`, its torch.compile time.
 
-    With `headroom` the task is meant for a data set: it must compile and leave memory for others. On a GPU a
-    task that runs out of memory is tried once more, with the largest share that a process may have; without
-    `headroom`, for a user's module, that is all memory.
+    `headroom` is set for a task of a data set, which must compile and must leave device memory for other
+    tasks. On a GPU a task that runs out of memory is tried a second time with the largest share of the memory
+    that its process may have. Without `headroom`, as for a user's module, that share is all memory.
     """
     try:
         check_contract(code, "task")
@@ -160,7 +162,7 @@ def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
 
 
 def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool]:
-    """Return seconds per call in rounds on the same inputs, and whether all rounds had the same outputs."""
+    """Return seconds per call of rounds on the same inputs, and whether all rounds had the same outputs."""
     reference = bench.reference
     runner = bench.start(baseline)
     seconds, is_deterministic, first = [], True, None
@@ -194,7 +196,8 @@ def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
     """Return which change leaves the output within the tolerance, or None, and how much the output varies.
 
     Another input, another parameter, and the parameters' initial values must each change the output. The
-    variation is that with the judge's parameters or with the initial ones, whichever is less.
+    variation is measured with the judge's parameters and with the initial ones; the smaller figure is
+    returned.
     """
     reference, params = bench.reference, bench.reference.params
     description = reference.layout.description
@@ -226,7 +229,7 @@ def _passes(
 
 
 def _spread(outputs: list[torch.Tensor]) -> float:
-    """Return the standard deviation of the output that varies most, as a share of its mean magnitude."""
+    """Return the standard deviation of the output that varies most, relative to its mean magnitude."""
     floats = [t.float() for t in outputs if t.dtype.is_floating_point]
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 
@@ -255,7 +258,7 @@ def find_trivial_answer(bench: AdmissionBench) -> str | None:
         "mean_passes": replaced(lambda t: torch.full_like(t, t.double().mean().item())),
         "seeds_agree": other_seed,
     }
-    if params.precision != "tf32":  # whose products are rounded as much
+    if params.precision != "tf32":  # products in tf32 are rounded as much
         answers["half_precision_passes"] = replaced(lambda t: t.half().to(t.dtype))
     if len(single) == len(first_input) == 1 and (first_input[0].shape, first_input[0].dtype) == (
         single[0].shape,

@@ -1,4 +1,4 @@
-"""One task prepared for its admission: reference data and baselines in a single process, and no candidate."""
+"""Preparation of one task for its admission: reference data and baselines in one process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import ZygoteKind
 
 ROUND_SHARE = 0.25
-"""Share of a round's calls and bytes on a GPU, where everything else stops meanwhile and memory limits
-parallelism.
+"""Share of a round's usual calls and bytes that an admission uses on a GPU.
 
-A window of eager times and headroom need less precision than a reward.
+Nothing else runs on the GPU during a timed round, and its memory limits how many tasks are admitted at once.
+The limits of the eager time and the estimate of headroom need less precision than a reward.
 """
 
 
 class AdmissionBench:
-    """One task, ready to be examined after `fill`."""
+    """Reference data and baselines of one task whose admission is decided; usable after `fill`."""
 
     def __init__(
         self,
@@ -33,8 +33,10 @@ class AdmissionBench:
         compiles: bool,
         memory_share: float,
     ):
-        """Describe the task; `compiles` allows the compile baseline, `memory_share` limits the process on a
-        GPU.
+        """Start the process and have the task's source describe itself; raises TaskError.
+
+        `compiles` allows the compile baseline. `memory_share` is the share of a GPU's memory that the process
+        may allocate.
         """
         zygote: ZygoteKind = "compile" if compiles else "plain"
         self.processes = OneProcess(params.device, runner_factory, zygote, memory_share)
@@ -49,7 +51,7 @@ class AdmissionBench:
 
     @property
     def bytes(self) -> int:
-        """Estimated device memory for all that the bench and its process hold at once."""
+        """Estimated bytes of device memory that the bench and its process use at once."""
         layout, share = self.reference.layout, self.processes.memory_share
         results = layout.outputs.stride * layout.capacity
         return layout.bank_bytes + max(
@@ -58,12 +60,13 @@ class AdmissionBench:
         )
 
     def fill(self, extra_bytes: int) -> None:
-        """Make the reference data, with `extra_bytes` of device memory reserved besides; raises TaskError."""
+        """Make the reference data, with `extra_bytes` more of device memory reserved; raises TaskError."""
         self.reference.fill(self.bytes + extra_bytes)
 
     def start(self, baseline: Baseline) -> TimedRunner:
-        """Have the process play `baseline`; the runner returned before it is of no use then. Raises
-        TaskError.
+        """Switch the process to the role of `baseline` and return its timed runner; raises TaskError.
+
+        The timed runner that an earlier call returned can no longer be used.
         """
         limit = self.reference.params.sandbox.run_seconds
         return start_baseline(self.reference, self.processes, baseline, warm_up_seconds=limit)

@@ -1,4 +1,4 @@
-"""Task benches kept warm, so that the candidates of one task share its reference and baselines."""
+"""Cache of task benches, so that the candidates of one task share its reference data and baselines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from components.judge.task_bench import TaskBench
 
 
 class BenchCache:
-    """Benches by task, at most `capacity` while others are unused; the least recently used ones are closed."""
+    """Task benches by task id.
+
+    If there are more than `capacity`, the least recently used of those that are not in use are closed.
+    """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -22,9 +25,9 @@ class BenchCache:
 
     @contextlib.contextmanager
     def use(self, task_id: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
-        """Return the task's bench, made if need be, and keep it from being closed meanwhile.
+        """Yield the task's bench, which is made if there is none, and do not close it meanwhile.
 
-        What `make` raises is not kept: the fault may have been the machine's.
+        An error of `make` is not cached, since its cause may be in the machine.
         """
         with self.lock:
             self.users[task_id] += 1
@@ -44,7 +47,7 @@ class BenchCache:
                 self.users[task_id] -= 1
 
     def close_unused(self) -> None:
-        """Close the unused bench that was used longest ago, if there is one."""
+        """Close the least recently used bench that is not in use, if there is one."""
         with self.lock:
             unused = next((task_id for task_id in self.benches if self.users[task_id] == 0), None)
             bench = None if unused is None else self.benches.pop(unused)

@@ -1,4 +1,4 @@
-"""Candidates in workspace folders: reading one, and judging it."""
+"""Reading and judging of candidates in workspace folders."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MAX_FILES = 200
 
 
 def read_workspace(workdir: Path) -> dict[str, str]:
-    """Return text by path of a workspace's model_new.py and kernels/*; raises UserError for links and large
-    files.
+    """Return the text of a workspace's `model_new.py` and `kernels/*` by path.
+
+    Raises UserError if there are links, too many files, large files, or files that are not UTF-8 text.
     """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
@@ -46,9 +47,9 @@ def read_workspace(workdir: Path) -> dict[str, str]:
 
 
 def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
-    """Return the verdict on a workspace, compared with torch.compile too; `folder` is the judge's.
+    """Judge the candidate in a workspace, compared with torch.compile too, and return the verdict.
 
-    `task` is a task file, the workspace's model.py if None.
+    `task` is a task file, or None for the workspace's model.py. The judge keeps its files in `folder`.
     """
     files = read_workspace(workdir)
     kernel_task = load_task(task if task is not None else workdir / "model.py")

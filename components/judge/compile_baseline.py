@@ -1,9 +1,8 @@
-"""Choice of the torch.compile mode that an evaluation compares with: the fastest on this task, found once per
-task.
+"""Choice of the torch.compile mode that evaluations compare with, the fastest one on each task.
 
-Training compares with the default mode alone: the others cost a task seconds to minutes (max-autotune times
-kernels of its own). The mode is chosen in rounds of its own; the ratio that counts is then measured anew
-beside the candidate, so that the choice makes no mode look better.
+Training compares with the default mode alone, since each other mode takes seconds to minutes per task
+(max-autotune times kernels while it compiles). The mode is chosen once per task, in separate rounds. The
+ratio in the verdict is measured again beside the candidate, so that the choice itself cannot favour a mode.
 """
 
 from __future__ import annotations
@@ -19,27 +18,31 @@ from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.sandbox.runner_process import RunnerError
 
 MAX_AUTOTUNE = Baseline("compile", "max-autotune")
-"""Times kernels as it compiles, so nothing may run beside it."""
+"""Mode that times kernels while it compiles, so that nothing else may use the device meanwhile."""
 COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
     "cpu": (COMPILE,),
     "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
 }
-"""The other modes add CUDA graphs and the tuning of Triton kernels, so on cpu there is one."""
+"""Modes that are compared, by device.
+
+The modes other than the default add CUDA graphs and the tuning of Triton kernels, so cpu has only the
+default.
+"""
 
 
 def start_modes(bench: TaskBench) -> None:
-    """Compile the modes that may share the device with other work, before it is needed exclusively."""
+    """Start the modes that may compile beside other work, before the device is needed exclusively."""
     if not bench.mode_seconds:
         modes = COMPILE_MODES[bench.reference.params.device]
         start_available(bench, [mode for mode in modes if mode != MAX_AUTOTUNE])
 
 
 def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
-    """Return the runner of the fastest mode, the mode, and seconds of one call by mode where there are
-    several.
+    """Return the runner of the fastest mode, the mode, and the seconds of one call by mode.
 
-    The calling thread must have exclusive access to the device. A mode that fails on the task is left out,
-    except for the default one, whose failure raises TaskError or InfrastructureError.
+    The seconds are empty on a device with one mode. The calling thread must have exclusive access to the
+    device. A mode that fails on the task is left out, except for the default one, whose failure raises
+    TaskError or InfrastructureError.
     """
     modes = COMPILE_MODES[bench.reference.params.device]
     if len(modes) == 1:
@@ -54,7 +57,10 @@ def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline
 
 
 def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Baseline]:
-    """Start each baseline and return those that the task supports; raises TaskError if a required one fails."""
+    """Start each baseline and return those that the task supports.
+
+    Raises TaskError if a required one fails.
+    """
     available = []
     for baseline in baselines:
         try:
@@ -67,9 +73,9 @@ def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Bas
 
 
 def baseline_seconds(bench: TaskBench, baselines: Sequence[Baseline]) -> dict[Baseline, float]:
-    """Return the median seconds of one call of each baseline that the task supports, from alternating rounds.
+    """Return the median seconds per call of each baseline that the task supports, from alternating rounds.
 
-    As in a verdict the first round is not counted, and rounds are added while a median is uncertain.
+    As in a verdict, the first round is not counted, and rounds are added while a median is uncertain.
     """
     reference = bench.reference
     sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0

@@ -1,9 +1,8 @@
-"""Correctness of a candidate's output against the float64 reference, measured by what float32 itself can
-reach.
+"""Correctness of a candidate's output: its error against float64, compared with the error of float32.
 
-The error may be at most a small multiple of the float32 reference's own error (maximum and RMS), and never
-above the absolute tolerance; both are relative to the scale of the reference output
-(docs/design/correctness-criterion.md). A fixed tolerance of 1e-2 or 1e-4 lets zeros pass where outputs are
+The error may be at most a small multiple of the float32 reference's own error, in maximum and in root mean
+square (RMS), and never above the absolute tolerance. Both are relative to the scale of the reference output
+(docs/design/correctness-criterion.md). A fixed tolerance of 1e-2 or 1e-4 accepts zeros where outputs are
 small, and refuses honest sums where they are large.
 """
 
@@ -22,21 +21,21 @@ COMPARED_BYTES = 1 << 26
 
 
 class ReferenceOutput:
-    """One correct output, prepared once so that a comparison costs three passes in float32.
+    """Reference output of one call, prepared once so that a comparison takes three passes in float32.
 
-    The float64 value is kept as a float32 and the float32 of the remainder: a result close to it is
-    subtracted without rounding, and of a result far from it nothing more has to be known.
+    The float64 value is stored as its float32 part and the float32 part of the remainder. The difference to a
+    result close to the value is then exact; of a result far from it, only that it is far has to be known.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox, precision: Precision):
-        """Prepare `single`, the reference's output at `precision`, and `expected`, the same in float64, of
-        equal shape.
+        """Prepare the reference's output at `precision`, `single`, and in float64, `expected`.
+
+        Both have the same shape.
         """
         self.single = single
         self.mask: torch.Tensor | None = None
         self.slack = (0.0, 0.0)
-        """How much another correct result may differ from `single`: maximum and RMS, relative to the scale.
-        """
+        """Allowed distance of a correct result from `single`: maximum and RMS, relative to the scale."""
         if not single.dtype.is_floating_point:
             return
         both_finite = torch.isfinite(single) & torch.isfinite(expected)
@@ -60,10 +59,10 @@ class ReferenceOutput:
             self.slack = ((self.max_allowed + max_error) / scale, (self.rms_allowed + rms_error) / scale)
 
     def mismatch(self, output: torch.Tensor, *, loose: bool = False) -> str | None:
-        """Return why `output`, of the shape and dtype of `single`, is wrong, or None. Integers must be equal.
+        """Return why `output`, of the shape and dtype of `single`, is wrong, or None.
 
-        With `loose` only the absolute tolerance counts; it is meant for baselines: torch.compile may round
-        differently.
+        Integers must be equal. With `loose` only the absolute tolerance counts; this is meant for baselines,
+        since torch.compile may round differently.
         """
         if not self.single.dtype.is_floating_point:
             return None if torch.equal(output, self.single) else "wrong_values"
@@ -78,13 +77,14 @@ class ReferenceOutput:
 def first_mismatch(
     outputs: torch.Tensor, single: torch.Tensor, slack: list[tuple[float, float]]
 ) -> tuple[int, str] | None:
-    """Return the first timed call whose output is wrong, and why; None if all are right. Integers must be
-    equal.
+    """Return the first timed call whose output is wrong, and why; return None if all are right.
 
     `outputs` and `single`, a baseline's float32 outputs for the same inputs, are [calls, *shape]; `slack` is
-    `ReferenceOutput.slack` by call. A float64 reference for every timed call would cost more than the rest of
-    a judgement: instead an error may be twice the distance of two correct results, known from the correctness
-    sets. Many calls are compared at once, since on cuda each synchronisation costs as much as a small call.
+    `ReferenceOutput.slack` by call. Integers must be equal.
+
+    A float64 reference for every timed call would cost more than the rest of a judgement. Instead an error
+    may be twice the distance of two correct results, which is known from the correctness sets. Many calls are
+    compared at once, since on cuda each synchronisation costs as much as a small call.
     """
     if outputs[0].numel() == 0:
         return None
@@ -116,7 +116,7 @@ def first_mismatch(
 def _mismatch_with_special_values(
     output: torch.Tensor, single: torch.Tensor, slack: tuple[float, float]
 ) -> str | None:
-    """As `first_mismatch`, of one call whose baseline output is not finite everywhere."""
+    """Return why one call's output is wrong, or None, if the baseline's output is not finite everywhere."""
     if not _same_special_values(output, single):
         return "finite_mask"
     finite = torch.isfinite(single)
@@ -130,8 +130,9 @@ def _first_true(rows: torch.Tensor) -> int:
 
 
 def _max_abs(rows: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each row, NaN if there is one; several times faster than infinity
-    norms.
+    """Return the largest absolute value of each row, or NaN for a row that has one.
+
+    This is several times faster than an infinity norm.
     """
     low, high = (
         (edge[None] for edge in torch.aminmax(rows)) if len(rows) == 1 else (rows.amin(1), rows.amax(1))
@@ -140,14 +141,14 @@ def _max_abs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return maximum and RMS of each row, in float64."""
+    """Return the maximum and the RMS of each row, in float64."""
     error = error.float() if error.dtype in (torch.float16, torch.bfloat16) else error
     norm = torch.linalg.vector_norm(error, dim=1).double()
     return _max_abs(error).double(), norm / math.sqrt(error.shape[1])
 
 
 def _same_special_values(output: torch.Tensor, single: torch.Tensor) -> bool:
-    """Return whether NaNs, infinities and negative infinities are in the same places."""
+    """Return whether NaNs, infinities and negative infinities are at the same positions."""
     return all(
         torch.equal(special(output), special(single))
         for special in (torch.isnan, torch.isposinf, torch.isneginf)

@@ -1,10 +1,10 @@
-"""Access to the device: many preparations at once or one measurement; and reservations of its memory.
+"""Access to one device, for many preparations at once or for one measurement, and reservations of its memory.
 
-On cpu a measurement reads its runners' own CPU clocks: runners start, are checked and compile beside it, and
-only measurements exclude each other. On cuda the clock is wall time: a measurement begins when no preparation
-runs, and preparations that come later wait for the measurements that wait already. What a runner does for
-long and without the judge, such as starting or compiling, is background work: it is paused during
-measurements instead.
+On cpu a measurement reads the CPU clocks of its runners. Runners start, are checked and compile beside it,
+and only measurements exclude each other. On cuda the clock is wall time. A measurement begins when no
+preparation runs, and preparations that come later wait for the measurements that are already waiting. Long
+work that a runner does without the judge, such as starting or compiling, is background work; it is paused
+during measurements instead.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from components.core.config import Device
 from components.sandbox.runner_process import Runner
 
 MEMORY_SHARE = 0.85
-"""Share of the device's memory that can be reserved; the rest is for estimates that were too low."""
+"""Share of the device's memory that can be reserved; the rest is a margin for low estimates."""
 CACHED_SHARE = 0.1
-"""Share of the device's memory that torch's allocator in this process may cache; no other process can use it.
-"""
+"""Share of the device's memory that torch may cache in this process, where no other process can use it."""
 TRIM_SECONDS = 5
-"""Seconds between two looks at that cache; each look holds the interpreter's lock."""
+"""Seconds between two checks of torch's cache; each check holds the interpreter's lock."""
 RETRY_SECONDS = 0.2
-"""Seconds between two attempts to free memory that is only kept warm."""
+"""Seconds between two attempts to release memory of idle task benches."""
 MIN_CORES = 4
-"""Fewest cores of a machine where timed rounds on cuda get a core of their own."""
+"""Fewest cores of a machine on which timed rounds on cuda get a core of their own."""
 
 
 @functools.cache
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the cores of timed rounds and those of everything else; moves this process off the former.
+    """Return the cores for timed rounds and those for everything else, and move this process to the latter.
 
-    On a GPU a small kernel takes as long as its launch, and cores of one machine differ in speed, so all
-    timed rounds use one core (docs/judge.md). Its other hardware threads stay idle, since they would slow it
-    down.
+    On a GPU a small kernel takes as long as its launch, and the cores of one machine differ in speed, so all
+    timed rounds use one core (docs/judge.md). The other hardware threads of that core stay idle, since they
+    would slow it down.
     """
     available = frozenset(os.sched_getaffinity(0))
     if device == "cpu" or len(available) < MIN_CORES:
@@ -53,13 +52,13 @@ def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
     timed = physical[-1 - number % max(1, len(physical) // 2)]
     others = available - timed
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it may have ended
+        with contextlib.suppress(OSError):  # the thread may have ended
             os.sched_setaffinity(int(thread), others)
     return frozenset({max(timed)}), others
 
 
 def _hardware_threads(core: int) -> frozenset[int]:
-    """Return the hardware threads that share a physical core with `core`, itself among them."""
+    """Return the hardware threads that share a physical core with `core`, including `core`."""
     try:
         listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -69,20 +68,20 @@ def _hardware_threads(core: int) -> frozenset[int]:
 
 
 class DeviceScheduler:
-    """Shared and exclusive access to one device. A thread that measures may do everything else as well."""
+    """Shared and exclusive access to one device; the thread that measures may also do everything else."""
 
     def __init__(self, device: Device):
         self.is_exclusive = device == "cuda"
-        """Whether a measurement excludes preparations."""
+        """Whether a measurement excludes preparations, which holds on cuda."""
         self.device_bytes: int = torch.cuda.get_device_properties(0).total_memory if self.is_exclusive else 0
-        """Memory of the GPU; 0 on cpu."""
+        """Bytes of the GPU's memory; 0 on cpu."""
         self.timed_cores, self.other_cores = cores(device)
         self.reservable_bytes = int(MEMORY_SHARE * self.device_bytes)
         self.free_bytes = self.reservable_bytes
         self.memory_queue: deque[object] = deque()
-        """One ticket for each thread that waits for memory, served in order, so that none is passed by."""
+        """One ticket for each thread that waits for memory; they are served in order."""
         self.release_idle_memory: Callable[[], None] = lambda: None
-        """Frees memory that is only kept warm; called while a thread waits for some."""
+        """Function that frees memory of idle task benches; called while a thread waits for memory."""
         self.condition = threading.Condition()
         self.trimmed_at = 0.0
         self.preparations = 0
@@ -96,7 +95,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Hold shared access for preparation; the holder must not wait for anything else."""
+        """Hold shared access for preparation; the holder must not wait for anything else meanwhile."""
         if not self.is_exclusive or self._is_measuring:
             yield
             return
@@ -112,8 +111,9 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def background_work(self, runner: Runner) -> Iterator[None]:
-        """Let `runner` work while the judge waits for its answer; it is paused whenever another thread
-        measures.
+        """Let `runner` work while the judge waits for its answer.
+
+        On cuda the runner is paused whenever another thread measures.
         """
         with self.condition:
             may_run = not self.is_exclusive or self.measuring_thread is None or self._is_measuring
@@ -130,7 +130,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Block until this thread has exclusive access for a measurement; reentrant."""
+        """Block until this thread has exclusive access for a measurement, and hold it; reentrant."""
         if self._is_measuring:
             yield
             return
@@ -154,14 +154,15 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def exclusive_device(self) -> Iterator[None]:
-        """Hold a GPU exclusively while a candidate lives: kernels that it launched go on while its process is
-        stopped.
+        """Hold a GPU exclusively while a candidate exists; do nothing on cpu.
+
+        Kernels that the candidate launched on the GPU continue while its process is stopped.
         """
         with self.measuring() if self.is_exclusive else contextlib.nullcontext():
             yield
 
     def trim_cache(self) -> None:
-        """Return device memory that torch's allocator caches, if it is much."""
+        """Return the device memory that torch caches if it exceeds `CACHED_SHARE`."""
         with self.condition:
             if not self.is_exclusive or time.monotonic() < self.trimmed_at + TRIM_SECONDS:
                 return
@@ -171,10 +172,11 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def reserve_memory(self, size: int) -> Iterator[None]:
-        """Block until `size` bytes of device memory are free and hold them; a request beyond the limit takes
-        all.
+        """Block until `size` bytes of device memory are free, and hold them.
+
+        A request for more than can be reserved holds all of it. On cpu nothing is reserved.
         """
-        wanted = min(size, self.reservable_bytes)  # nothing on cpu
+        wanted = min(size, self.reservable_bytes)  # 0 on cpu
         ticket = object()
         with self.condition:
             self.memory_queue.append(ticket)
@@ -194,7 +196,7 @@ class DeviceScheduler:
                 self.condition.notify_all()
 
     def _take_memory(self, ticket: object, wanted: int) -> bool:
-        """Take the memory if it is free and the ticket's turn; otherwise wait a little and return False."""
+        """Take the memory if it is free and the ticket is next; otherwise wait briefly and return False."""
         with self.condition:
             if self.memory_queue[0] is not ticket or self.free_bytes < wanted:
                 self.condition.wait(RETRY_SECONDS)

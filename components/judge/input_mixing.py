@@ -1,6 +1,4 @@
-"""Inputs of the calls that are judged: the sets that the task's source made, and mixtures of them for timed
-calls.
-"""
+"""Inputs of judged calls: the sets that the task's source made, and mixtures of them for timed calls."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ import torch
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
 MAX_DOUBLED_BYTES = 1 << 28
-"""Largest input that is held twice in a row, so that a rotated copy is a view."""
+"""Most bytes of an input that is stored twice in a row, so that a rotated copy of it is a view."""
 
 
 class InputMix(NamedTuple):
     """Recipe for the inputs of one call, made of the sets `first` and `second` of an input bank.
 
-    Each flattened tensor of either set is rotated by a number of elements; the call gets (1 - weight) * first
+    Each flattened tensor of either set is rotated by a number of elements. The call gets (1 - weight) * first
     + weight * second, mapped to `distribution`. Tensors of integers are only rotated.
 
-    Every call so has inputs that no call had before, although the task's source made a few sets: an answer
-    kept from an earlier call is wrong. Rotating alone would keep a sum over all elements, and blending alone
-    would tell `weight` by one element.
+    Thus every call has inputs that no earlier call had, although the task's source made only a few sets, and
+    an answer kept from an earlier call is wrong. Rotation alone would not change a sum over all elements.
+    Blending alone would reveal `weight` by a single element.
     """
 
     first: int
@@ -37,18 +35,19 @@ class InputMix(NamedTuple):
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat integer view, in which NaN equals itself; of int64 where size and address allow, which is
-    faster.
+    """Return a flat integer view of a tensor, in which NaN equals itself.
+
+    Its dtype is int64, which is faster to compare, if size and address allow; otherwise it is uint8.
     """
     flat = tensor.view(-1)
     return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else torch.uint8)
 
 
 def has_structure(sets: list[list[torch.Tensor]]) -> bool:
-    """Return whether an input has a structure that rotating destroys and on which a kernel may rely.
+    """Return whether an input has a structure that rotation destroys and on which a kernel may rely.
 
-    `sets` are two sets of inputs from different seeds. Looks for zeros in fixed places (triangular matrices),
-    symmetry, sorted rows, and rows of equal sum.
+    `sets` are two input sets from different seeds. The structures are zeros at fixed positions (as in
+    triangular matrices), symmetry, sorted rows, and rows of equal sum.
     """
     for tensors in zip(*sets, strict=True):
         first, second = (t.double() for t in tensors[:2])
@@ -66,7 +65,10 @@ def has_structure(sets: list[list[torch.Tensor]]) -> bool:
 
 
 class InputBank:
-    """Input sets of a task, `sets[set][input]`: one for each of `distributions`, then those that are mixed."""
+    """Input sets of a task: one for each of `distributions`, then those that timed inputs are mixed from.
+
+    `sets[i][j]` is input `j` of set `i`.
+    """
 
     def __init__(self, sets: list[list[torch.Tensor]], distributions: list[str]):
         self.sets = sets
@@ -76,7 +78,7 @@ class InputBank:
         self.flattened: dict[tuple[int, int], torch.Tensor] = {}
 
     def close(self) -> None:
-        """Drop all views of the shared memory, which may then be unmapped."""
+        """Drop all views of the shared memory, so that it can be unmapped."""
         self.flattened.clear()
         self.sets.clear()
 
@@ -90,14 +92,14 @@ class InputBank:
         return [self.original(i) for i in range(len(self.distributions))]
 
     def fresh(self, calls: int, number: int = 0) -> list[InputMix]:
-        """Return recipes for the calls of timed round `number` that no earlier call had.
+        """Return recipes for the calls of timed round `number`, which give inputs that no earlier call had.
 
-        One call, at a random place, gets one of the other distributions: a candidate that counts calls to be
-        right on them only while it is verified meets them here.
+        One call, at a random position, gets an input distribution that depends on `number`. A candidate that
+        counts its calls, to be right on all distributions only while it is verified, is wrong there.
         """
         sizes = [t.numel() if self.rotates else 1 for t in self.sets[-1]]
         bases = range(len(self.distributions), len(self.sets))
-        generator = random.Random(secrets.token_bytes(32))  # faster than asking the system for each number
+        generator = random.Random(secrets.token_bytes(32))  # faster than a system call for each number
         mixes = []
         for _ in range(calls):
             first, second = generator.sample(bases, 2)
@@ -112,8 +114,8 @@ class InputBank:
         """Write input `index` of a call into the flat tensor `out`."""
         first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = self.blends[index] and mix.first != mix.second
-        # A rotated input is a view of two copies in a row; a large one has a single copy and up to three
-        # pieces.
+        # A small input is stored twice in a row, so that a rotated copy is a view. A large input is stored
+        # once, and its rotated copy is written in up to three pieces.
         count = out.numel()
         edges = {0, count}
         if count * out.element_size() > MAX_DOUBLED_BYTES:

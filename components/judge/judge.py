@@ -1,8 +1,8 @@
-"""The judge: one candidate on one task, built, verified and measured, with a verdict.
+"""The judge, which builds, verifies and measures one candidate on one task and returns a verdict.
 
-Trusted. It holds the inputs, the reference outputs, the clock and the verdict; the candidate runs in a
-sandboxed process of its own that shares nothing with it but memory of a fixed layout and a socket
-(docs/design/judge-protocol.md).
+The judge is trusted. It holds the inputs, the reference outputs, the clock and the verdict. The candidate
+runs in a separate sandboxed process that shares nothing with the judge but memory of a fixed layout and a
+socket (docs/design/judge-protocol.md).
 """
 
 from __future__ import annotations
@@ -50,28 +50,30 @@ SOURCES = [
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 """Digest of the judge's own sources, part of every verdict's evidence."""
 TASK_DESCRIPTORS = 32
-"""Open files of one warm task: shared memory of its reference and of each runner, and each runner's
-connection and pidfd.
+"""Number of open files of one warm task.
+
+They are the shared memory of its reference and of each runner, and each runner's connection and pidfd.
 """
 OTHER_DESCRIPTORS = 512
-"""Open files left to everything else in the judge's process."""
+"""Number of open files that are reserved for everything else in the judge's process."""
 LOG_CHARACTERS = 2000
-"""Longest log of a verdict; its middle is cut."""
+"""Most characters in the log of a verdict; of a longer one the middle is cut."""
 REASON_CHARACTERS = 200
 
 
 class Judge:
-    """Judges candidates, one measurement at a time for each device; builds and preparation run beside it.
+    """Judge of candidates on one device, with one measurement at a time and builds and preparation beside it.
 
-    Raises the process's limit of open files as far as allowed; where that is little, fewer tasks are kept
-    warm.
+    It raises the process's limit of open files as far as allowed. If the limit stays low, fewer tasks are
+    kept warm.
     """
 
     def __init__(self, params: Params, folder: Path):
         self.params = params
         if params.device == "cuda" and not torch.cuda.is_available():
             raise UserError(
-                "device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an NVIDIA GPU."
+                "device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an "
+                "NVIDIA GPU."
             )
         check_isolation(params.sandbox, params.device)
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,11 +90,11 @@ class Judge:
         self.scheduler.release_idle_memory = self.bench_cache.close_unused
 
     def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
-        """Judge `files` (text by workspace path) on `task`; raises InfrastructureError for the judge's own
-        faults.
+        """Judge `files`, text by workspace path, on `task` and return the verdict.
 
-        With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile;
-        without it only one that beats eager, with the default mode.
+        With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile.
+        Without it only a candidate that is faster than eager is compared, and with the default mode. Raises
+        InfrastructureError for the judge's own faults.
         """
         try:
             library = self._build(files)
@@ -112,7 +114,7 @@ class Judge:
             ) from error
 
     def _build(self, files: dict[str, str]) -> Path:
-        """Screen and build a candidate; return its library."""
+        """Screen and build a candidate and return the path of its library; raises Rejected."""
         problem = screen_files(files)
         if problem is not None:
             log = "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size."
@@ -123,10 +125,14 @@ class Judge:
             raise Rejected("load_failed", "no_model_new", log)
         try:
             reason = screen_python(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: deep nesting
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # Deep nesting raises the last two.
             raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
         if reason is not None:
-            log = "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden."
+            log = (
+                "model_new.py may allocate tensors and call cuda_extension; computing with torch is "
+                "forbidden."
+            )
             raise Rejected("forbidden", reason, log)
         built = self.builder.build(files)
         if built.timed_out:
@@ -140,7 +146,10 @@ class Judge:
         return built.library
 
     def bench(self, task: KernelTask) -> contextlib.AbstractContextManager[TaskBench]:
-        """Return the task's bench, warm or made anew; raises TaskError when entered if the task itself fails."""
+        """Return a context that yields the task's bench, a warm one or a new one.
+
+        Entering the context raises TaskError if the task itself fails.
+        """
 
         def make() -> TaskBench:
             bench = TaskBench(self.params, self.runner_factory, self.scheduler, task.code)
@@ -151,11 +160,11 @@ class Judge:
 
     @contextlib.contextmanager
     def _device(self, bench: TaskBench, *, every_mode: bool) -> Iterator[None]:
-        """Hold the device for one candidate; on a GPU exclusively, with its baselines started before.
+        """Hold the device for one candidate, on a GPU exclusively and after its baselines have been started.
 
-        Other candidates of the task wait for `candidate_lock` and not for the device: one that started a
-        baseline with that lock held would be paused until the one that measures has ended, which may need the
-        same baseline.
+        Other candidates of the task wait for `candidate_lock` and not for the device. A candidate that starts
+        a baseline holds the lock of the baselines; if it were paused by another candidate's measurement, and
+        that measurement needed the same baseline, neither would continue.
         """
         if not self.scheduler.is_exclusive:
             yield
@@ -166,14 +175,13 @@ class Judge:
             if bench.starts_compile_early:
                 try:
                     start_modes(bench) if every_mode else bench.baselines.get(COMPILE)
-                except (TaskError, torch.OutOfMemoryError):  # a fault only for candidates compared with it
+                except (TaskError, torch.OutOfMemoryError):  # only candidates compared with it fail
                     bench.starts_compile_early = False
             with self.scheduler.exclusive_device():
                 if every_mode:
+                    # The slower modes free their memory before the candidate allocates any.
                     with contextlib.suppress(TaskError):
-                        fastest_mode(
-                            bench
-                        )  # the slower modes free their memory before the candidate takes some
+                        fastest_mode(bench)
                 yield
 
     def _measure(
@@ -184,7 +192,7 @@ class Judge:
             "eager": bench.baselines.get(EAGER),
             "noop": bench.baselines.get(NOOP),
         }
-        python = {"model_new.py": files["model_new.py"]}  # files that were not screened cannot be imported
+        python = {"model_new.py": files["model_new.py"]}  # only screened files can be imported
         header: RoleHeader = {"role": "candidate", "files": python, "suffix": EXTENSION_SUFFIX}
         with rejecting(LOAD_ERRORS):
             candidate = TimedRunner(
@@ -196,7 +204,7 @@ class Judge:
                 _verify(candidate)
             with rejecting(RUN_ERRORS, hide_text=True):
                 speedups, medians, evidence = self._compare(bench, runners, compare_compile)
-                _verify(candidate)  # again, for candidates that count their calls
+                _verify(candidate)  # again, since a candidate can count its calls
         finally:
             candidate.close()
         return make_verdict(
@@ -210,7 +218,7 @@ class Judge:
     def _compare(
         self, bench: TaskBench, runners: dict[Timed, TimedRunner], compare_compile: bool
     ) -> tuple[Speedup, Seconds, dict[str, Any]]:
-        """Time the candidate beside eager, and beside torch.compile if asked for or faster than eager."""
+        """Time the candidate beside eager, and beside torch.compile if requested or faster than eager."""
         candidate, baselines = runners["candidate"], list[Timed](["eager"])
         evidence: dict[str, Any] = {}
         if compare_compile:
@@ -235,8 +243,9 @@ class Judge:
     def _compile_baseline(
         self, bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
     ) -> tuple[TimedRunner, dict[str, Any]]:
-        """Return torch.compile's runner and its evidence; preparing it does not count against the candidate's
-        limit.
+        """Return the runner of torch.compile and its evidence.
+
+        The time that this takes does not count against the candidate's limit.
         """
         began = time.monotonic()
         if every_mode:
@@ -252,7 +261,7 @@ class Judge:
 
     @contextlib.contextmanager
     def _timing(self, candidate: TimedRunner) -> Iterator[None]:
-        """Hold the device for timed rounds; waiting for it does not count against the candidate's limit."""
+        """Hold the device for timed rounds; the wait for it does not count against the candidate's limit."""
         began = time.monotonic()
         with self.scheduler.measuring():
             candidate.extend_deadline(time.monotonic() - began)
@@ -275,9 +284,7 @@ class Judge:
         }
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        """Return whether a task can be judged, with its eager time and, if `headroom`, its torch.compile
-        time.
-        """
+        """Return whether a task can be judged, with its eager time and, if `headroom`, its compile time."""
         return admit(self.params, self.runner_factory, self.scheduler, code, headroom=headroom)
 
     def prepare(self) -> None:
@@ -308,7 +315,7 @@ def make_verdict(
     seconds: Seconds | None = None,
     evidence: dict[str, Any] | None = None,
 ) -> Verdict:
-    """Return a verdict with its milestone, with reason and log made readable."""
+    """Return a verdict with its milestone; reason and log are shortened and made readable."""
     verdict = Verdict(
         status=status,
         reason=readable(reason, REASON_CHARACTERS),

@@ -1,4 +1,4 @@
-"""One timed runner, and how a round of its calls is timed and its results are read."""
+"""Timed runners: how a round of calls is timed, and how its results are read."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
 BASELINE_LIMITS = 10
-"""Time limit for one round of a baseline, as a multiple of a candidate's: the first round compiles."""
+"""Time limit of a baseline's round, as a multiple of a candidate's limit; the first round compiles."""
 SAMPLED_BYTES = 1 << 16
-"""Bytes of a timed round's inputs, at random places, that are compared on cuda with what they were."""
+"""Number of bytes, at random positions, of a timed round's inputs on cuda that are checked for changes."""
 
 Operation = Literal["check", "time"]
-"""An untimed round in which the runner checks the form of each result, or a timed one."""
+"""Kind of round: `check`, untimed, in which the runner checks the form of each result; or `time`, timed."""
 
 
 @functools.cache
 def _secret_generator(device: torch.device) -> torch.Generator:
-    """Return a generator with a secret seed; torch's default one can be foretold."""
+    """Return a generator with a secret seed; torch's default generator is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
 
 
 class StagedInputs:
-    """Inputs of one round in memory that no runner sees; every timed runner gets them by one copy.
+    """Inputs of one round in memory that no runner can read; every timed runner gets a copy of them.
 
-    On cuda the clock runs while a runner gets its inputs, and mixing takes as many kernel launches as a small
-    task.
+    On cuda the clock runs while a runner gets its inputs. Mixing them there would take as many kernel
+    launches as a small task.
     """
 
     def __init__(self, reference: TaskReference, capacity: int):
@@ -49,7 +49,7 @@ class StagedInputs:
         self.views = [reference.layout.inputs.views(self.memory, number) for number in range(capacity)]
 
     def hold(self, mixes: list[InputMix]) -> StagedInputs:
-        """Write the inputs of `mixes`, at most as many as the capacity, and return self."""
+        """Write the inputs of `mixes`, at most `capacity` of them, and return self."""
         self.mixes = mixes
         for mix, views in zip(mixes, self.views, strict=False):
             for index, view in enumerate(views):
@@ -58,12 +58,12 @@ class StagedInputs:
 
     @property
     def inputs(self) -> torch.Tensor:
-        """The bytes of what is held."""
+        """The staged inputs as bytes."""
         return self.memory[: self.stride * len(self.mixes)]
 
 
 class TimedRunner:
-    """A runner whose calls are timed: a candidate or a baseline."""
+    """Runner whose calls are timed: a candidate or a baseline."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class TimedRunner:
         library: int | None,
         seconds: float,
     ):
-        """Start the runner with a copy of the task's parameters and wait until it is ready; raises
-        RunnerError.
+        """Start the runner with a copy of the task's parameters and wait until it is ready.
 
-        `library` is the file descriptor of a candidate's library; `seconds` limits its wall time.
+        `library` is the file descriptor of a candidate's library; `seconds` limits the runner's wall time.
+        Raises RunnerError.
         """
         self.reference = reference
         self.processes = processes
@@ -120,12 +120,12 @@ class TimedRunner:
             cleanup.pop_all()
 
     def _freeze(self) -> None:
-        """Stop the runner between its rounds, so that its threads cannot slow down others."""
+        """Stop the runner between its rounds, so that its threads cannot slow down other runners."""
         if self.runner is not None:
             self.runner.signal(signal.SIGSTOP)
 
     def warm_up(self, seconds: float) -> None:
-        """Make one untimed call whose result is not read; in it torch.compile compiles."""
+        """Make one untimed call whose result is not read; torch.compile compiles in it."""
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
         with self.scheduler.background_work(self.runner):
@@ -133,7 +133,10 @@ class TimedRunner:
         self._freeze()
 
     def verify(self, operation: Operation, *, loose: bool = False) -> str | None:
-        """Return why the outputs for the correctness sets are wrong, or None; see `ReferenceOutput.mismatch`."""
+        """Return why the outputs for the correctness sets are wrong, or None.
+
+        `loose` is explained at `ReferenceOutput.mismatch`.
+        """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)
         for first in range(0, len(mixes), capacity):
@@ -147,22 +150,23 @@ class TimedRunner:
     def round(self, operation: Operation, staged: StagedInputs) -> tuple[float, torch.Tensor]:
         """Run one round over the staged inputs; return seconds per call, and the results as bytes.
 
-        The results are read before the runner can do anything more to them.
+        The results are read before the runner can change them.
 
-        On cpu the judge reads each result out of the runner's memory, and the figure is the CPU time of all
-        the runner's threads from before the inputs exist until the last result is read, so that no thread
-        works outside of it; an honest runner sleeps at both ends. A call's inputs exist when the call before
-        it has answered, or one pass over the weights would answer all of them (tests/exploits/batch).
+        On cpu the judge reads each result out of the runner's memory. The time is the CPU time of all the
+        runner's threads from before the inputs exist until the last result is read, so that work of any
+        thread is included; an honest runner sleeps at both ends. A call's inputs do not exist before the
+        previous call has answered, since otherwise one pass over the weights could answer all calls
+        (tests/exploits/batch).
 
-        On cuda it is the judge's wall time from before the inputs exist until the results are copied away,
-        without a pause in which a runner could compute unseen. In between, inputs and output buffer are
-        overwritten: what was computed straight into that buffer is lost, and what was postponed has lost its
-        inputs. One untimed launch wakes the device before. See docs/design/judge-protocol.md.
+        On cuda the time is the judge's wall time from before the inputs exist until the results are copied,
+        without a pause in which a runner could compute untimed. In between, the judge overwrites the inputs
+        and the output buffer. Results that were computed directly into that buffer are lost, and deferred
+        work has lost its inputs. One untimed launch wakes the device first. See
+        docs/design/judge-protocol.md.
         """
         assert self.runner is not None
-        if (
-            self.role != "candidate"
-        ):  # a baseline serves many candidates: each of its rounds has a limit of its own
+        if self.role != "candidate":
+            # A baseline is used for many candidates, so each of its rounds has a limit of its own.
             limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
             self.runner.deadline = time.monotonic() + limit
         calls = len(staged.mixes)
@@ -171,8 +175,9 @@ class TimedRunner:
         return seconds / calls, self.results[: self.layout.outputs.stride * calls]
 
     def _host_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
-        # The system chooses the cores: with judge and runner on one core, equal code reads up to 12 % faster
-        # than itself, by how the pages of the two share that core's cache (tests/bench/judge_validity.py).
+        # The operating system chooses the cores. With judge and runner on one core, equally fast code is
+        # measured as up to 12 % faster, depending on how the pages of both share that core's cache
+        # (tests/bench/judge_validity.py).
         inputs = self.inputs.raw()[: staged.numel()]
         targets, sources = (
             [part.numpy() for part in torch.split(memory, self.layout.inputs.stride)]
@@ -183,7 +188,7 @@ class TimedRunner:
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
         start = runner.cpu_seconds()
         runner.signal(signal.SIGCONT)
-        np.copyto(targets[0], sources[0])  # torch would wake threads on other cores for it
+        np.copyto(targets[0], sources[0])  # torch would wake threads on other cores
         runner.send({"op": operation, "sets": calls})
         for index in range(calls):
             addresses = runner.receive_addresses(len(slots))
@@ -223,11 +228,11 @@ class TimedRunner:
         torch.cuda.synchronize()
         runner.send({"op": operation, "sets": calls})
         runner.receive(b"C")
-        # A candidate that works in place changes all of its inputs. In timed rounds comparing costs time on
-        # this clock: there a sample is enough, for which every runner pays, the no-op too.
+        # In a timed round the comparison takes time on the clock of every runner, the no-op included.
+        # A sample is enough there, since a candidate that works in place changes all of its inputs.
         sample_after = inputs[places]
         differ = operation == "check" and self._inputs_differ(inputs, staged)
-        inputs.fill_(0xFF)  # the scratch set stays
+        inputs.fill_(0xFF)  # the scratch set is kept
         outputs.raw().fill_(0xFF)
         torch.cuda.synchronize()
         runner.acknowledge()
@@ -242,13 +247,14 @@ class TimedRunner:
         return seconds
 
     def _inputs_differ(self, inputs: torch.Tensor, staged: torch.Tensor) -> bool:
-        """Return whether a candidate changed its inputs: working in place saves memory traffic that eager
-        pays.
+        """Return whether a candidate changed its inputs.
+
+        Working in place would save memory traffic that eager cannot avoid.
         """
         return self.role == "candidate" and not torch.equal(as_bits(inputs), as_bits(staged))
 
     def extend_deadline(self, seconds: float) -> None:
-        """Add `seconds` for time that the runner spent waiting for others."""
+        """Extend the runner's deadline by `seconds`, the time that it waited for others."""
         if self.runner is not None:
             self.runner.deadline += seconds
 

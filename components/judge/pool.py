@@ -1,7 +1,8 @@
-"""The pool of judges: jobs in, verdicts out.
+"""Pool of judges, which accepts jobs and returns verdicts.
 
-Each verdict is written to a journal before it is returned, by task, candidate, epoch and protocol: a stage
-that was killed and runs again gets the same verdicts (docs/design/caching-and-resume.md).
+Each verdict is written to a journal before it is returned. Its key is made of task, candidate, epoch and
+protocol, so a stage that was killed and runs again gets the same verdicts
+(docs/design/caching-and-resume.md).
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from components.judge.verdict import Admission, Verdict
 from components.sandbox.preflight import check_isolation
 
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
-"""Parameters of the sandbox that say where and how many, and change no verdict."""
+"""Parameters of the sandbox that change no verdict: where judging runs, how often and how many at once."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Sources written by a policy: pairs of workspace path (`model_new.py`, `kernels/…`) and text, sorted."""
+    """Source files written by a policy.
+
+    `files` holds sorted pairs of workspace path (`model_new.py`, `kernels/…`) and text.
+    """
 
     files: tuple[tuple[str, str], ...]
 
     @staticmethod
     def of(files: dict[str, str]) -> Candidate:
-        """Return a candidate with lone surrogates, which JSON can spell and UTF-8 cannot, as question marks."""
+        """Return the candidate with `files`, text by workspace path.
+
+        Lone surrogates are replaced by question marks, since JSON can represent them and UTF-8 cannot.
+        """
 
         def encodable(text: str) -> str:
             return text.encode(errors="replace").decode()
@@ -47,11 +54,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """One judgement to make; jobs of equal task, candidate and epoch share one measurement and one journal
-    entry.
+    """One judgement to make.
 
-    With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile; without
-    it only one that beats eager, with the default mode. All jobs of an epoch have the same `compare_compile`.
+    Jobs of equal task, candidate and epoch share one measurement and one journal entry. With
+    `compare_compile` every correct candidate is compared with the fastest mode of torch.compile. Without it
+    only a candidate that is faster than eager is compared, and with the default mode. All jobs of an epoch
+    have the same `compare_compile`.
     """
 
     task: KernelTask
@@ -64,7 +72,7 @@ T = TypeVar("T")
 
 
 class JudgePool(Protocol):
-    """What gives verdicts to episodes and evaluations."""
+    """Interface through which episodes and evaluations get verdicts."""
 
     def prepare(self) -> None: ...
 
@@ -76,7 +84,7 @@ class JudgePool(Protocol):
 
 
 class JudgeLike(Protocol):
-    """What a pool measures with: one judge, or several behind the same methods."""
+    """Interface of what a pool measures with: one judge, or several behind the same methods."""
 
     def verdict(
         self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False
@@ -90,9 +98,9 @@ class JudgeLike(Protocol):
 
 
 class LocalPool:
-    """Judges on this machine: builds and preparation in parallel, measurements one at a time.
+    """Pool with one judge on this machine; builds and preparation are parallel, measurements are sequential.
 
-    `verdicts` is the journal's folder. Files are added and never changed.
+    `verdicts` is the journal's folder. Files are added to it and never changed.
     """
 
     def __init__(self, params: Params, verdicts: Path, folder: Path | None = None, *, workers: int = 0):
@@ -110,27 +118,29 @@ class LocalPool:
 
     @property
     def judge(self) -> JudgeLike:
-        """The judge, started for the first job that the journal cannot answer."""
+        """The judge, which is started for the first job whose result is not in the journal."""
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
             return self._judge
 
     def start(self) -> JudgeLike:
-        """Start the judge; torch is imported here, since a cached run judges nothing."""
+        """Start the judge.
+
+        torch is imported here, since a run whose results are all in the journal does not need it.
+        """
         from components.judge.judge import Judge
 
         return Judge(self.params, self.folder)
 
     def prepare(self) -> None:
-        """Begin to start what the first jobs would wait for, most of a minute of one core, without waiting
-        for it.
-        """
+        """Start in the background what the first jobs need, without waiting for it."""
         self.executor.submit(lambda: self.judge.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
-        """Return the verdict from the journal or by measurement; `infrastructure` verdicts are not written
-        there.
+        """Return a future of the verdict, which is read from the journal or measured.
+
+        Verdicts of status `infrastructure` are not written to the journal.
         """
         key = digest_json(["verdict", self.protocol, job.task.task_id, job.candidate.digest, job.epoch])
 
@@ -158,7 +168,7 @@ class LocalPool:
         return self._measure_once(key, measure, Verdict.model_validate)
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
-        """Return whether a task's source is admitted, from the journal or by measurement."""
+        """Return a future of a task's admission, which is read from the journal or measured."""
         window = self.params.data.eager_seconds
         key = digest_json(["admission", self.protocol, window, headroom, digest_bytes(code.encode())])
 
@@ -176,7 +186,7 @@ class LocalPool:
         return self._measure_once(key, measure, lambda record: Admission(**record))
 
     def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
-        """Return the journal's record, the future that is in flight, or a new one that measures."""
+        """Return a future of the journal's record, the future in flight, or a new one that measures."""
         path = self._path(key)
         with self.lock:
             if key in self.in_flight:
@@ -201,27 +211,30 @@ class LocalPool:
         return self.verdicts / key[:2] / f"{key}.json"
 
     def drop(self) -> None:
-        """Cancel jobs that no judge has begun; whoever waits for one gets concurrent.futures.CancelledError."""
+        """Cancel the jobs that no judge has begun.
+
+        Threads that wait for one of them get concurrent.futures.CancelledError.
+        """
         with self.lock:
             waiting = list(self.in_flight.values())
         for future in waiting:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what runs, and end every sandboxed process."""
+        """Cancel the jobs that have not begun, wait for those that run, and end every sandboxed process."""
         self.executor.shutdown(wait=True, cancel_futures=True)
         if self._judge is not None:
             self._judge.close()
 
 
 def with_any_duration(params: Params) -> Params:
-    """Return `params` with which a task is admitted whatever its eager time."""
+    """Return a copy of `params` with which a task is admitted whatever its eager time."""
     data = params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})
     return params.model_copy(update={"data": data})
 
 
 def open_pool(params: Params, verdicts: Path) -> LocalPool:
-    """Return a pool of this machine's judge, or of a Ray cluster's where `sandbox.pool` says so.
+    """Return a pool with this machine's judge, or with those of a Ray cluster if `sandbox.pool` is `ray`.
 
     `verdicts` is the journal's folder. Raises IsolationUnavailable, before anything is loaded or sampled, if
     no runner can be isolated on this machine.

@@ -1,8 +1,8 @@
-"""Judges as actors of a Ray cluster: the same jobs, journal and retries as on one machine, measured on many.
+"""Judges as actors of a Ray cluster, with the jobs, journal and retries of a pool on one machine.
 
 Each actor is one judge with a device of its own; its node needs this project, bubblewrap and the compilers.
-The journal stays with the caller, so a home may change from one pool to the other between two runs and judges
-nothing twice.
+The calling process keeps the journal, so a home can change from one kind of pool to the other between two
+runs without judging anything twice.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from components.judge.pool import LocalPool
 from components.judge.verdict import Admission, Verdict
 
 KILLED_STATUSES = ("crashed", "build_failed", "load_failed", "out_of_memory")
-"""Statuses of a verdict on a candidate whose runner was killed from outside."""
+"""Statuses that a verdict can have because the candidate's runner was killed from outside."""
 RESTART_SECONDS = 0.2
-"""Time in which an actor that Ray is ending has ended."""
+"""Seconds within which an actor that Ray is terminating has ended."""
 
 
 class JudgeActor:
-    """One judge, in a folder of its own on its node; answers are plain records, since the caller's classes
-    may be older.
+    """One judge on a node of the cluster, with a folder of its own.
+
+    It answers with plain dictionaries, since the caller's classes may be older.
     """
 
     def __init__(self, params: dict[str, Any]):
@@ -46,7 +47,7 @@ class JudgeActor:
         self.judge = Judge(Params.model_validate(params), self.folder)
 
     def incarnation(self) -> str:
-        """Return an id that changes when Ray restarts the actor."""
+        """Return an identifier that changes when Ray restarts the actor."""
         return self.incarnation_id
 
     def verdict(
@@ -67,13 +68,12 @@ class JudgeActor:
 
 
 class RemoteJudges:
-    """Actors behind the methods of one judge (`pool.JudgeLike`); each job goes to one of them."""
+    """Actors behind the methods of one judge (`pool.JudgeLike`); each job is sent to one of them."""
 
     def __init__(self, params: Params):
         connect()
         sandbox, cuda = params.sandbox, params.device == "cuda"
-        # On cpu a judge measures with a core of its own; beside a GPU it needs cores for its builds only now
-        # and then.
+        # On cpu a judge measures on one core. With a GPU it needs cores only for its builds, which are rare.
         options: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": 1 if cuda else 0,
@@ -88,7 +88,7 @@ class RemoteJudges:
         ]
         self.loads = [0] * sandbox.judges
         self.failed: dict[str, int] = {}
-        """Index of the actor that last failed a job of this key: the next attempt goes to another."""
+        """Index of the actor that last failed a job, by the job's key; the next attempt uses another."""
         self.workers = sandbox.build_workers
         self.lock = threading.Lock()
 
@@ -96,7 +96,7 @@ class RemoteJudges:
         with self._actor(task.task_id) as actor:
             incarnation, record = _result(actor.verdict.remote(task, files, compare_compile))
             if record["status"] in KILLED_STATUSES:
-                # Ray ends an actor's children before the actor, whose judge would then blame the candidate.
+                # Ray kills an actor's runners before the actor, which would report a crash of the candidate.
                 time.sleep(RESTART_SECONDS)
                 if _result(actor.incarnation.remote()) != incarnation:
                     raise InfrastructureError("the judge's Ray actor died while it judged")
@@ -115,14 +115,16 @@ class RemoteJudges:
             try:
                 ray.get(actor.close.remote(), timeout=30)
             except (RayActorError, RayTaskError, TimeoutError):
-                continue  # its node is gone, or it hangs: ended all the same
+                continue  # the node is gone, or the actor hangs; it is killed below
             finally:
                 ray.kill(actor)
 
     @contextmanager
     def _actor(self, key: str) -> Iterator[Any]:
-        """Return the actor with this task's warm baselines; another if it has `workers` jobs more than the
-        least loaded.
+        """Yield the actor for jobs with this key, which has the task's warm baselines.
+
+        Another actor is chosen if that one failed the last job with this key, or if it has `workers` jobs
+        more than the least loaded one.
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]
@@ -142,7 +144,7 @@ class RemoteJudges:
 
 
 class RayPool(LocalPool):
-    """A `JudgePool` whose judges are the actors; threads here only wait for them."""
+    """A `JudgePool` whose judges are Ray actors; the threads of this process only wait for them."""
 
     def __init__(self, params: Params, verdicts: Path):
         super().__init__(params, verdicts, workers=params.sandbox.judges * params.sandbox.build_workers)
@@ -152,8 +154,9 @@ class RayPool(LocalPool):
 
 
 def connect() -> None:
-    """Join the cluster of RAY_ADDRESS, or the one that runs on this machine; raises UserError when there is
-    none.
+    """Connect to the Ray cluster at RAY_ADDRESS, by default the one that runs on this machine.
+
+    Raises UserError if there is none.
     """
     if ray.is_initialized():
         return
@@ -168,7 +171,11 @@ def connect() -> None:
 
 
 def _result(reference: Any) -> Any:
-    """Return what an actor's method returned; InfrastructureError if it died, or failed by its own fault."""
+    """Wait for a call of an actor's method and return its result.
+
+    Raises InfrastructureError if the actor died. An InfrastructureError or UserError of the method is raised
+    unchanged.
+    """
     try:
         return ray.get(reference)
     except RayActorError as error:

@@ -1,4 +1,4 @@
-"""Rejected candidates: which status, reason and log each way to fail has in a verdict."""
+"""Rejection of candidates: the status, reason and log that a verdict has for each kind of failure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ PLAIN_REASON = re.compile(
     "wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|output_is_mapped"
     "|wrong_(?:shape|dtype|device)|torch_compute"
 )
-"""Messages of a runner that may be passed on once it has seen timed inputs: other candidates of the task get
-inputs made of the same sets, and free text could carry the answers to them.
+"""Messages of a runner that may be passed on after the runner has received timed inputs.
+
+Other candidates of the task get inputs made of the same sets, and free text could carry the answers to them.
 """
 HIDDEN = "it failed in a timed call, having passed verification"
 
 Rejection = tuple[Status, str, str]
-"""Status, reason and log of a verdict; `{text}` stands for the runner's message."""
+"""Status, reason and log of a verdict, in which `{text}` stands for the runner's message."""
 
 RUN_ERRORS: dict[str, Rejection] = {
     "crashed": ("crashed", "process_died", "{text}"),
@@ -30,17 +31,17 @@ RUN_ERRORS: dict[str, Rejection] = {
     "wrong": ("wrong_output", "{text}", "the output has not the reference's form: {text}"),
     "forbidden": ("forbidden", "{text}", "computing with torch is forbidden: {text}"),
 }
-"""Verdict by the kind of a RunnerError, while the candidate is called."""
+"""Rejection by the kind of a RunnerError that is raised while the candidate is called."""
 LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
     "error": ("load_failed", "import", "{text}"),
     "wrong": ("crashed", "wrong", "{text}"),
     "forbidden": ("crashed", "forbidden", "{text}"),
 }
-"""The same while it is loaded, when it has no reason to report on outputs."""
+"""Rejection by the kind of a RunnerError that is raised while the candidate is loaded and has no outputs."""
 
 
 class Rejected(Exception):
-    """A candidate's fault: the status, reason and log of its verdict."""
+    """Fault of a candidate, with the status, reason and log of its verdict."""
 
     def __init__(self, status: Status, reason: str, log: str):
         super().__init__(f"{status}: {reason}")
@@ -51,8 +52,9 @@ class Rejected(Exception):
 
 @contextlib.contextmanager
 def rejecting(errors: Mapping[str, Rejection], *, hide_text: bool = False) -> Iterator[None]:
-    """Raise Rejected for a RunnerError, as `errors` says; with `hide_text` only messages known to be harmless
-    are kept.
+    """Convert a RunnerError to Rejected, with the entry of `errors` for its kind.
+
+    With `hide_text` only messages that match `PLAIN_REASON` are passed on.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Processes and shared memory for the roles of a task: one of each for every role, or one for all of them."""
+"""Processes and shared memory for the roles of a task, separate for each role or common to all."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class RunnerMemory:
 
     @staticmethod
     def allocate(device: Device, layout: TaskLayout) -> RunnerMemory:
-        """Allocate room for one round and one scratch set of inputs; closes the first buffers if the device
-        is full.
+        """Allocate buffers for the inputs of one round and of one scratch set.
+
+        If the device has too little memory, the buffers that were already made are closed.
         """
         sizes: dict[RegionName, int] = {
             "parameters": layout.parameters.stride,
@@ -47,9 +48,9 @@ class RunnerMemory:
 
 
 class ProcessPerRole:
-    """Gives every role a process of its own, and every timed runner memory of its own.
+    """Factory of a separate process for every role, and of separate memory for every timed runner.
 
-    With shared memory a candidate could write what other runners read.
+    In common memory a candidate could write what other runners read.
     """
 
     def __init__(self, device: Device, factory: RunnerFactory):
@@ -57,24 +58,27 @@ class ProcessPerRole:
         self.factory = factory
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start a process for the role that `header` names, with `seconds` of wall time for all that it does."""
+        """Start a process for the role that `header` names.
+
+        `seconds` limits the wall time of everything that the process does.
+        """
         return self.factory.spawn(header, descriptors, seconds=seconds)
 
     def memory(self, layout: TaskLayout) -> RunnerMemory:
         return RunnerMemory.allocate(self.device, layout)
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """End what `start` and `memory` gave to one timed runner."""
+        """End a timed runner's process and close its memory."""
         if runner is not None:
             runner.close()
         memory.close()
 
 
 class OneProcess:
-    """Plays all roles of a task one after another in one process, with one set of memory.
+    """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    For admissions only, where there is no candidate: making a CUDA context for each role would take most of
-    their time.
+    It is used for admissions only, where there is no candidate. Creating a CUDA context for each role would
+    take most of the time of an admission.
     """
 
     def __init__(self, device: Device, factory: RunnerFactory, zygote: ZygoteKind, memory_share: float):
@@ -87,8 +91,9 @@ class OneProcess:
         self.shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start the process, or have it leave its role for the one that `header` names; `seconds` of wall
-        time.
+        """Start the process, or switch it to the role that `header` names.
+
+        `seconds` limits the wall time of the role.
         """
         if self.runner is None:
             header = header | {"zygote": self.zygote, "share": self.memory_share}
@@ -105,7 +110,7 @@ class OneProcess:
         return self.shared
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """Keep both for the next role; `close` ends them."""
+        """Keep the process and its memory for the next role."""
 
     def close(self) -> None:
         if self.shared is not None:
@@ -114,6 +119,6 @@ class OneProcess:
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and play the one that `header` names."""
+    """Have a runner leave its role and take the one that `header` names."""
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

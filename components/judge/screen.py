@@ -1,8 +1,8 @@
-"""Screening of candidates before anything runs: what SKILL.md forbids. Tripwires: no reward depends on them
-alone.
+"""Screening of candidates for what SKILL.md forbids, before any of their code runs.
 
 Two of three checks are here, each against an allow-list: the syntax tree of model_new.py, and the symbols
-that the built library imports. The third, inside the runner, is sandbox/op_blocker.py.
+that the built library imports. The third check, inside the runner, is components/sandbox/op_blocker.py. No
+reward depends on these checks alone.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
 TENSOR_METHODS = frozenset(
-    """new_empty new_zeros size numel dim stride data_ptr element_size contiguous view reshape permute transpose
-    unsqueeze squeeze expand flatten detach is_contiguous view_as t get append items keys values index""".split()
+    """new_empty new_zeros size numel dim stride data_ptr element_size contiguous view reshape permute
+    transpose unsqueeze squeeze expand flatten detach is_contiguous view_as t get append items keys values
+    index""".split()
 )
 BUILTINS = frozenset(
-    """int float bool len range tuple list dict min max abs sum zip enumerate isinstance super str round print sorted
-    reversed""".split()
+    """int float bool len range tuple list dict min max abs sum zip enumerate isinstance super str round print
+    sorted reversed""".split()
 )
 FORBIDDEN_NAMES = frozenset(
     """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
 )
 CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
-"""Modules whose functions __init__ may call: what they compute there is replaced by load_state_dict."""
+"""Modules whose functions `__init__` may call, since load_state_dict replaces what they compute there."""
 
 
 def screen_files(files: dict[str, str]) -> str | None:
-    """Return what is wrong with the files themselves, or None.
+    """Return what is wrong with the names and sizes of the files, or None.
 
-    Their names become paths on the judge's machine, and their texts become messages.
+    The names become paths on the judge's machine, and the texts become parts of messages.
     """
     for name, text in files.items():
         if not FILE_NAME.fullmatch(name):
@@ -55,7 +56,7 @@ def screen_files(files: dict[str, str]) -> str | None:
 
 
 def _dotted_name(node: ast.expr) -> str:
-    """Return the name of nested attributes, such as `torch.nn.Linear`; `?` stands for any other expression."""
+    """Return the name of nested attributes, such as `torch.nn.Linear`, with `?` for other expressions."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
@@ -78,13 +79,14 @@ def _call_reason(call: ast.Call, in_init: bool) -> str | None:
     if root in ("torch", "nn", "F"):
         return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
     if not head:
-        return None  # a function of the file itself, whose body is checked too; other names fail when called
+        return None  # a function of the file, whose body is checked too; other names fail when called
     return None if last in TENSOR_METHODS else f"call:{name}"
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node once, and whether it is inside an `__init__`; without recursion, for deeply nested
-    code.
+    """Yield every node once, and whether it is inside an `__init__`.
+
+    The traversal is not recursive, so that deeply nested code cannot exhaust the stack.
     """
     left = deque([(tree, False)])
     while left:
@@ -129,15 +131,16 @@ ALLOWED_SYMBOLS = re.compile(
     | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk
         |__s?n?printf_chk|snprintf|vsnprintf|abort|exit)
     | _ZN2at4_ops\d+
-        (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)4call\w+
+        (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)
+        4call\w+
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
     | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
     | (?:fflush|fprintf|fputc|fputs|fwrite|stderr|pthread_mutex_(?:un)?lock|__libc_single_threaded)
     | (?:malloc|free|calloc|realloc|aligned_alloc|posix_memalign|qsort|bsearch)
     | (?:GOMP|omp|__kmpc)_\w+
-    | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma|lgamma
-        |ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma|ldexp|frexp
-        |modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
+    | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma
+        |lgamma|ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma
+        |ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
     | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+
     | __cuda\w+ | cublas\w+ | cudnn\w+
     )$"""
@@ -145,8 +148,10 @@ ALLOWED_SYMBOLS = re.compile(
 
 
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
-    """Return why a library is forbidden, or None: an imported symbol that is neither allowed nor in our own
-    binding.
+    """Return why a library is forbidden, or None.
+
+    A library may import what `ALLOWED_SYMBOLS` matches, and the symbols in `binding`, which are those of the
+    judge's own binding.
     """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5

@@ -14,21 +14,25 @@ RESOLVED = 0.2
 """Smallest difference to the no-op that can be resolved, as a share of the no-op's own cost.
 
 The no-op reads and writes as many bytes as the outputs have, and any honest candidate must at least write
-them; a smaller difference is noise, and as a divisor it would make a ratio of hundreds.
+them. A smaller difference is noise, and as a divisor it would result in ratios of several hundred.
 """
 NARROW = 0.025
-"""Half a 95 % interval of the log-ratio that is narrow enough: equal code then seldom reads 5 % faster
-(docs/judge.md).
+"""Half the width of a 95 % interval of the log-ratio that counts as narrow.
+
+At this width code that is equally fast is seldom measured as 5 % faster (docs/judge.md).
 """
 UNCERTAIN_ROUNDS = 8
 """Number of rounds at which an interval is assumed to be twice as wide as estimated."""
 UNPAIRED_ROUNDS = 4
-"""Most rounds of an unpaired time, as a multiple of `sandbox.rounds`: later changes come from outside."""
+"""Most rounds for a time that is not a paired ratio, as a multiple of `sandbox.rounds`.
+
+Over more rounds than this, such a time mostly varies with the load of the machine.
+"""
 Z95 = NormalDist().inv_cdf(0.975)
 
 
 def net(samples: list[float], noop: list[float]) -> np.ndarray:
-    """Return seconds of each round less the median cost of the no-op rounds, at least what can be resolved."""
+    """Return the seconds of each round less the no-op's median cost, but at least what can be resolved."""
     cost = float(np.median(noop))
     return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)
 
@@ -36,13 +40,12 @@ def net(samples: list[float], noop: list[float]) -> np.ndarray:
 def paired_ratio(
     baseline: np.ndarray, candidate: np.ndarray, *, process_spread: float = 0.0, resamples: int = 1000
 ) -> Ratio:
-    """Return the median paired ratio of baseline to candidate, with a 95 % interval by a circular block
-    bootstrap.
+    """Return the median paired ratio of baseline to candidate, with a 95 % interval.
 
-    Neighbouring rounds share the machine's state, so blocks of them are drawn, not single rounds.
-    `process_spread` is the standard deviation of the log-ratio between two processes of the same code, which
-    differ by where their memory lies for as long as they live; it widens the interval as an independent error
-    does.
+    The interval comes from a circular block bootstrap: neighbouring rounds share the machine's state, so
+    blocks of rounds are drawn instead of single rounds. `process_spread` is the standard deviation of the
+    log-ratio between two processes of the same code, whose memory is at different addresses. It widens the
+    interval as an independent error does.
     """
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
@@ -60,9 +63,10 @@ def paired_ratio(
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
     """Return how many rounds there should be after `rounds` of them gave `ratio`: the same, or twice as many.
 
-    They are enough when the interval is narrow, or far from the margin that counts as faster. Far is twice
-    the interval's half width, so that repeated looks make no false gain likely. An interval from few rounds
-    is itself uncertain and is taken to be wider. `most` limits the answer.
+    The rounds are enough if the interval is narrow, or if the ratio is at least twice the interval's half
+    width away from the margin that counts as faster. The factor of two makes false gains by repeated looks
+    unlikely. An interval from few rounds is itself uncertain and is assumed to be wider. The answer is at
+    most `most`.
     """
     half_width = math.log(ratio.high / ratio.low) / 2 * (1 + UNCERTAIN_ROUNDS / rounds)
     settled = half_width <= max(NARROW, abs(math.log(ratio.estimate / MARGIN)) / 2)
@@ -72,9 +76,9 @@ def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
 def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, most: int) -> int:
     """Return how many rounds there should be after `rounds` of them gave `samples`, seconds of each baseline.
 
-    They are enough when each median net of the no-op's is known to `NARROW` either way; else twice as many,
-    at most `most`. Both medians count, since a round of the no-op copies inputs and outputs too, gigabytes
-    where the task has them.
+    The rounds are enough if each median, net of the no-op's, is known to `NARROW` either way; otherwise there
+    should be twice as many, at most `most`. The uncertainty of the no-op's median counts as well, since a
+    round of the no-op copies all inputs and outputs too.
     """
     doubt = 1 + UNCERTAIN_ROUNDS / rounds
     noop_width = _half_width(noop)
@@ -83,8 +87,9 @@ def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, m
 
 
 def _half_width(samples: list[float]) -> float:
-    """Return half a 95 % interval of the median, by the median absolute deviation, which is robust to
-    outliers.
+    """Return half the width of a 95 % interval of the median.
+
+    The estimate uses the median absolute deviation, which is robust to outliers.
     """
     deviation = 1.4826 * float(np.median(np.abs(np.asarray(samples) - np.median(samples))))
     return Z95 * math.sqrt(math.pi / 2 / len(samples)) * deviation

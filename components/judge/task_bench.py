@@ -1,4 +1,4 @@
-"""One task prepared for judging candidates: its reference data, and its baselines in warm runners."""
+"""Preparation of one task for judging candidates: its reference data, and its baselines in warm runners."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from components.sandbox.runner_process import RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
 TIMED_RUNNERS = 5
-"""Timed runners that a task holds at most: a candidate, eager, the no-op, and torch.compile in two modes."""
+"""Most timed runners of a task: a candidate, eager, the no-op, and two modes of torch.compile."""
 BASELINE_SECONDS = 24 * 3600
-"""Longest life of a baseline's runner; each of its rounds has a limit of its own."""
+"""Wall-time limit of a baseline's runner in seconds; each of its rounds also has its own limit."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Baseline:
 
     @property
     def is_optional(self) -> bool:
-        """Whether a task may do without it: a mode of torch.compile other than the default."""
+        """Whether a task can be judged without it: true of any but the default mode of torch.compile."""
         return self.mode != "default"
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class BaselineCache:
         self.lock = threading.RLock()
 
     def get(self, baseline: Baseline) -> TimedRunner:
-        """Return the runner of `baseline`, started if need be; raises TaskError."""
+        """Return the runner of `baseline`, which is started if it does not run yet; raises TaskError."""
         with self.lock:
             if baseline not in self.runners:
                 limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
@@ -95,12 +95,12 @@ class BaselineCache:
             return self.runners[baseline]
 
     def drop(self, baseline: Baseline) -> None:
-        """End a baseline's runner; the next use starts it anew."""
+        """End the runner of `baseline`; the next use starts another one."""
         if baseline in self.runners:
             self.runners.pop(baseline).close()
 
     def drop_runner(self, runner: TimedRunner) -> None:
-        """End a baseline known by its runner."""
+        """End the runner of a baseline and remove it from the cache."""
         for baseline in [baseline for baseline, known in self.runners.items() if known is runner]:
             self.drop(baseline)
 
@@ -110,7 +110,7 @@ class BaselineCache:
 
 
 class TaskBench:
-    """One task, ready to judge candidates after `fill`; made once and kept warm."""
+    """Reference data and baselines with which the candidates of one task are judged; usable after `fill`."""
 
     def __init__(self, params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str):
         processes = ProcessPerRole(params.device, runner_factory)
@@ -119,17 +119,15 @@ class TaskBench:
         self.reference = TaskReference(params, scheduler, code, processes, Sizing())
         self.baselines = BaselineCache(self.reference, processes)
         self.mode_seconds: dict[Baseline, float] = {}
-        """Seconds of one call in each mode of torch.compile, once they have been compared
-        (compile_baseline.py).
-        """
+        """Seconds of one call by mode of torch.compile; empty until the modes have been compared."""
         self.starts_compile_early = True
-        """Whether to start torch.compile before a candidate asks for it; False once that failed."""
+        """Whether to start torch.compile before a candidate needs it; False once that has failed."""
         self.candidate_lock = threading.Lock()
-        """Held on a GPU while a candidate of this task is measured."""
+        """Lock that is held on a GPU while a candidate of this task is measured."""
 
     @property
     def bytes(self) -> int:
-        """Estimated device memory for all that the bench and its runners hold at once."""
+        """Estimated bytes of device memory that the bench and its runners use at once."""
         layout = self.reference.layout
         # The runner of the reference has ended when the timed runners start.
         return layout.bank_bytes + max(
@@ -138,8 +136,9 @@ class TaskBench:
         )
 
     def fill(self) -> None:
-        """Make the reference data and end the runner that made them before any candidate starts; raises
-        TaskError.
+        """Make the reference data; raises TaskError.
+
+        The runner that makes them is ended, so that it does not exist while candidates run.
         """
         self.reference.fill(self.bytes)
         self.reference.end_runner()

@@ -1,4 +1,4 @@
-"""Shapes, counts and bytes of everything that the judge prepares for one task: arithmetic only."""
+"""Shapes, counts and sizes in bytes of everything that the judge prepares for one task."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from components.sandbox.runner_protocol import MemoryLayout, Region, RegionName
 from components.sandbox.shared_memory import Buffer, Slot
 
 MAX_CALLS = {"cpu": 32, "cuda": 256}
-"""Most calls in one round."""
+"""Most calls in one round, by device."""
 MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Most memory for the inputs and outputs of one runner's round, unless a single call has more."""
+"""Most bytes for the inputs and outputs of one runner's round, unless a single call has more."""
 MAX_CALL_SHARE = 1 / 16
-"""Largest share of a GPU's memory for the inputs and outputs of one call: they are held about fifteen times.
-"""
+"""Largest share of a GPU's memory for the inputs and outputs of one call, which exist in about 15 copies."""
 MAX_REFERENCE_BYTES = 24 << 30
-"""Most memory for correctness sets with their reference outputs; a large task has fewer sets, at least one.
-"""
+"""Most bytes for correctness sets and their reference outputs; a large task has fewer sets, at least one."""
 CONTEXT_BYTES = 600 << 20
-"""Memory that CUDA takes for each process."""
+"""Bytes of device memory that CUDA uses for each process."""
 
 Dtype = Literal[
     "float64",
@@ -49,7 +47,13 @@ TensorSpec = tuple[Shape, Dtype]
 
 
 class Description(FrozenModel):
-    """Description of a task by its own source; validated, since the source is untrusted."""
+    """Description of a task by its own source; validated, since the source is untrusted.
+
+    `inputs` and `scalars` have one entry for each argument of a call: a tensor's shape and dtype in `inputs`,
+    any other value as `[value]` in `scalars`, and None in the other list. `state` describes the module's
+    state dict, and `parameters` names the tensors in it that are parameters. `seconds` is the time of the
+    fastest call and `peak_bytes` the GPU memory that the calls reserved, 0 on cpu.
+    """
 
     init_inputs: list[Any] = Field(max_length=64)
     inputs: list[TensorSpec | None] = Field(max_length=64)
@@ -63,7 +67,7 @@ class Description(FrozenModel):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Places of the tensors of one set in a buffer, and the bytes from one set to the next."""
+    """Offsets of the tensors of one set in a buffer, and the distance in bytes from one set to the next."""
 
     slots: list[Slot]
     stride: int
@@ -73,7 +77,7 @@ class TensorLayout:
         return TensorLayout(*shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in specs]))
 
     def region(self, buffer: Buffer | None) -> Region:
-        """Return the layout as a runner is told it, with the size of its buffer if it has one."""
+        """Return the layout in the form that a runner receives, with the size of `buffer` if there is one."""
         slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
         region: Region = {"slots": slots, "stride": self.stride}
         if buffer is not None:
@@ -98,42 +102,42 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How much of a task is prepared and timed; the defaults are those for judging candidates."""
+    """Extent to which a task is prepared and timed; the defaults are those for judging candidates."""
 
     round_share: float = 1.0
-    """Share of a round's calls and bytes."""
+    """Share of a round's usual calls and bytes."""
     min_correctness_sets: int = 1
     timed_sets: int = 6
     """Most input sets that timed inputs are mixed from; at least two are made."""
     keep_references: bool = True
-    """Whether prepared reference outputs are kept for all correctness sets, or made anew at each use."""
+    """Whether prepared reference outputs of all correctness sets are kept, or prepared at each use."""
 
 
 @dataclass(frozen=True)
 class TaskLayout:
-    """Layout of a task's tensors, and how many of each there are."""
+    """Layout of a task's tensors in memory, and how many sets of each there are."""
 
     description: Description
     sizing: Sizing
     inputs: TensorLayout
     outputs: TensorLayout
     expected: TensorLayout
-    """The outputs with float64 in place of every floating-point type."""
+    """Layout of the outputs with float64 in place of every floating-point type."""
     parameters: TensorLayout
     calls: int
-    """Calls in one timed round."""
+    """Number of calls in one timed round."""
     capacity: int
-    """Sets of inputs and outputs that a timed runner holds, without its scratch set."""
+    """Number of sets of inputs and outputs that a timed runner holds, without its scratch set."""
     distributions: list[str]
     """Input distribution of each correctness set."""
     input_sets: int
-    """Correctness sets, then the sets that timed inputs are mixed from."""
+    """Number of all input sets: first the correctness sets, then those that timed inputs are mixed from."""
 
     @staticmethod
     def of(
         description: Description, sandbox: Sandbox, device: Device, device_bytes: int, sizing: Sizing
     ) -> TaskLayout:
-        """Lay out a task; `device_bytes` is the GPU's memory, 0 on cpu.
+        """Return the layout of a task; `device_bytes` is the GPU's memory, 0 on cpu.
 
         Raises ValueError if one call has more inputs and outputs than can be measured.
         """
@@ -175,7 +179,7 @@ class TaskLayout:
         """Estimated bytes of all inputs, outputs and parameters, and of what the judge derives from them."""
         count = len(self.distributions)
         doubled = 2 * (self.input_sets - count) if self.inputs.stride <= MAX_DOUBLED_BYTES else 0
-        references = count if self.sizing.keep_references else 3  # one, and what preparing it takes
+        references = count if self.sizing.keep_references else 3  # one set, and what preparing it takes
         return (
             self.inputs.stride * (self.input_sets + doubled)
             + (self.outputs.stride + self.expected.stride) * count
@@ -190,20 +194,22 @@ class TaskLayout:
 
     @property
     def timed_runner_bytes(self) -> int:
-        """Estimated bytes of one timed runner: its process, its shared memory, and its results in the judge."""
+        """Estimated bytes of one timed runner: process, shared memory, and results in the judge's memory."""
         held = self.inputs.stride + 3 * self.outputs.stride * self.capacity
         return CONTEXT_BYTES + self.staged_bytes + held + self.description.peak_bytes
 
     def reference_runner_bytes(self, limit: int) -> int:
-        """Estimated bytes of the runner that makes the reference, which may allocate `limit` and computes in
-        float64 too.
+        """Return the estimated bytes of the runner that makes the reference data.
+
+        The runner computes in float64 too, and may allocate at most `limit` bytes.
         """
         return CONTEXT_BYTES + min(3 * self.description.peak_bytes, limit)
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
-        """Return what a runner is told about its shared memory: `sets` of inputs, and `buffers` by name.
+        """Return the description of shared memory that a runner receives.
 
-        On cpu a timed runner has no buffer for outputs; their layout is always part of the header.
+        The memory holds `sets` sets of inputs; `buffers` are its buffers by name. On cpu a timed runner has
+        no buffer for outputs, but their layout is always part of the description.
         """
         header: MemoryLayout = {
             "sets": sets,

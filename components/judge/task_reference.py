@@ -1,7 +1,6 @@
-"""Secret inputs, parameters and reference outputs of one task, made by a sandboxed runner of the task's own
-source.
+"""Secret inputs, parameters and reference outputs of one task, made by a runner of the task's own source.
 
-Candidates of one task share them; each candidate is a fresh process that has seen none.
+All candidates of the task are judged with the same data. Each runs in a new process that has seen none of it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from components.sandbox.shared_memory import Buffer
 
 @contextlib.contextmanager
 def task_errors() -> Iterator[None]:
-    """Raise TaskError for whatever the task's own source does wrong."""
+    """Raise TaskError for errors that the task's own source causes."""
     try:
         yield
     except RunnerError as error:
@@ -43,9 +42,7 @@ def task_errors() -> Iterator[None]:
 
 
 class TaskReference:
-    """What one task's candidates are compared with: `layout` after construction, everything else after
-    `fill`.
-    """
+    """Reference data of one task: `layout` exists after construction, everything else after `fill`."""
 
     parameters: Buffer
     parameter_seed: int
@@ -67,7 +64,7 @@ class TaskReference:
         self.code = code
         self.runner: Runner | None = None
         self.resources = contextlib.ExitStack()
-        """Buffers, and the reservation of memory for them; released in reverse order."""
+        """Buffers and the reservation of memory for them, released in reverse order."""
         self._outputs: dict[int, list[ReferenceOutput]] = {}
         self._slack: dict[int, list[tuple[float, float]]] = {}
         header: RoleHeader = {"role": "describe", "code": code, "precision": params.precision}
@@ -88,11 +85,10 @@ class TaskReference:
             cleanup.pop_all()
 
     def fill(self, memory_bytes: int) -> None:
-        """Reserve device memory, then make parameters, inputs and reference outputs from secret seeds; raises
-        TaskError.
+        """Make parameters, inputs and reference outputs from secret seeds; raises TaskError.
 
-        Correctness sets have outputs in float32 and float64; the sets that timed calls are mixed from have
-        none.
+        `memory_bytes` of device memory are reserved first. Correctness sets have outputs at the task's
+        precision and in float64; the sets that timed calls are mixed from have none.
         """
         layout = self.layout
         correctness_sets = len(layout.distributions)
@@ -137,7 +133,7 @@ class TaskReference:
         return buffer
 
     def _request(self, buffers: dict[RegionName, Buffer], orders: list[dict[str, Any]], sets: int) -> None:
-        """Have the runner carry out `orders` in the role of the reference, on `sets` sets in `buffers`."""
+        """Switch the runner to the role of the reference and have it carry out `orders` on `sets` sets."""
         assert self.runner is not None
         runner = self.runner
         buffers = {"parameters": self.parameters, **buffers}
@@ -157,8 +153,9 @@ class TaskReference:
                 runner.request(order)
 
     def probe(self, changes: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-        """Return the float32 outputs of the first set with each of `changes` made to its order; raises
-        TaskError.
+        """Return the float32 outputs of the first set under each of `changes`; raises TaskError.
+
+        A change holds entries that replace those of the order from which the set was made.
         """
         order = {
             "op": "fill",
@@ -205,7 +202,7 @@ class TaskReference:
     def first_mismatch(
         self, memory: torch.Tensor, baseline: torch.Tensor, mixes: list[InputMix]
     ) -> str | None:
-        """Return why the outputs in `memory` are not those of a baseline for the same inputs, or None."""
+        """Return why the outputs in `memory` do not match a baseline's for the same inputs, or None."""
         slacks = []
         for mix in mixes:
             index = self.layout.distributions.index(mix.distribution)
@@ -225,8 +222,9 @@ class TaskReference:
         return None
 
     def _references(self, index: int) -> list[ReferenceOutput]:
-        """Return the outputs of one correctness set, prepared at their first use, or at each where memory is
-        short.
+        """Return the outputs of one correctness set, prepared for comparison.
+
+        They are prepared at their first use, or at each use unless `Sizing.keep_references`.
         """
         if index in self._outputs:
             return self._outputs[index]
@@ -249,7 +247,7 @@ class TaskReference:
         )
 
     def end_runner(self) -> None:
-        """End the runner of the task's source; afterwards nothing can be made any more."""
+        """End the runner of the task's source; no more data can be made afterwards."""
         if self.runner is not None:
             self.runner.close()
             self.runner = None

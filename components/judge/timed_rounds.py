@@ -18,19 +18,20 @@ from components.sandbox.runner_process import RunnerError
 
 Timed = Literal["candidate", "eager", "compile", "noop"]
 RawSeconds = dict[Timed, list[float]]
-"""Seconds per call of each round."""
+"""Seconds per call of each round, by runner."""
 ROUNDS_SHARE = 0.1
-"""Rounds are added while those before took less than this share of a candidate's time limit."""
+"""Largest share of a candidate's time limit that rounds may have taken if more are to be added."""
 
 
 def timed_rounds(
     bench: TaskBench, runners: dict[Timed, TimedRunner], baselines: Sequence[Timed]
 ) -> RawSeconds:
-    """Time all runners in alternating rounds, in rotating order, each round on inputs of its own.
+    """Time all runners in alternating rounds and in rotating order, with new inputs in each round.
 
-    Every output of the candidate must be eager's for the same inputs; Rejected is raised otherwise. The first
-    round is not counted, since a runner that was stopped for a while is slow in it. Until the ratio to each
-    of `baselines` is settled there are twice as many rounds as before, up to `sandbox.most_rounds`.
+    Every output of the candidate must match eager's for the same inputs, and the candidate's inputs must be
+    unchanged; Rejected is raised otherwise. The first round is not counted, since a runner that was stopped
+    for a while is slow in it. The number of rounds is doubled, up to `sandbox.most_rounds`, until the ratio
+    to each of `baselines` is precise enough (`statistics.wanted_rounds`).
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls
@@ -46,7 +47,7 @@ def timed_rounds(
             except RunnerError as error:
                 if name == "candidate":
                     raise
-                bench.baselines.drop_runner(runners[name])  # the next attempt starts it anew
+                bench.baselines.drop_runner(runners[name])  # the next attempt starts another
                 raise InfrastructureError(f"{name}: {error}") from error
             if name != "candidate":
                 runners["candidate"].extend_deadline(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Records that the judge returns: the verdict on one candidate, and whether a task is admitted."""
+"""Records that the judge returns: the verdict on one candidate, and the admission of a task."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Status = Literal[
     "forbidden",
     "infrastructure",
 ]
-"""`infrastructure` is a fault of the judge or of the task; it is never charged to the candidate."""
+"""Result of a judgement; `infrastructure` is a fault of judge or task, never charged to the candidate."""
 
 
 class Ratio(FrozenModel):
-    """A paired speed-up: baseline seconds over candidate seconds, with a 95 % interval (block bootstrap)."""
+    """Paired speed-up, baseline seconds over candidate seconds, with a 95 % interval (block bootstrap)."""
 
     estimate: float
     low: float
@@ -66,7 +66,7 @@ class Verdict(FrozenModel):
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a task can be judged, why not, and what was measured."""
+    """Result of an admission: whether the task can be judged, the reason if not, and what was measured."""
 
     admitted: bool
     reason: str
