@@ -54,7 +54,7 @@ class Rejected(Exception):
 def rejecting(errors: Mapping[str, Rejection], *, hide_text: bool = False) -> Iterator[None]:
     """Convert a RunnerError to Rejected, with the entry of `errors` for its kind.
 
-    With `hide_text` only messages that match `PLAIN_REASON` are passed on.
+    With `hide_text` only the part of a message that matches `PLAIN_REASON` is passed on.
     """
     try:
         yield
