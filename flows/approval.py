@@ -1,6 +1,7 @@
-"""Approval in Prefect: the flow pauses with a form and applies the person's answer.
+"""The Prefect flow that pauses with a form for a person and applies the person's answer to a model version.
 
-The commands `cuda-agent models approve` and `refuse` do the same without it; the first answer counts.
+The commands `cuda-agent models approve` and `cuda-agent models refuse` do the same without Prefect. Whichever
+answer is given first decides the version; a later answer raises UserError.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DEPLOYMENT = "approval/approval"
 
 
 class Answer(RunInput):
-    """The form. Prefect refuses an answer of another type before the flow sees it."""
+    """The form that a person fills in. Prefect checks the types of its fields before it resumes the flow."""
 
     approve: bool = Field(description="whether this version becomes the champion")
     who: str = Field(min_length=1, description="your name, for the audit chain")
@@ -42,9 +43,10 @@ def approval(
     home: str = "",
     poll_seconds: int = POLL_SECONDS,
 ) -> dict[str, Any]:
-    """Ask a person about a waiting version, and return the audit entry of the answer.
+    """Ask a person whether a waiting version becomes the champion, and return the audit entry of the answer.
 
-    Raises UserError when the version does not wait. Past its deadline the version expires.
+    If nobody answers before the version's deadline, the version expires and the entry of its expiry is
+    returned. Raises UserError if the version does not wait for an answer.
     """
     params = resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ()))).params
     folder = Path(params.home).expanduser().resolve()
@@ -59,7 +61,7 @@ def approval(
     )
     try:
         form = Answer.with_initial_data(description=question)
-        # A second more than is left: when Prefect gives up, the deadline has passed for certain.
+        # One second longer than the time that is left, so that the deadline has passed when Prefect gives up.
         answer = pause_flow_run(
             wait_for_input=form, timeout=max(0, math.ceil(left)) + 1, poll_interval=poll_seconds
         )
@@ -71,7 +73,7 @@ def approval(
 
 
 def ask(version: str, profile: str, sets: list[str]) -> bool:
-    """Start the deployed flow for a waiting version; return False when it is not deployed."""
+    """Start the deployed approval flow for a waiting version, and return whether that flow is deployed."""
     try:
         run_deployment(
             DEPLOYMENT,

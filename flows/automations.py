@@ -1,7 +1,7 @@
-"""Prefect's automations as code: runs whose process is gone, resumption, and the alarms of an operator.
+"""Definitions of Prefect's automations, which mark dead runs, resume nightly runs and alert an operator.
 
-An alarm sends a notification where `cuda-agent deploy --alert` names a notification block; without one it
-appears only in Prefect's event feed. The times suit runs of hours.
+An alert is sent through the notification block that `cuda-agent deploy --alert` names. Without a block, the
+alert appears only in Prefect's event feed. The time limits are chosen for runs that last hours.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from prefect.events.schemas.events import ResourceSpecification
 from flows.training_events import COLLAPSING, PROGRESS
 
 HEARTBEATS_SECONDS = 90
-"""Time of three heartbeats of 30 s (infra/prefect/pools.yaml), after which a run counts as gone.
+"""Seconds without a heartbeat after which a run is marked as crashed: three intervals of 30 s.
 
-Prefect deletes a trigger's bucket 60 s after its end, so a heartbeat that arrives more than a minute late does
-not fire this trigger."""
+The interval is set in infra/prefect/pools.yaml. Prefect deletes a trigger's bucket 60 s after its end, so a
+heartbeat that arrives more than a minute late does not fire this trigger.
+"""
 START_SECONDS = 15 * 60
 STALL_SECONDS = 60 * 60
 NIGHT_SECONDS = 26 * 3600
@@ -45,7 +46,7 @@ BODY = (
 
 when = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Reactive)
 unless = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Proactive, threshold=1)
-"""Trigger that fires when no expected event came within the time after the first event."""
+"""Trigger that fires if no event in `expect` arrives within the time `within` after an event in `after`."""
 
 
 def of_deployment(name: str) -> ResourceSpecification:
@@ -53,7 +54,11 @@ def of_deployment(name: str) -> ResourceSpecification:
 
 
 def automations(block: UUID | None) -> list[AutomationCore]:
-    """Return every automation of the project; alarms notify through `block`."""
+    """Return every automation of the project.
+
+    `block` is the id of the notification block through which alerts are sent. If it is None, no notification
+    is sent.
+    """
     alarm = (
         SendNotification(block_document_id=block, subject=SUBJECT, body=BODY)
         if block is not None

@@ -1,8 +1,8 @@
-"""The data set: DVC decides what to make anew; this module runs it and keeps every version.
+"""The Prefect task that builds the data set with DVC and keeps every version of it.
 
-DVC works in a workspace of its own in the home folder, with the run's resolved parameters. It allows one
-writer at a time and fails at once when its lock is held, so a command is tried a few times before the run
-fails.
+DVC decides which of its stages have to run again. It works in the folder `dvc` of the home, with the resolved
+parameters of the run. DVC allows one writer at a time and fails at once if its lock is held, so this module
+tries a command four times before the run fails.
 """
 
 from __future__ import annotations
@@ -42,25 +42,34 @@ from flows.steps import DatasetRecord
 OUTPUT = Path("data") / "tasks"
 LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
 LOCK_DAMAGED = "Unable to read RWLock-file"
-"""DVC notes its readers and writers in a file that it does not replace in one step, and reads it under a
-lock: a file that cannot be read was left by a DVC process that was killed."""
+"""DVC's message about a damaged lock file, which this module deletes before it tries the command again.
+
+DVC holds a lock while it reads or writes that file, but it does not replace the file atomically. So a damaged
+file was left by a DVC process that was killed.
+"""
 RETRY_SECONDS = (2.0, 5.0, 15.0)
+"""Seconds to wait before each further try of a DVC command whose lock is held."""
 PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
-"""A progress line of components.synthesis.dvc_stages: step, total, figures."""
+"""Pattern of a progress line printed by components.synthesis.dvc_stages, with groups step, total, figures."""
 EXITED = re.compile(r"exited with (\d+)")
 BAD_INPUT, NO_ISOLATION = 2, 3
 """Exit codes of components.synthesis.dvc_stages."""
 MAKERS = ("components/synthesis", "components/core/task.py")
-"""Sources that a data set is made from; the judge's part in it is in the parameters and the verdicts."""
+"""Source paths whose change causes the data set to be built again.
+
+The judge's sources are not listed, because the data set depends on the judge only through the parameters and
+the verdicts.
+"""
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
 def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
-    """Reproduce the data set, keep its version beside its lock file, and push it to the remote."""
+    """Build the data set if its inputs changed, push it to the DVC remote, and keep the version in the home."""
     started = time.monotonic()
     workspace = prepare_workspace(run)
     before, maker = _lock_digest(workspace), maker_digest(run)
-    # DVC sees parameters and outputs; the program that makes the data set lies outside of its workspace.
+    # DVC detects changes of parameters and outputs. The sources that build the data set lie outside of its
+    # workspace, so a change of them is detected here and forces DVC to run every stage.
     force = before != "" and _marker(workspace, "made_by") != maker
     dvc(workspace, ["repro", *(["--force"] if force else [])], run, progress)
     atomic_write(workspace / ".dvc" / "made_by", maker)
@@ -80,7 +89,7 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
 
 
 def maker_digest(run: PipelineRun) -> str:
-    """Return the digest of the data set's sources, the library versions and the rerun's number."""
+    """Return the digest of the sources in MAKERS, the library versions and the rerun request's number."""
     files = {
         name: digest_json(digest_sources(path)) if path.is_dir() else digest_file(path)
         for name, path in ((name, PROJECT / name) for name in MAKERS)
@@ -89,7 +98,11 @@ def maker_digest(run: PipelineRun) -> str:
 
 
 def prepare_workspace(run: PipelineRun) -> Path:
-    """Write the home's DVC project: dvc.yaml of the sources, params.yaml of the run, the remote."""
+    """Create or update the DVC workspace in the home, and return its folder.
+
+    It contains the project's dvc.yaml, a params.yaml with the run's parameters, and the address of the
+    remote.
+    """
     workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
     write_changed(workspace / "params.yaml", yaml.safe_dump(_absolute(run.params), sort_keys=False))
@@ -97,7 +110,7 @@ def prepare_workspace(run: PipelineRun) -> Path:
 
 
 def _absolute(params: Params) -> dict[str, Any]:
-    """Return the parameters with absolute paths, since the workspace is another folder."""
+    """Return the parameters with absolute paths, because DVC runs in the folder of its workspace."""
     values: dict[str, Any] = params.model_dump(mode="json")
     values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
     if params.policy.source != "scratch":
@@ -106,7 +119,7 @@ def _absolute(params: Params) -> dict[str, Any]:
 
 
 def keep_version(run: PipelineRun, workspace: Path) -> Path:
-    """Copy the data set to `datasets/<version>` in the home unless it is there, and return that folder."""
+    """Return the folder `datasets/<version>` in the home, after copying the data set into it if necessary."""
     version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = run.home / "datasets" / version
     if not has_version(folder, version):
@@ -117,10 +130,12 @@ def keep_version(run: PipelineRun, workspace: Path) -> Path:
 
 
 def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
-    """Run a DVC command in the workspace, again while its lock is held.
+    """Run a DVC command in the workspace, and try it again after RETRY_SECONDS if another process holds the lock.
 
-    Raises Busy when the lock stays held; UserError or IsolationUnavailable with the sentence of the stage
-    that DVC ran; StageFailed, which names the log, for any other failure.
+    Raises Busy if another process still holds the lock after the last try. Raises UserError or
+    IsolationUnavailable with the message of the data set stage if that stage ended with BAD_INPUT or
+    NO_ISOLATION, and UserError if the disk is full. Raises StageFailed, which names a log file, after any
+    other failure.
     """
 
     def report(line: str) -> None:
@@ -131,7 +146,8 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
 
     environment = {
         "CUDA_AGENT_VERDICTS": str(run.home / "verdicts"),
-        # dvc.yaml runs `python`: that of this environment, with this project's modules.
+        # The commands in dvc.yaml start `python`, which must be the interpreter of this environment and must
+        # import the modules of this project.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH", "")))),
         "PYTHONUNBUFFERED": "1",
@@ -155,7 +171,10 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
 
 
 def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
-    """Return the exception for a failed DVC command, by its output; StageFailed keeps the output in a log."""
+    """Return the exception for a failed DVC command according to its output lines.
+
+    For a StageFailed, write the output to `.dvc/failed.log` in the workspace.
+    """
     newest = lines[::-1]
     sentence = next((line.removeprefix(ERROR_PREFIX) for line in newest if line.startswith(ERROR_PREFIX)), "")
     status = next((int(match[1]) for match in map(EXITED.search, newest) if match), 1)

@@ -1,8 +1,8 @@
-"""Versions of data sets in the remote: pushed and restored by their digest, by DVC alone.
+"""Upload of data set versions to the DVC remote, and their download by digest.
 
-A version's pointer (in DVC's words a .dvc file) lies in the artifact store as `datasets/<version>/data.dvc`;
-its bytes lie in the DVC remote, equal files once. So any version of any run comes back without a repository
-and its lock file.
+The files of a version are stored in the DVC remote, which stores equal files once. The .dvc file that refers
+to them is stored in the artifact store as `datasets/<version>/data.dvc`. So any version can be restored
+without the repository and the dvc.lock file that it was built with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ POINTER = "data.dvc"
 
 
 def push(params: Params, home: Path, folder: Path) -> str:
-    """Push the data set in `folder` and return its version; UserError when there is none in it."""
+    """Push the data set in `folder` and return its version.
+
+    Raises UserError if the folder has no tasks.parquet.
+    """
     tasks = folder / "tasks.parquet"
     if not tasks.is_file():
         raise UserError(f"{folder}: holds no tasks.parquet; give the folder of a data set.")
@@ -38,14 +41,18 @@ def push(params: Params, home: Path, folder: Path) -> str:
             shutil.copytree(folder, workspace / "data", ignore=shutil.ignore_patterns("dvc.lock"))
             _dvc(workspace, ["add", "--quiet", "data"])
             _dvc(workspace, ["push", "--quiet"])
-            # Last, since a version counts as pushed when its pointer exists.
+            # The .dvc file is stored last, because its presence means that the version is pushed completely.
             store.put(_pointer_key(version), workspace / POINTER)
     _put_text(store, home, _prefix_key(version), version)
     return version
 
 
 def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: str) -> None:
-    """Store the pointer of a version that `dvc push` has pushed before, as the lock file has it."""
+    """Store the .dvc file of a version whose files `dvc push` has already uploaded.
+
+    Its content is the entry of `output`, the path of the data set in the workspace, in the dvc.lock file
+    `lock`.
+    """
     stages = yaml.safe_load(lock.read_text())["stages"].values()
     out = next(out for stage in stages for out in stage.get("outs", ()) if out["path"] == output)
     store = open_store(params.store, home)
@@ -55,10 +62,10 @@ def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: s
 
 
 def pull(params: Params, home: Path, version: str) -> Path:
-    """Return the folder `datasets/<version>` in the home, restored from the remote when needed.
+    """Return the folder `datasets/<version>` in the home, and restore it from the remote if it is missing.
 
-    The version's first 8 digits are enough. Raises UserError when no such version was pushed, or when the
-    remote returns other bytes.
+    The first 8 digits of the version are enough. Raises UserError if no such version was pushed, or if the
+    downloaded data set has another version.
     """
     store = open_store(params.store, home)
     home.mkdir(parents=True, exist_ok=True)
@@ -89,7 +96,7 @@ def pull(params: Params, home: Path, version: str) -> Path:
 
 
 def has_version(folder: Path, version: str) -> bool:
-    """Return whether the folder holds exactly this version of a data set."""
+    """Return whether tasks.parquet in the folder has this version. Return False if it cannot be read."""
     try:
         return dataset_version(folder / "tasks.parquet") == version
     except UserError:

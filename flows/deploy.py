@@ -1,4 +1,4 @@
-"""Create or update what a Prefect server needs: work pools, limits, deployments and automations."""
+"""Create or update the work pools, limits, deployments and automations on a Prefect server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choices:
-    """What one deploy changes of prefect.yaml; an empty value leaves it as it is there."""
+    """Changes that one `cuda-agent deploy` makes to prefect.yaml. An empty value changes nothing."""
 
     workers: Workers = "process"
     profile: str = ""
@@ -47,13 +47,14 @@ class Choices:
     alert: str = ""
     paused: bool = False
     variables: tuple[str, ...] = ()
-    """NAME=VALUE for the environment of every flow run, for instance RAY_ADDRESS."""
+    """Environment variables of every flow run as NAME=VALUE, for instance RAY_ADDRESS=ray://host:10001."""
 
 
 def deploy(choices: Choices) -> Record:
-    """Create or update everything on the server of PREFECT_API_URL; return what is there afterwards.
+    """Create or update everything on the server of PREFECT_API_URL, and return what the server then has.
 
-    Repeating it changes nothing.
+    Calling it again with the same choices changes nothing. Raises UserError if PREFECT_API_URL is not set, if
+    the server does not answer, or if a choice is not accepted.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -100,7 +101,10 @@ def deploy(choices: Choices) -> Record:
 
 
 def deployments_file(choices: Choices) -> Record:
-    """Return prefect.yaml with the choices applied; UserError for a refused parameter or schedule."""
+    """Return the content of prefect.yaml with the choices applied.
+
+    Raises UserError if a parameter, a schedule or the name of a work pool is not valid.
+    """
     values: Record = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
     values.pop("definitions", None)
     for entry in values["deployments"]:
@@ -109,14 +113,14 @@ def deployments_file(choices: Choices) -> Record:
         parameters["sets"] = [*parameters["sets"], *choices.sets]
         resolved = resolve(parameters["profile"], tuple(parameters["sets"]))
         home = Path(choices.home or resolved.params.home).expanduser()
-        # A worker and a pod start elsewhere: the home has to mean the same place there.
+        # Workers and pods start in another working directory, so a relative home is made absolute.
         home = (
             home
             if home.is_absolute()
             else (Path("/srv/cuda-agent") if choices.workers == "kubernetes" else PROJECT / home)
         )
         parameters["home"] = str(home)
-        # Cached results lie in the home too, so that another worker finds them.
+        # Prefect's cached results are stored in the home, so that another worker finds them.
         results = {"PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "prefect" / "results")}
         entry["work_pool"]["job_variables"] = {"env": environment() | results | pairs(choices.variables)}
         if choices.pool:
@@ -144,7 +148,7 @@ def deployments_file(choices: Choices) -> Record:
 
 
 def pairs(variables: Sequence[str]) -> dict[str, str]:
-    """Return NAME=VALUE words as a mapping; UserError for anything else."""
+    """Return the NAME=VALUE words as a mapping. Raises UserError for a word of another form."""
     for variable in variables:
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", variable):
             raise UserError(
@@ -155,7 +159,7 @@ def pairs(variables: Sequence[str]) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables that every flow run needs."""
+    """Return the environment variables that infra/prefect/pools.yaml sets for every flow run."""
     found: dict[str, str] = yaml.safe_load((PREFECT / "pools.yaml").read_text())["environment"]
     return found
 
@@ -166,7 +170,11 @@ def read_pools() -> Record:
 
 
 def base_job_template(pool: str, workers: Workers) -> Record:
-    """Return the pool's job template: infra/prefect/<workers>.json with the pool's values as defaults."""
+    """Return the job template of a work pool.
+
+    It is infra/prefect/<workers>.json with the values of the pool in pools.yaml as defaults. Raises UserError
+    if pools.yaml sets a variable that the template does not have.
+    """
     template: Record = json.loads((PREFECT / f"{workers}.json").read_text())
     variables = template["variables"]["properties"]
     values = {"env": environment()} | (
@@ -208,7 +216,10 @@ def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
 
 
 def make_deployments(values: Record) -> None:
-    """Create the deployments with `prefect deploy --all`, so that Prefect itself reads its file format."""
+    """Create or update the deployments by running `prefect deploy --all` on a temporary prefect.yaml.
+
+    Raises UserError if Prefect does not accept a deployment.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefect.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
@@ -251,7 +262,10 @@ def make_automations(client: SyncPrefectClient, block: Any) -> list[str]:
 
 
 def notification_block(name: str) -> Any:
-    """Return the id of the notification block `type/name`; None without a name."""
+    """Return the id of the notification block with the name `type/name`, or None if the name is empty.
+
+    Raises UserError if the server has no such block.
+    """
     if not name:
         return None
     try:

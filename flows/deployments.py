@@ -1,8 +1,9 @@
-"""The flows that a worker starts (prefect.yaml): pipeline, data set, evaluation, approval.
+"""The flows of the deployments in prefect.yaml: pipeline, data set, evaluation and promotion.
 
-Each does what a command does, in the home that its deployment names. One flow at a time writes in a home: a
-concurrency slot with a short lease, which a killed run gives back within a minute, and below it the home's
-own lock. (Slots of tag limits stay occupied for minutes after a kill.)
+Each flow works in the home that its deployment names. To ensure that only one flow at a time writes in a
+home, a flow takes a slot of a global concurrency limit and then the lock file of the home. The slot has a
+short lease, so Prefect frees the slot of a killed flow within a minute. Prefect's limits on tags are not
+used, because their slots stay occupied for minutes after a flow is killed.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ from flows.training_events import EventProgress
 
 FlowResult = dict[str, Any]
 LEASE_SECONDS = 60.0
+"""Seconds after which Prefect frees the concurrency slot of a flow that was killed."""
 LAST_ATTEMPT = 4
-"""Attempts of one flow run; a cause such as too little memory would crash it for ever."""
+"""Largest number of attempts of one flow run.
+
+Without a limit, a flow that crashes for a permanent reason, such as too little memory, would be resumed for
+ever.
+"""
 
 
 def with_home(sets: Sequence[str] | None, home: str) -> list[str]:
-    """Return the `--set` words of a deployment, its home among them when it names one."""
+    """Return the KEY=VALUE words in `sets`, and one for the parameter `home` if `home` is not empty."""
     return [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
 
 
@@ -58,7 +64,11 @@ def scheduled_day() -> str:
 
 
 def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> FlowResult:
-    """Do `work` as the only flow in the home, and again after faults that pass by themselves."""
+    """Call `work` while no other flow works in the home, and return its result.
+
+    After a temporary fault, `work` is called again (retry_policy.py). Raises UserError if this flow run has
+    already been attempted LAST_ATTEMPT times, or if the environment is not complete.
+    """
     from components.core.progress_view import ProgressView
 
     logger = get_run_logger()
@@ -68,7 +78,8 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
             "then start the deployment again: it continues where it was."
         )
     run_context.check_environment(run)
-    # When this process is killed, so are DVC, the judge and what they started: they would hold locks.
+    # If this process is killed, the reaper kills DVC, the judge and their children, which would otherwise
+    # go on and hold locks.
     process_reaper.start_reaper()
 
     with ProgressView(Console(stderr=True)) as view:
@@ -93,9 +104,10 @@ def nightly(
     dated: bool = True,
     redo_from: str = "",
 ) -> dict[str, Any]:
-    """Do what `cuda-agent run` does.
+    """Run the pipeline as `cuda-agent run` does, and ask a person about the new version if it waits for one.
 
-    With `dated` the day that the run was scheduled for is the seed, so a retry continues the same run.
+    If `dated` is true, the day for which the run was scheduled is the seed, so that every day has a run of
+    its own and a retry on a later day continues the same run.
     """
     day = [f"seed={scheduled_day()}"] if dated else []
     run = run_context.open_run(settings(profile, sets, home, *day), redo_from)
@@ -114,7 +126,7 @@ def nightly(
 
 @flow(name="data", persist_result=False)
 def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """Make the data set that the next run will use; when nothing changed it is there already."""
+    """Build the data set that the next run will use, unless the data set in the home is up to date."""
     run = PipelineRun(settings(profile, sets, home))
     return work_in_home(run, lambda progress: dataset(run, DiskGuard(progress, run.home)).model_dump())
 
@@ -123,7 +135,7 @@ def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "
 def evaluation(
     profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", version: str = "champion"
 ) -> dict[str, Any]:
-    """Measure a model version anew on the run's suite, beside the figures of its registration."""
+    """Evaluate a model version again, and publish a table with the registered and the new figures."""
     run = PipelineRun(settings(profile, sets, home))
 
     def work(progress: Progress) -> FlowResult:
@@ -168,7 +180,7 @@ def evaluation(
 
 @flow(name="promotion", persist_result=False)
 def promotion(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """Ask a person about the version that still waits, in case the question of its own run was missed."""
+    """Ask a person again about the candidate version, if it still waits for a decision."""
     run = PipelineRun(settings(profile, sets, home))
     client, model = connect(run.params.registry, run.home), run.params.registry.model
     version = models.aliases(client, model).get(models.CANDIDATE)

@@ -1,4 +1,4 @@
-"""DVC commands in a workspace that is no git repository."""
+"""Functions that run DVC commands in a workspace that is not a git repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def remote_url(params: Params, home: Path) -> str:
 
 
 def initialise_workspace(workspace: Path, params: Params, home: Path) -> Path:
-    """Make the folder a DVC workspace with the store's remote, and return it."""
+    """Write a DVC configuration with the address of the remote into the folder, and return the folder."""
     lines = [
         "[core]",
         "    no_scm = True",
@@ -40,9 +40,13 @@ def run_dvc(
     environment: dict[str, str] | None = None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[str]]:
-    """Run one DVC command; return its exit status and output lines, each of which `on_line` gets at once."""
+    """Run one DVC command, and return its exit status and the lines of its output.
+
+    `on_line` is called with each line as soon as DVC prints it. If an exception is raised meanwhile, DVC and
+    all processes that it started are killed.
+    """
     lines: list[str] = []
-    # A session of its own: DVC and everything that it runs are killed together.
+    # DVC gets a session of its own, so that DVC and every process that it starts can be killed together.
     process = subprocess.Popen(
         [sys.executable, "-m", "dvc", *arguments],
         cwd=workspace,

@@ -1,4 +1,4 @@
-"""Evaluation as a Prefect task: one policy on one suite, cached by the digests of both."""
+"""The evaluation of one policy on one suite as a Prefect task, cached by the digests of policy and suite."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from flows.steps import SAMPLING, Context, EvaluationRecord
 
 
 def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
-    """Evaluate a checkpoint, as its path relative to the home and its digest, on the run's suite.
+    """Evaluate a checkpoint on the run's suite, or return the cached record of its evaluation.
 
-    `title` tells people the evaluations of one run apart. The same policy measured under another title is the
-    same evaluation, so the title is no part of the key.
+    `checkpoint` is a path relative to the home. `title` is shown to people in order to distinguish the
+    evaluations of one run. It is not part of the cache key, because the same policy under another title gives
+    the same evaluation.
     """
     run = context.run
     suite = load_suite(run.params, context.dataset_folder)
@@ -31,8 +32,8 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
             suite,
             context.pool,
             folder,
-            # The journal's verdicts count within one epoch: every evaluation is measured anew, a resumed
-            # one continues.
+            # The judge reuses stored verdicts of the same epoch only. So a new evaluation measures every
+            # task, and a resumed evaluation, which has the same folder, continues.
             epoch=folder.name,
             progress=RenamedProgress(context.progress, title),
             seed=run.params.seed,
@@ -60,13 +61,13 @@ def load(context: Context, record: EvaluationRecord) -> Evaluation:
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """Return the evaluation's figures as `cuda-agent run --json` prints them."""
+    """Return the figures of an evaluation that `cuda-agent run --json` prints."""
     names = {"pass_rate", "faster_rate", "geomean", "mean_reward", "attempts_mean_reward", "tasks", "errors"}
     return summary.model_dump(include=names)
 
 
 def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
-    """Return one row per task: the table by which runs are compared in MLflow."""
+    """Return one row for each task, for the table with which MLflow compares runs."""
     return [
         {
             "task_id": row.task_id,

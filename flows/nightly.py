@@ -1,7 +1,8 @@
-"""The nightly pipeline: data, cold start, four stages, evaluation, registration, gate.
+"""The nightly pipeline: data, cold start, four training stages, evaluation, registration, gates, promotion.
 
-Read `nightly_pipeline` from top to bottom. Each step is a Prefect task, cached by the digests of its inputs:
-a second run does only what changed, and a killed one continues where it was.
+Start with `nightly_pipeline`. The cold start, the training stages and the evaluations are Prefect tasks that
+are cached by the digests of their inputs. So a second run repeats only the stages whose inputs changed, and a
+run that was killed continues with the stage in which it was killed.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ RunRecord = dict[str, Any]
 
 
 def run_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
-    """Run the pipeline as a Prefect flow in this process, in a locked home with a prepared environment."""
+    """Run the pipeline as a Prefect flow in this process, and return the run's record.
+
+    The caller holds the lock of the home and has called `prepare_environment` (run_context.py).
+    """
 
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
     def nightly(run_id: str, profile: str, device: str, home: str) -> RunRecord:
-        """Run every stage. The parameters are for Prefect's page; `run` has them all."""
+        """Run every stage. The arguments are only shown on Prefect's page of the flow run."""
         return nightly_pipeline(run, progress)
 
     with tags(run.run_id):
@@ -47,7 +51,7 @@ def run_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
 
 
 def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
-    """Run every stage inside a running flow."""
+    """Run every stage inside the current Prefect flow, and return the run's record."""
     started = time.monotonic()
     check_stages(run.params)
     progress = MetricsProgress(DiskGuard(progress, run.home), run.home)
@@ -87,7 +91,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
 
 
 def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> Context:
-    """Open what all stages share: the tracked MLflow run and the judges."""
+    """Create the objects that all stages share, such as the MLflow run and the pool of judges."""
     if not (run.folder / "started.json").is_file():
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(run.folder / "started.json", {"created": created})
@@ -118,7 +122,7 @@ def run_record(
     version: str,
     decision: Decision,
 ) -> RunRecord:
-    """Return the run's record, without its seconds and the address of its stored files."""
+    """Return the run's record without the keys `seconds` and `artifacts`, which the callers add."""
     run, data = context.run, context.dataset
     splits = [kernel.split for kernel in read_tasks(context.dataset_folder / "tasks.parquet")]
     figures = {"digest", "reward_before", "reward_after", "seconds", "cached", "stopped"}
@@ -151,7 +155,10 @@ def publish(
     stages: dict[str, CheckpointRecord],
     evaluations: dict[str, EvaluationRecord],
 ) -> None:
-    """Log the record, store what must outlive this machine, and finish the run: run.json is written last."""
+    """Log the record to MLflow, upload the results to the store, and write run.json.
+
+    The file run.json is written last, because its presence means that the run is finished.
+    """
     run, tracking = context.run, context.tracking
     tracking.figures({key: value for key, value in record.items() if key != "gate"})
     manifest = {"dataset": context.dataset.version, "decision": digest_json(record["gate"])}
@@ -177,10 +184,11 @@ def publish(
 
 
 def store_artifacts(run: PipelineRun, policy: CheckpointRecord, dataset_folder: Path) -> str:
-    """Put what must outlive this machine into the store; return the address of the run's folder there.
+    """Upload the final checkpoint, the report and the manifests, and return the run's address in the store.
 
-    Objects are immutable. A checkpoint is stored under its digest; the run's files under a digest of their
-    content, so a run that was continued after a repair leaves a second folder beside its first.
+    Objects in the store are never overwritten. The checkpoint is stored under its digest, and the files of
+    the run are stored in a folder that is named by a digest of their content. So if a run is continued and
+    its files differ, they are stored in a second folder.
     """
     store = open_store(run.params.store, run.home)
     put_checkpoint(store, policy.digest, policy.output(run.home))

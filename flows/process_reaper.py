@@ -1,11 +1,13 @@
-"""A process that kills everything that a run has started, once the run's own process has ended.
+"""The reaper: a process that kills everything that a run has started, after the run's own process has ended.
 
-A killed process cannot clean up, and its children (DVC and what DVC runs, Prefect's server, compile workers)
-would go on, hold locks and write files that the resumed run uses. So the run first starts this file as a
-process of its own, with one end of a pipe. When the other end closes, the run has ended, and every process
-that has the run's mark in its environment is killed.
+A killed process cannot stop its children (DVC and the programs that DVC runs, Prefect's server, compile
+workers). They would continue, hold locks, and write files that the resumed run uses. So the run first starts
+this file as a process:
 
-    python process_reaper.py MARK        (standard input is the pipe)
+    python process_reaper.py MARK
+
+The standard input of the reaper is a pipe whose other end only the run holds. The pipe closes when the run
+ends. Then the reaper kills every process that has MARK in the environment variable CUDA_AGENT_LEASH.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ VARIABLE = "CUDA_AGENT_LEASH"
 
 
 def start_reaper() -> None:
-    """Mark every process that this one starts from now on, to be killed when this one ends.
+    """Start the process that kills all later children of the current process when the current process ends.
 
     A second call does nothing.
     """
@@ -29,8 +31,8 @@ def start_reaper() -> None:
         return
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     read_end, write_end = os.pipe()
-    # A session of its own: Ctrl-C in the terminal must reach the run, not the leash. -S -E: up in a few
-    # milliseconds.
+    # The reaper gets a session of its own, so that Ctrl-C in the terminal does not end it. The options -S
+    # and -E shorten the start to a few milliseconds.
     subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, mark],
         stdin=read_end,
@@ -39,7 +41,7 @@ def start_reaper() -> None:
         start_new_session=True,
     )
     os.close(read_end)
-    # `write_end` stays open, uninherited, for as long as this process lives.
+    # `write_end` is never closed and never inherited, so the pipe closes exactly when this process ends.
     assert not os.get_inheritable(write_end)
     os.environ[VARIABLE] = mark
 
@@ -54,15 +56,17 @@ def processes_with_mark(mark: str) -> list[int]:
                 if needle in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
             except OSError:
-                # It ended meanwhile, or belongs to another user.
+                # The process has ended meanwhile, or it belongs to another user.
                 continue
     return found
 
 
 def main(mark: str) -> None:
+    """Block until standard input closes, then kill every process with the mark."""
     while os.read(0, 1):
         pass
-    # A process may start another one between the look and the kill: look until there are none.
+    # A process may start another one after the list was made and before it is killed, so repeat until the
+    # list is empty.
     for _ in range(20):
         found = processes_with_mark(mark)
         if not found:

@@ -1,4 +1,4 @@
-"""Progress decorators of a run: stop on a full disk, fill the Prometheus metrics, rename a stage."""
+"""Wrappers of a `Progress` that stop on a full disk, write Prometheus metrics, or rename a stage."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from components.core.progress import Progress
 from components.training.metrics_file import newest_figures
 
 METRICS_FILE = "metrics.prom"
-"""Name in the home of the Prometheus metrics as text, for the textfile collector of node_exporter."""
+"""File in the home with the Prometheus metrics, which the textfile collector of node_exporter reads."""
 WRITE_SECONDS = 15.0
-"""Least time between two writes of the metrics file."""
+"""Least number of seconds between two writes of the metrics file."""
 FULL_BYTES = 16 * 2**20
-"""A disk with less free space than this counts as full."""
+"""Number of free bytes below which a disk is treated as full."""
 
 
 class DiskGuard:
-    """A `Progress` that raises UserError when the home's disk is full.
+    """A `Progress` that raises UserError if the disk of the home is full.
 
-    It raises before a write fails in the middle, so finished work stays whole and the same command continues
-    it.
+    Each progress report checks the disk, so that the run stops between two steps and not in the middle of a
+    write. The same command then continues the run.
     """
 
     def __init__(self, progress: Progress, home: Path):
@@ -40,7 +40,7 @@ class DiskGuard:
 
 
 class MetricsProgress:
-    """A `Progress` that sets the Prometheus metrics of each stage and writes them into the home."""
+    """A `Progress` that sets the Prometheus metrics of each stage and writes them to METRICS_FILE."""
 
     def __init__(self, progress: Progress, home: Path):
         self.progress = progress
@@ -49,8 +49,8 @@ class MetricsProgress:
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
-        # The stage's metrics file has more than people are shown, such as tokens per second and gradient
-        # norms.
+        # The metrics file of the stage has more figures than the reports, such as tokens per second and
+        # gradient norms.
         telemetry.set_stage_progress(stage, step, total, newest_figures(self.home, stage) | figures)
         if step == total or time.monotonic() - self.written > WRITE_SECONDS:
             self.written = time.monotonic()
@@ -58,7 +58,7 @@ class MetricsProgress:
 
 
 class RenamedProgress:
-    """A `Progress` that reports every stage under one other name."""
+    """A `Progress` that reports every stage under the fixed name `name`."""
 
     def __init__(self, progress: Progress, name: str):
         self.progress = progress

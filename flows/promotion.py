@@ -1,7 +1,7 @@
-"""Registration and promotion: a model version for each run, its gates, and the move of the aliases.
+"""Prefect tasks that register a model version for each run, run its gates and move the aliases.
 
-Each task may be repeated after a kill: the version is found by the run's key, a decision is written again
-with the same content, and a champion that is the version already stays as it is.
+Each task can be repeated after the run was killed: a registered version is found by the run's key, a decision
+is written again with the same content, and a version that is already the champion stays the champion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flows.steps import CheckpointRecord, Context, EvaluationRecord
 
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
 def register(context: Context, policy: CheckpointRecord, evaluation: EvaluationRecord) -> str:
-    """Register the run's model version, a copy of the checkpoint with its evidence; return its number."""
+    """Register the checkpoint and its evidence as a model version, and return the version's number."""
     run, tracking = context.run, context.tracking
     version = models.register(
         tracking.client,
@@ -62,7 +62,7 @@ def register(context: Context, policy: CheckpointRecord, evaluation: EvaluationR
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion that a run's version is compared with, and its evaluation on the run's tasks."""
+    """The champion with which a run's version is compared, and its evaluation on the run's tasks."""
 
     version: str
     record: EvaluationRecord
@@ -77,10 +77,13 @@ def decide(
     evaluation: EvaluationRecord,
     champion: Champion | None,
 ) -> Decision:
-    """Run the gates of the version that the last of the stages made, and write the report."""
+    """Run the gates on the version, write the run's report, and return the decision.
+
+    The checkpoint of the version is the output of the last stage in `stages`.
+    """
     run, client, model = context.run, context.tracking.client, context.run.params.registry.model
     policy = list(stages.values())[-1]
-    # Without a decision first: one of the gates asks whether the report is complete.
+    # One of the gates checks that the report is complete, so the report is first written without a decision.
     write_run_report(context, stages, before, evaluation, None, version)
     if champion is not None:
         for name, value in {
@@ -106,7 +109,11 @@ def decide(
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
-    """Apply the decision, with an audit entry; a version that waits keeps the alias `candidate`."""
+    """Apply the decision to the model registry, with an audit entry.
+
+    A version that waits for a person keeps the alias `candidate`. If the version is refused, the decision is
+    written to refusal.json.
+    """
     run = context.run
     promotion = Promotion(context.tracking.client, run.params.registry, run.home)
     promotion.expire()
@@ -122,9 +129,11 @@ def promote(context: Context, version: str, decision: Decision, champion: Champi
 
 
 def evaluate_champion(context: Context, version: str) -> Champion | None:
-    """Measure the champion on this run's tasks with this run's parameters; None when there is no champion.
+    """Evaluate the champion on this run's tasks with this run's parameters.
 
-    Figures of another run were taken on another data set or machine, so they do not compare.
+    The figures of the champion's own run are not used, because they may come from another data set or
+    machine. Returns None if there is no champion besides `version`. Raises UserError if the kept copy of the
+    champion's checkpoint is not the registered one.
     """
     client, model = context.tracking.client, context.run.params.registry.model
     champion = models.champion_besides(models.aliases(client, model), version)
@@ -154,7 +163,7 @@ def write_run_report(
     decision: Decision | None,
     version: str,
 ) -> None:
-    """Write the HTML report of the run; without a decision it has no gates yet."""
+    """Write the HTML report of the run. If `decision` is None, the report has no section on the gates."""
     run = context.run
     meta: dict[str, Any] = {
         "run_id": run.run_id,

@@ -1,8 +1,8 @@
-"""Retries with back-off for faults that pass by themselves, by the kind of fault.
+"""Retries after temporary faults, with delays that depend on the kind of fault.
 
-boto3, MLflow and Prefect retry for seconds to a minute; a fault that arrives here lasted longer. Everything
-else (bad input, a stage that failed, a mistake in the code) is not tried again, since it would fail in the
-same way.
+boto3, MLflow and Prefect themselves retry for up to a minute, so a fault that they report has lasted longer.
+A permanent error (bad input, a failed stage, a mistake in the code) is not retried, because it would occur
+again.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ from flows.run_context import Busy
 
 @dataclass(frozen=True)
 class RetryKind:
-    """A kind of fault that passes by itself. `delays` are the seconds before each further try."""
+    """A kind of temporary fault. `delays` are the seconds to wait before each further try."""
 
     name: str
     delays: tuple[float, ...]
 
 
 SERVICE = RetryKind("service", (5.0, 30.0, 120.0, 600.0))
-"""A server or the network does not answer: a restart takes seconds, a failed node minutes."""
+"""A server or the network does not answer.
+
+The delays cover the restart of a server, which takes seconds, and the replacement of a node, which takes
+minutes.
+"""
 BUSY = RetryKind("busy", (60.0, 300.0, 900.0, 1800.0))
-"""Another process works in the home or holds DVC's lock: wait as long as a short run takes."""
+"""Another process works in the home or holds DVC's lock. The delays cover the length of a short run."""
 JUDGE = RetryKind("judge", (30.0, 300.0))
-"""The judge itself failed in all of its own attempts."""
+"""The judge could not judge a candidate in any of its own attempts, because of a fault of the judge."""
 
 UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
+"""MLflow's error codes of temporary faults."""
 
 
 def retry_kind(error: BaseException) -> RetryKind | None:
-    """Return the kind of a fault, by the error and its causes; None when it does not pass by itself."""
+    """Return the kind of fault according to the error and its causes, or None if the fault is permanent."""
     for seen in error_chain(error):
         match seen:
             case Busy():
@@ -70,10 +75,10 @@ T = TypeVar("T")
 def retry_by_kind(
     call: Callable[[], T], report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
 ) -> T:
-    """Call until it succeeds, with the back-off of the fault's kind.
+    """Return the result of `call`, which is repeated after temporary faults with the delays of their kind.
 
-    Raises the last error when the delays of its kind are used up. `call` must be safe to repeat; a pipeline
-    run is, since each of its steps is found again by its digests. `report` gets one line for each fault.
+    `call` must be safe to repeat. `report` is called with one line for each fault. Raises the last error if
+    it is permanent, or if all delays of its kind are used up.
     """
     used: dict[RetryKind, int] = {}
     while True:

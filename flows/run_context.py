@@ -1,16 +1,17 @@
-"""A run: its identity, its folders, and the lock by which one run at a time works in a home.
+"""The identity and the folders of a pipeline run, and the lock that admits one run at a time to a home.
 
-Nothing here imports Prefect, MLflow or torch, so that a finished run is reported in an instant.
+This module does not import Prefect, MLflow or torch, so that a finished run is reported without delay.
 
     home/lock                       held by the run that works in the home
     home/dvc, home/remote           the data set's workspace and its DVC remote
     home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
     home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, stage.json, record.json
-    home/verdicts                   the journal of every verdict, which a resumed stage reads
-    home/prefect, home/mlflow       their databases
+    home/verdicts                   the journal of all verdicts, which a resumed stage reads
+    home/prefect, home/mlflow       the databases of Prefect and MLflow
     home/runs/<run_id>/             manifest.json, report.html, report.json, settings.json; run.json last
-    home/champions, home/evaluations/<epoch>/    champions' checkpoints, evaluations by hand
-    home/audit/<model>/             the audit chain of promotions, one file an entry
+    home/champions                  checkpoints of champions
+    home/evaluations/<epoch>/       evaluations outside of a pipeline run
+    home/audit/<model>/             the audit chain of promotions, one file for each entry
 """
 
 from __future__ import annotations
@@ -34,26 +35,28 @@ from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, free_bytes, read_json, verify_files, write_json
 
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
-"""Stages in their order; `--from` takes one of these."""
+"""Names of the stages in their order, which are the permitted values of `--from`."""
 SOURCES = ("components", "flows", "agent_workdir")
 RUN_FILE = "run.json"
 HOME_SLOT = "cuda-agent-home"
-"""Prefect's global concurrency limit of one, held by the deployed flow that works in the home."""
+"""Name of Prefect's global concurrency limit, whose only slot a deployed flow takes to work in the home."""
 LEAST_FREE_BYTES = 256 * 2**20
-"""Free disk space without which no run is started."""
+"""Free disk space in bytes that is needed to start a run."""
 LOCK_SECONDS = 3.0
-"""Wait for the home's lock: the children of a killed run are killed a moment after it and may hold it until
-then."""
+"""Longest wait for the lock of the home.
+
+If a run was killed, its children are killed a moment later and may hold the lock until then.
+"""
 
 
 def digest_sources(folder: Path) -> dict[str, str]:
-    """Return the digest of every source file below `folder`, compiled ones left out."""
+    """Return the digest of every file below `folder` by its relative path, except compiled Python files."""
     return {name: digest for name, digest in digest_tree(folder).items() if "__pycache__" not in name}
 
 
 @functools.cache
 def source_digests() -> dict[str, str]:
-    """Return the digest of every source that a result depends on, by its path in the project."""
+    """Return the digest of every source file in the folders SOURCES, by its path in the project."""
     return {
         f"{top}/{name}": digest for top in SOURCES for name, digest in digest_sources(PROJECT / top).items()
     }
@@ -61,9 +64,9 @@ def source_digests() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rerun:
-    """A request to do a stage, and all that follow it, once more.
+    """A request to run a stage and all later stages again.
 
-    `number` tells one request from the next.
+    `number` counts the requests of a run, so that each request gives the stages new keys.
     """
 
     stage: str
@@ -71,11 +74,14 @@ class Rerun:
 
 
 class Busy(UserError):
-    """A lock that another process holds; the same command succeeds once it is released."""
+    """The error that another process holds a lock. The command succeeds after the lock is released."""
 
 
 class PipelineRun:
-    """One run: parameters, code and rerun request determine its key, wherever its home is."""
+    """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
+
+    The key does not depend on the home.
+    """
 
     def __init__(self, resolved: Resolved, rerun: Rerun | None = None):
         self.params: Params = resolved.params
@@ -100,13 +106,17 @@ class PipelineRun:
         return self.home / "runs" / self.run_id
 
     def rerun_number(self, stage: str) -> int:
-        """Return how often the stage was requested once more; 0 when the request starts at a later stage."""
+        """Return the number of the rerun request if the request includes the stage, or 0 if it does not."""
         if self.rerun is None or STAGES.index(stage) < STAGES.index(self.rerun.stage):
             return 0
         return self.rerun.number
 
     def stage_key(self, stage: str, name: str, sections: tuple[str, ...], upstream: dict[str, str]) -> str:
-        """Return the digest of everything that the result of `name`, a part of `stage`, depends on."""
+        """Return the digest of everything on which the result of a stage depends.
+
+        `name` names the folder of the result, `sections` are the sections of the parameters that the stage
+        reads, and `upstream` has the digests of its inputs.
+        """
         return digest_json(
             {
                 "name": name,
@@ -122,11 +132,12 @@ class PipelineRun:
 
 
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
-    """Return the run that these parameters mean in their home.
+    """Return the run with these parameters, including the rerun request that the home stores for it.
 
-    With `rerun_from` that stage and all that follow are to be done once more. The request is kept in the
-    home, so a killed rerun is continued by the same command, also without `--from`; once it has finished,
-    `--from` requests the next one.
+    If `rerun_from` names a stage, request that this stage and all later stages run again. The request is
+    stored in redo.json in the home. So if the rerun is killed, the same command continues it, with or without
+    `--from`. After the rerun has finished, `--from` makes a new request. Raises UserError if `rerun_from` is
+    not a stage, or if nothing was run in the home yet.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"
@@ -151,9 +162,9 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
 
 
 def finished(run: PipelineRun) -> dict[str, Any] | None:
-    """Return the record of this run if it is complete and its checkpoints are there; None otherwise.
+    """Return the record of this run if the run is finished and its checkpoints exist, and None otherwise.
 
-    Raises UserError when a checkpoint of the finished run was damaged.
+    Raises UserError if a checkpoint of the finished run is damaged.
     """
     if not (run.folder / RUN_FILE).is_file():
         return None
@@ -169,7 +180,10 @@ def finished(run: PipelineRun) -> dict[str, Any] | None:
 
 
 def prepare_home(home: Path) -> None:
-    """Make the home folder; UserError when it cannot be written or the disk has too little space."""
+    """Create the home folder if it is missing.
+
+    Raises UserError if the folder cannot be written, or if less than LEAST_FREE_BYTES of its disk are free.
+    """
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home) as probe:
@@ -192,7 +206,10 @@ def prepare_home(home: Path) -> None:
 
 @contextlib.contextmanager
 def home_lock(home: Path) -> Iterator[None]:
-    """Lock the home for this process; Busy names the process that holds the lock."""
+    """Hold the lock of the home while the block runs.
+
+    Raises Busy, which names the process that holds the lock, if the lock is not free within LOCK_SECONDS.
+    """
     prepare_home(home)
     with (home / "lock").open("a+") as file:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -223,7 +240,8 @@ def home_lock(home: Path) -> Iterator[None]:
 def check_environment(run: PipelineRun) -> None:
     """Raise UserError unless the needed programs are installed and the store and the suite can be opened.
 
-    Called before anything is started: the run itself would find out hours later.
+    Raises IsolationUnavailable if the machine cannot run the sandbox. This is checked before a run starts,
+    because the run itself would fail only after hours.
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
@@ -244,7 +262,7 @@ def check_environment(run: PipelineRun) -> None:
 
 
 def interface_commands(run: PipelineRun) -> dict[str, str]:
-    """Return the commands that open MLflow's and Prefect's own pages on this home, by name."""
+    """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name."""
     programs = Path(sys.executable).parent
     tracking = run.params.registry.tracking_uri or f"sqlite:///{run.home / 'mlflow' / 'mlflow.db'}"
     return {
@@ -255,7 +273,7 @@ def interface_commands(run: PipelineRun) -> dict[str, str]:
 
 
 def prepare_environment(home: Path) -> None:
-    """Set the variables that Prefect and MLflow read on import; those that are set already stay."""
+    """Set the environment variables that Prefect and MLflow read on import, unless they are set already."""
     defaults = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
@@ -269,7 +287,7 @@ def prepare_environment(home: Path) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if "PREFECT_API_URL" not in os.environ:
-        # The run starts a server of its own, whose database and settings belong to this home.
+        # The run starts its own Prefect server, whose database and settings are stored in this home.
         os.environ["PREFECT_HOME"] = str(home / "prefect")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

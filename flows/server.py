@@ -1,12 +1,12 @@
-"""Prefect's API server for one run, on the database of the run's home folder.
+"""The process of a Prefect API server for one run, with the database in the run's home folder.
 
-Prefect can start a temporary server by itself, but only when the first flow runs, and only after importing
-the whole server into the flow's process. Started here, as a process of its own and before anything else, the
-server comes up while the run is still importing what it needs. A run with PREFECT_API_URL in its environment
-uses that server instead.
+Prefect can start a temporary server by itself, but only when the first flow runs, and only after it has
+imported the whole server into the flow's process. This module starts the server as a separate process before
+anything else, so that the server starts while the run is still importing its modules. If PREFECT_API_URL is
+set, the run uses the server at that address and starts none.
 
-Making the tables of a new database takes as long as the rest of the start, so a copy of the empty database is
-kept in the user's cache, one for each version of Prefect.
+Creating the tables of a new database takes about half of the start. So a copy of the empty database is kept
+in the user's cache, one for each version of Prefect.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from components.core.errors import UserError, error_chain
 from components.core.files import atomic_write, user_cache
 
 START_SECONDS = 180.0
-"""Longest wait for the server's first answer, which includes making the tables of a new database."""
+"""Longest wait for the server's first answer, which includes the creation of a new database."""
 RECORD_SECONDS = 10.0
-"""Longest wait at the end of a run for the states of its tasks to be recorded."""
+"""Longest wait at the end of a run until the server has recorded the states of the run's tasks."""
 SERVER_SETTINGS = {
     f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false"
     for service in (
@@ -47,17 +47,21 @@ SERVER_SETTINGS = {
         "TRIGGERS",
     )
 } | {"PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "", "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false"}
-"""Switches off every background service except the task run recorder, which writes the task runs that clients
-report as events; the others serve deployments."""
+"""Environment variables that switch off all background services of the server except the task run recorder.
+
+The recorder stores the states of task runs, which clients report as events. The other services are needed
+only for deployments.
+"""
 
 
 class Server:
-    """A Prefect server process; `wait` returns once it answers."""
+    """A Prefect server process, which is started by the constructor and can be used after `wait` returns."""
 
     def __init__(self, home: Path):
         self.log = home / "prefect" / "server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # Prefect's default; another one when PREFECT_SERVER_DATABASE_CONNECTION_URL is set.
+        # This is Prefect's default path. If PREFECT_SERVER_DATABASE_CONNECTION_URL is set, the server uses
+        # another database.
         self.database = self.log.parent / "prefect.db"
         self.empty_database = user_cache("prefect") / f"{version('prefect')}.db"
         self.is_new = not self.database.exists()
@@ -69,9 +73,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}/api"
         command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
         with self.log.open("wb") as log:
-            # A session of its own: a signal to the run's whole process group would end the server first,
-            # and the
-            # run would then retry its last calls for a minute.
+            # The server gets a session of its own. Otherwise a signal to the process group of the run would
+            # end the server first, and the run would retry its last calls for a minute.
             self.process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
                 env=os.environ | SERVER_SETTINGS,
@@ -82,7 +85,10 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Block until the server answers; UserError when it ended or did not answer in START_SECONDS."""
+        """Block until the server answers.
+
+        Raises UserError if the server ends or does not answer within START_SECONDS.
+        """
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -99,14 +105,14 @@ class Server:
             self._keep_empty_database()
 
     def wait_for_task_runs(self) -> None:
-        """Block until the states of all finished flow runs' tasks are recorded, at most RECORD_SECONDS.
+        """Block until the server has recorded the final states of all tasks, but at most RECORD_SECONDS.
 
         Tasks report their states as events, which this process sends and the server records in the
-        background. The server is done when every task run is in a final state and nothing changes between two
-        looks.
+        background. The wait ends when every task run of a finished flow run is in a final state and two
+        successive queries return the same states.
         """
         if "prefect" not in sys.modules or self.process.poll() is not None:
-            return  # no flow was run, or nothing records its tasks any more
+            return  # no flow was run, or the server has ended
         from prefect.events.worker import EventsWorker
 
         EventsWorker.drain_all(timeout=RECORD_SECONDS)
@@ -121,12 +127,12 @@ class Server:
                 time.sleep(0.2)
 
     def caused(self, error: BaseException) -> bool:
-        """Return whether `error` is a failed connection to this server, and the server has ended."""
+        """Return whether the server has ended and a failed connection is among the causes of `error`."""
         import httpx
 
         if not any(isinstance(cause, httpx.TransportError) for cause in error_chain(error)):
             return False
-        # A server that was asked to end stops listening before its process ends.
+        # A server that received a signal closes its port before its process ends, so wait for the process.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
         return self.process.poll() is not None
@@ -140,14 +146,14 @@ class Server:
             self.process.wait()
 
     def _call(self, path: str, body: Any = None) -> Any:
-        """Return the JSON answer of one API call: GET, or POST with a body."""
+        """Return the JSON answer of one API call: a GET request if `body` is None, and a POST otherwise."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=5) as response:
             return json.load(response)
 
     def _keep_empty_database(self) -> None:
-        """Copy the database, which has tables and no rows yet, into the cache."""
+        """Copy the new database, whose tables are still empty, into the user's cache."""
         self.empty_database.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.empty_database.parent) as folder:
             copy = Path(folder, "copy.db")
@@ -161,9 +167,11 @@ class Server:
 
 @contextlib.contextmanager
 def prefect_server(home: Path) -> Iterator[Server | None]:
-    """Start a server on this home and name it in PREFECT_API_URL; yield None when one is named already.
+    """Run a Prefect server for this home while the block runs, and set PREFECT_API_URL to its address.
 
-    Enter before Prefect is imported, which reads the variable.
+    Yields None and starts no server if PREFECT_API_URL is already set. Enter the block before Prefect is
+    imported, because the import reads the variable. Raises UserError if the block fails because the server
+    has ended.
     """
     if "PREFECT_API_URL" in os.environ:
         yield None

@@ -1,8 +1,9 @@
-"""A stage as a Prefect task: cached by the digests of its inputs, checked against the files that it left.
+"""The execution of a stage as a Prefect task, whose result is cached by the digests of its inputs.
 
 A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect
-keeps it under the stage's key, so the same inputs give the same record at once. When the files of a record
-are gone the task runs again; when they are damaged the run stops and names the file.
+stores the record under the stage's key, so a stage with the same inputs returns the stored record without
+running. If the files of a stored record are missing, the task runs again. If they are damaged, UserError
+names the file.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from components.registry.tracking import MlflowRun
 from flows.run_context import PipelineRun
 
 RECORD = "record.json"
-"""A stage's record in its folder. Written after Prefect has cached the record, so both exist when it does."""
+"""File name of a stage's record in the folder of the stage.
+
+It is written after Prefect has cached the record, so if the file exists, the cached record exists too.
+"""
 
 SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
-"""Sections of the parameters that every stage depends on which samples a policy and has its kernels judged.
-"""
+"""Sections of the parameters on which every stage depends that samples trajectories and judges candidates."""
 
 
 class DatasetRecord(FrozenModel):
-    """A version of the data set; `folder` is relative to the home."""
+    """A version of the data set. `folder` is relative to the home."""
 
     version: str
     folder: str
@@ -54,35 +57,38 @@ class DatasetRecord(FrozenModel):
 
 
 class StageRecord(FrozenModel):
-    """What a stage hands on. `Context.stage` fills in the last three; the others are cached."""
+    """The result of a stage for later stages.
+
+    Prefect caches all fields except `cached`, `key` and `folder`, which `Context.stage` sets after each call.
+    """
 
     digest: str
     figures: dict[str, Any]
     cached: bool = False
     key: str = ""
-    """Digest of everything that the result depends on."""
+    """Digest of everything on which the result depends (PipelineRun.stage_key)."""
     folder: str = ""
-    """The stage's folder, relative to the home."""
+    """Folder of the stage, relative to the home."""
 
     def cacheable(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"cached", "key", "folder"})
 
 
 class CheckpointRecord(StageRecord):
-    """A checkpoint, as a path relative to the home, and what training it gained."""
+    """A checkpoint and the rewards before and after its training. `checkpoint` is relative to the home."""
 
     checkpoint: str
     reward_before: float | None
     reward_after: float | None
     seconds: float
     stopped: str
-    """Why the stage ended before its last step; empty when it did not."""
+    """Reason why the stage ended before its last step. It is empty if the stage ran to its end."""
 
     def output(self, home: Path) -> Path:
         return home / self.checkpoint
 
     def verify(self, home: Path) -> None:
-        """Raise UserError unless the checkpoint is the one that the stage made."""
+        """Raise UserError unless the files of the checkpoint match the recorded digest."""
         if verify_files(self.output(home)) != self.digest:
             raise UserError(
                 f"{self.output(home)}: holds another checkpoint than the one this run made; "
@@ -91,7 +97,7 @@ class CheckpointRecord(StageRecord):
 
 
 class EvaluationRecord(StageRecord):
-    """The results file of an evaluation, as a path relative to the home; `digest` is that of the file."""
+    """The results file of an evaluation: its path relative to the home and, as `digest`, its SHA-256."""
 
     results: str
 
@@ -99,7 +105,7 @@ class EvaluationRecord(StageRecord):
         return home / self.results
 
     def verify(self, home: Path) -> None:
-        """Raise UserError unless the results are those that the stage measured."""
+        """Raise UserError unless the results file matches the recorded digest."""
         if digest_file(self.output(home)) != self.digest:
             raise UserError(
                 f"{self.output(home)}: is not what this run measured; delete its folder and run again."
@@ -111,14 +117,18 @@ R = TypeVar("R", CheckpointRecord, EvaluationRecord)
 
 @task(persist_result=True, result_serializer="json")
 def run_in_folder(folder: Path, work: Callable[[Path], R]) -> dict[str, Any]:
-    """Run one stage in its folder. Every stage runs this task under its own name and cache key."""
+    """Call `work` with the stage's folder, and return its record as JSON for Prefect's cache.
+
+    Each stage calls this task with a name and a cache key of its own.
+    """
     return work(folder).cacheable()
 
 
 class Context:
-    """What the tasks of one run share.
+    """The objects that all tasks of one run share.
 
-    Not a dataclass: Prefect would search it for futures at every task call.
+    This is not a dataclass, because Prefect would search the fields of a dataclass for futures at every task
+    call.
     """
 
     def __init__(
@@ -150,21 +160,21 @@ class Context:
         name: str = "",
         title: str = "",
     ) -> R:
-        """Run `work` in the stage's folder as a Prefect task, or return its cached record.
+        """Run `work` in the stage's folder as a Prefect task, or return the cached record of an earlier run.
 
-        The result depends on these `sections` of the parameters, the `upstream` digests, the data set and the
-        code. `name` goes into the key and names the folder; people see `title`. Both default to the stage's
-        name.
+        The cache key is computed from `name`, the `sections` of the parameters, the `upstream` digests, the
+        data set, the code and the rerun request. `name` also names the folder, and its default is `stage`.
+        `title` is the name that is shown to people, and its default is `name`. Raises UserError if the files
+        of a cached record are damaged.
         """
         name = name or stage
         title = title or name
         home = self.run.home
         key = self.run.stage_key(stage, name, sections, upstream | {"dataset": self.dataset.version})
         folder = self.run.stage_folder(name, key)
-        # Prefect's cache outlives the folder. After the folder was deleted, the cached record would name
-        # files that
-        # another run, killed on its way, has only begun to make: so the last file that a stage makes must
-        # exist.
+        # A cached record may be older than the folder: if the folder was deleted and a later run was killed
+        # in the stage, the folder is incomplete. So the cached record is used only if the output and RECORD,
+        # the last file that a stage writes, exist.
         file = folder / RECORD
         is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
         stage_task = run_in_folder.with_options(
@@ -184,9 +194,10 @@ class Context:
 
 
 def mark_crashed_runs(tag: str) -> None:
-    """Mark other flow runs with this tag that are RUNNING or PENDING, and their tasks, as Crashed.
+    """Set all other unfinished flow runs with this tag, and their unfinished tasks, to the state Crashed.
 
-    They are earlier attempts whose process was killed: no process is left to report their end.
+    Unfinished means that Prefect has them as RUNNING or PENDING. They are earlier attempts of the same
+    pipeline run whose process was killed and could not report its end.
     """
     context = FlowRunContext.get()
     current = context.flow_run.id if context is not None and context.flow_run is not None else None

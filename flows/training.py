@@ -1,4 +1,4 @@
-"""The policy's stages as Prefect tasks: cold start and stages 1 to 4, each with a checkpoint as output."""
+"""The cold start and the training stages 1 to 4 as Prefect tasks, each of which makes a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ CHECKPOINT = "checkpoint"
 
 
 def cold_start(context: Context) -> CheckpointRecord:
-    """Make the first policy: trained from scratch, or copied from the folder that policy.source names."""
+    """Return the checkpoint of the first policy.
+
+    The policy is trained from scratch if policy.source is `scratch`. Otherwise it is copied from the folder
+    that policy.source names.
+    """
     params = context.run.params
     if params.policy.source != "scratch":
         return adopt(context, Path(params.policy.source))
@@ -25,7 +29,7 @@ def cold_start(context: Context) -> CheckpointRecord:
         from components.bootstrap.cold_start import coldstart  # imports torch
 
         started = time.monotonic()
-        context.pool.prepare()  # training leaves one core free for it
+        context.pool.prepare()  # training leaves one processor core free for the judge
         out = folder / CHECKPOINT
         if (out / MANIFEST).is_file():
             digest = verify_checkpoint(out).digest
@@ -45,7 +49,7 @@ def cold_start(context: Context) -> CheckpointRecord:
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
-    """Copy a Hugging Face folder as the first checkpoint, with the manifest by which later stages name it."""
+    """Copy a Hugging Face folder as the first checkpoint, and add a manifest with its files' digests."""
     files = digest_tree(source, exclude=(MANIFEST,))
 
     def work(folder: Path) -> CheckpointRecord:
@@ -70,14 +74,14 @@ def adopt(context: Context, source: Path) -> CheckpointRecord:
 
 
 def stage_one(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
-    """Train with single-turn PPO."""
+    """Run stage 1, which trains the policy with single-turn PPO."""
     return train(context, "warmup", ("warmup",), policy)
 
 
 def stage_two(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
-    """Fine-tune on the best of the policy's own trajectories.
+    """Run stage 2, which fine-tunes the policy on the best of its own trajectories.
 
-    Some of the cold start's demonstrations are mixed in.
+    Some demonstrations of the cold start are added to the trajectories.
     """
     return train(context, "rejection", ("rejection", "coldstart", "data"), policy)
 
@@ -85,12 +89,12 @@ def stage_two(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
 def stage_three(
     context: Context, policy: CheckpointRecord, sampled: list[CheckpointRecord]
 ) -> CheckpointRecord:
-    """Pretrain the critic on the trajectories that the stages in `sampled` have written."""
+    """Run stage 3, which pretrains the critic on the trajectories of the stages in `sampled`."""
     return train(context, "critic", ("critic",), policy, sampled=sampled)
 
 
 def stage_four(context: Context, policy: CheckpointRecord, critic: CheckpointRecord) -> CheckpointRecord:
-    """Train with multi-turn PPO, from the actor of stage 2 and the critic of stage 3."""
+    """Run stage 4, which trains the actor of stage 2 and the critic of stage 3 with multi-turn PPO."""
     return train(context, "agentic", ("agentic",), policy, critic=critic)
 
 
@@ -103,7 +107,11 @@ def train(
     critic: CheckpointRecord | None = None,
     sampled: list[CheckpointRecord] | None = None,
 ) -> CheckpointRecord:
-    """Run one training stage as a task, from the digests of its inputs to the digest of a checkpoint."""
+    """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
+
+    `sections` are the sections of the parameters on which the stage depends besides SAMPLING. `sampled` are
+    the stages whose trajectories the stage reads.
+    """
     home, inputs = context.run.home, sampled or []
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
     upstream |= {f"trajectories.{index}": earlier.key for index, earlier in enumerate(inputs)}
@@ -137,7 +145,7 @@ def checkpoint_record(
 ) -> CheckpointRecord:
     """Return the record of the checkpoint in a stage's folder.
 
-    `result` has the rewards of a training stage.
+    `result` has the rewards and figures of a training stage. It is None for the cold start.
     """
     return CheckpointRecord(
         checkpoint=(folder / CHECKPOINT).relative_to(context.run.home).as_posix(),

@@ -1,7 +1,7 @@
-"""Events of a deployed run for Prefect's automations: progress of a stage, and signs of collapse.
+"""Prefect events about the progress of a stage and about signs that its training collapses.
 
-Prefect sees the states of runs and tasks, not what happens inside a stage of many hours. The alarms that
-listen to these events are in automations.py.
+Prefect itself records only the states of runs and tasks, and a stage can take many hours. automations.py
+defines the alerts that these events cause.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from components.training.metrics_file import newest_figures
 PROGRESS = "cuda-agent.progress"
 COLLAPSING = "cuda-agent.training.collapsing"
 PROGRESS_SECONDS = 60.0
-"""Least time between two progress events."""
+"""Least number of seconds between two progress events."""
 WARN_AT = 0.8
-"""Share of a limit at which the alarm comes; the stage stops itself at the limit. A collapse can take a
-single step, as in the paper's run (step 17)."""
+"""Share of a limit (max_entropy, max_truncated) above which the event COLLAPSING is emitted.
+
+The stage stops at the limit itself.
+"""
 CRITIC_STEPS = 5
-"""Steps in a row with an explained variance below 0 that count as a sign of collapse."""
+"""Number of successive steps with an explained variance below 0 that are a sign of collapse."""
 
 
 class EventProgress:
-    """A `Progress` that also emits events about the flow run with this id."""
+    """A `Progress` that also emits the events PROGRESS and COLLAPSING for the flow run `run_id`."""
 
     def __init__(
         self,
@@ -69,13 +71,13 @@ class EventProgress:
                 )
 
     def collapsing(self, stage: str, ppo: Ppo, figures: Mapping[str, float]) -> list[str]:
-        """Return which of the last step's figures are signs of a collapse, a sentence each."""
+        """Return a sentence for each sign of collapse in the figures of a stage's newest step."""
         reasons = []
         for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated)):
             if figures.get(name, 0.0) > WARN_AT * limit:
                 reasons.append(f"{name} {figures[name]:.2f} nears the limit {limit:g}")
         if "explained_variance" in figures:
-            # Rollouts report progress too: a step counts once however often it is seen.
+            # `update` is called several times during a step, so the value is stored by step.
             self.explained[stage, figures["step"]] = figures["explained_variance"]
             last = [value for (name, _), value in sorted(self.explained.items()) if name == stage][
                 -CRITIC_STEPS:
