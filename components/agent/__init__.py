@@ -1,4 +1,4 @@
-"""The agent: tools in a sandboxed shell, rollouts over tokens and chat servers, trajectories, `optimize`.
+"""The agent: tools in a sandboxed shell, rollouts, trajectories, and the optimisation of a module.
 
 Imports `core`, `policy`, `bootstrap`, `sandbox` and `judge`. Start with `episode.py`.
 """

@@ -1,7 +1,7 @@
-"""Rollouts over a chat server: each episode runs in a thread of its own and exchanges messages.
+"""Rollouts over a chat server: each episode exchanges messages with the server in a thread of its own.
 
-Native tool calls where the server has them; where it refuses descriptions of tools, they are part of the
-first message and calls are read from the text.
+Native tool calls are used if the server supports them. If the server refuses descriptions of tools, the first
+message describes the tools instead, and calls are parsed from the text of the answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnsupport
 
 MAX_PARALLEL = 64
 CHARACTERS_PER_TOKEN = 2.5
-"""Low estimate for source text, by which a history is kept within the context window."""
+"""Low estimate of the characters that one token of source text has.
+
+The length of a history in tokens is estimated with it, so that the history fits into the context window.
+"""
 TEXT_FORM = """
 Call a tool by writing, in your answer, one JSON object for each call between tags:
 <tool_call>
@@ -52,7 +55,7 @@ class Chat(Protocol):
 
 
 class ChatEpisode(Episode):
-    """An episode whose policy reads and writes messages."""
+    """Episode whose policy is a chat server, with which it exchanges messages."""
 
     def __init__(self, task: KernelTask, request: RolloutRequest, chat: Chat):
         super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
@@ -61,12 +64,12 @@ class ChatEpisode(Episode):
         self.native = True
         self.messages: list[dict[str, Any]] = [self.first_message()]
         self.observed: list[int] = []
-        """Indices of observations in `messages`."""
+        """Indices of the observations in `messages`."""
 
     def run(self, seed: int) -> Trajectory:
-        """Sample all turns and judge the result.
+        """Sample all turns, judge the final files and return the trajectory.
 
-        The record keeps every turn, also when the server fails later.
+        If the server fails, the trajectory ends there and keeps the turns that were sampled before.
         """
         for turn in range(self.request.max_turns):
             if self.request.is_out_of_time():
@@ -131,7 +134,11 @@ class ChatEpisode(Episode):
             )
 
     def _history(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages with the oldest observations shortened to fit, and how many were shortened."""
+        """Return the messages to send, and the number of observations in them that were shortened.
+
+        The oldest observations are shortened until the messages fit into the context window. The latest
+        observation is never shortened.
+        """
         capacity = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
         history, shortened = list(self.messages), 0
@@ -154,7 +161,10 @@ def _native_form(request: Request) -> dict[str, Any]:
 
 
 def run_chats(request: RolloutRequest, chat: Chat) -> list[Trajectory]:
-    """Return one trajectory per task, in order; one whose server fails has the `finish_reason` server."""
+    """Return one trajectory per task of `request`, in order.
+
+    A trajectory during which the server failed has the `finish_reason` server.
+    """
     episodes = [ChatEpisode(task, request, chat) for task in request.tasks]
     with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="episode") as threads:
         try:

@@ -1,4 +1,4 @@
-"""The environment of one trajectory: its workspace, tools, turns and final verdict, without the policy."""
+"""Environment of one trajectory: the workspace, tools, turns and final verdict, but not the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ SHORTENED = "[an older observation, shortened]"
 
 
 class Episode:
-    """One trajectory in the making; `epoch` names the policy update to the judge."""
+    """One attempt at one task, whose end is recorded as a trajectory.
+
+    `epoch` is passed to the judge, because equal files share one measurement only within one epoch.
+    `in_turns` says whether several turns are allowed.
+    """
 
     def __init__(self, task: KernelTask, params: Params, pool: JudgePool, epoch: str, *, in_turns: bool):
         self.task = task
@@ -42,8 +46,8 @@ class Episode:
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.
 
-        For the compact prompt, a source that is equivalent to a composed task is written as that task would
-        be, since a policy trained from scratch has seen no other layout.
+        With the compact prompt, a source that is a chain of known operators is first rewritten in the layout
+        of composed tasks, because a policy that was trained from scratch has seen only this layout.
         """
         policy, code = self.params.policy, self.task.code
         if policy.prompt == "compact":
@@ -52,22 +56,23 @@ class Episode:
         return {"role": "user", "content": content}
 
     def judge(self) -> Verdict:
-        """Return the verdict on the present files; equal files in one epoch share one measurement.
+        """Return the judge's verdict on the current files of the workspace.
 
-        Raises CancelledError when the episode is abandoned.
+        Equal files share one measurement within one epoch. Raises CancelledError if the episode is abandoned.
         """
         future = self.pool.submit(Job(self.task, Candidate.of(self.workspace.files), self.epoch))
-        if self.abandoned:  # submitted after `abandon` had cancelled the waiting jobs
+        if self.abandoned:  # submitted after `abandon` cancelled the waiting jobs
             future.cancel()
         return future.result()
 
     def perform(
         self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0
     ) -> tuple[ToolCall, ...]:
-        """Run the calls of a sampled turn and set `finish_reason` if the turn ends the trajectory.
+        """Run the tool calls of a sampled turn, record the turn, and return the calls with observations.
 
-        `cut`: the turn reached its token limit. `last`: it is the last turn allowed. `shortened`: the number
-        of observations that were shortened in the history it was sampled from.
+        Sets `finish_reason` if the turn ends the trajectory. `cut` says whether the turn reached its token
+        limit, and `last` whether no further turn is allowed. `shortened` is the number of observations that
+        were shortened in the history from which the turn was sampled.
         """
         calls = tuple(self.tools.run(request) for request in requests)
         self.turns.append(Turn(text, calls, shortened))
@@ -82,7 +87,10 @@ class Episode:
     def finish(
         self, version: str, ids: Sequence[int] = (), mask: Sequence[int] = (), logprobs: Sequence[float] = ()
     ) -> Trajectory:
-        """Judge the files as the episode leaves them and return the trajectory."""
+        """End the episode, judge the final files, and return the trajectory.
+
+        `version` names the policy. `ids`, `mask` and `logprobs` are the token sequences of a token rollout.
+        """
         self.tools.close()
         final = self.judge()
         return Trajectory(
@@ -108,7 +116,10 @@ class Episode:
 
 
 def abandon(episodes: Sequence[Episode], threads: ThreadPoolExecutor, pool: JudgePool) -> None:
-    """Cancel the episodes' waiting jobs after an exception; their threads then wait only for running ones."""
+    """Cancel the waiting judge jobs of the episodes after an exception.
+
+    The threads of the episodes then wait only for jobs that the judge has already begun.
+    """
     threads.shutdown(wait=False, cancel_futures=True)
     for episode in episodes:
         episode.abandoned = True

@@ -1,10 +1,12 @@
 """Output folder of an optimisation.
 
-report.md          what was found, how it was measured, and how to use it
+report.md          result of the optimisation, how it was measured, and how to use the kernel
 result.json        the same figures for programs
-model_new.py       ModelNew for the user's code; it loads the library in workspace/
-workspace/         the template with the judged files and the built library
-trajectories/      everything that the policy tried
+model_new.py       ModelNew for the user's code, which loads the library in workspace/
+workspace/         the workspace template with the candidate's files and its built library
+trajectories/      all trajectories of the optimisation
+
+If no faster kernel was found, model.py takes the place of model_new.py and workspace/.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ _sys.modules["cuda_extension"] = _load(_pathlib.Path(__file__).resolve().parent 
 
 
 def drop_in(model_new: str) -> str:
-    """Return model_new.py with the code that loads the library before the first statement."""
+    """Return the text of model_new.py with `LOADER` inserted, which loads the library of the kernels.
+
+    `LOADER` is inserted before the first statement other than docstrings and imports from `__future__`.
+    """
     tree = ast.parse(model_new)
     first = next(
         (
@@ -71,7 +76,7 @@ def _docstring(node: ast.stmt) -> bool:
 
 
 def write_workspace(folder: Path, code: str, files: dict[str, str], library: Path | None) -> None:
-    """Copy the template and add the task, the candidate's files and its library."""
+    """Write a workspace with the task's source `code`, the candidate's files and its library to `folder`."""
     template = PROJECT / "agent_workdir"
     shutil.copytree(
         template, folder, ignore=shutil.ignore_patterns("kernels", "model.py", "model_new.py", "__pycache__")
@@ -85,15 +90,16 @@ def write_workspace(folder: Path, code: str, files: dict[str, str], library: Pat
 
 
 def check_output_folder(out: Path) -> None:
-    """Raise UserError when `out` holds anything but the output of an optimisation."""
+    """Raise UserError unless `out` is absent, an empty folder, or the output folder of an optimisation."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RESULT).is_file())):
         raise UserError(f"--out {out}: it holds other files; give a new or empty folder.")
 
 
 def export(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:
-    """Write the folder atomically and return the contents of result.json.
+    """Write the output folder `out` atomically and return the contents of result.json.
 
-    `builds` is the judge's cache of libraries.
+    `builds` is the folder of the judge's cache of built libraries, and `policy` is the name of the policy in
+    the report.
     """
     record = as_record(outcome, params, out, policy)
     with atomic_folder(out) as temporary:
@@ -130,7 +136,7 @@ def as_record(outcome: Outcome, params: Params, out: Path, policy: str) -> dict[
 
 
 def headline(outcome: Outcome) -> str:
-    """Return the result in one sentence."""
+    """Return the result of the optimisation as one or two sentences for the user."""
     verdict = outcome.verdict
     if verdict is None:
         return (

@@ -1,8 +1,8 @@
 """Unix socket through which a sandboxed shell asks the judge for a measurement.
 
-A request is one word (compile, verification, profiling) and a newline; the reply is an exit code, a newline
-and text. The judge takes the candidate's files from the workspace at that moment, so the shell cannot supply
-a result.
+A request is the name of a utility (compile, verification or profiling) and a newline. The reply is an exit
+code, a newline, and the text that the utility prints. A request contains no files and no result, because the
+judge itself reads the candidate's files from the workspace when the request arrives.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from components.agent import untrusted_folder
 from components.agent.utility_output import COMMANDS, Utility
 
 MAX_REQUESTS = 500
-"""Requests of one trajectory, since all trajectories share the judge."""
+"""Largest number of requests of one trajectory; it is limited because all trajectories share the judge."""
 
 
 class JudgeSocket:
-    """Serves one request at a time until it is closed; `handle` returns a utility's text and exit code."""
+    """Server that answers requests on the socket `path`, one after the other, until it is closed.
+
+    `handle` is called with the utility of each request and returns the text and exit code of the utility.
+    """
 
     def __init__(self, path: Path, handle: Callable[[Utility], tuple[str, int]]):
         self.handle = handle
         self.requests = 0
         self.failure: Exception | None = None
-        """Exception of `handle`; the thread that runs the shell command raises it."""
+        """Exception that `handle` raised, which the thread that runs the shell command raises again."""
         self._busy_seconds = 0.0
         self._busy_since: float | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A socket's path is limited to 107 bytes, so it is bound relative to its folder.
+        # The path of a socket is limited to 107 bytes, so it is given relative to a descriptor of its folder.
         with untrusted_folder.opened(path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
             self.socket.bind(f"/proc/self/fd/{folder}/{path.name}")
         os.chmod(path, 0o666)
@@ -41,7 +44,7 @@ class JudgeSocket:
         threading.Thread(target=self._serve, name="judge-socket", daemon=True).start()
 
     def busy_seconds(self) -> float:
-        """Return the seconds spent in `handle` so far, a running request included."""
+        """Return the seconds spent in `handle` so far, including those of a running request."""
         since = self._busy_since
         return self._busy_seconds + (time.monotonic() - since if since is not None else 0.0)
 
@@ -75,5 +78,5 @@ class JudgeSocket:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+            self.socket.shutdown(socket.SHUT_RDWR)  # ends the waiting call of `accept`
         self.socket.close()

@@ -1,7 +1,8 @@
 """Optimisation of one module: sample trajectories, measure their best kernels again, report one of them.
 
-The reported figure selects nothing: the trajectories' own verdicts choose a few kernels, a second measurement
-chooses one of these, and a third measurement, in fresh runners, is reported.
+The verdicts within the trajectories choose a few kernels, a second measurement chooses one of these kernels,
+and a third measurement, in fresh runners, is reported. The reported speed-up is thus not biased upwards by
+the choice of the best kernel.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
 FINALISTS = 3
-"""Kernels that are measured a second time."""
+"""Largest number of kernels that are measured a second time."""
 COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
-"""Default number of trajectories, by the policy's prompt."""
+"""Default number of trajectories of policies with the compact prompt, and with the full prompt."""
 FULL_TURNS = 30
-"""Default number of turns of one trajectory with the full prompt."""
+"""Default limit of the turns of one trajectory for policies with the full prompt."""
 TEMPERATURE = 1.0
-SHORT_SECONDS = 2e-5  # eager time below which the overhead of the call dominates
-UNSURE = "_does_not_matter"  # suffix of a reason that names an input without effect on the output
+SHORT_SECONDS = 2e-5  # eager time of a call below which call overhead dominates
+UNSURE = "_does_not_matter"  # suffix of the reasons that name an input without effect on the output
 NOT_LEARNED = (
     "The module was not recognised as a chain of the operators that this policy has learned; "
     "a larger policy (--policy) is the one to ask."
@@ -52,27 +53,28 @@ UNJUDGEABLE = {
 
 
 class AdmittingPool(JudgePool, Protocol):
-    """A judge pool that can also admit tasks, such as `LocalPool`."""
+    """Interface of a judge pool that can also admit tasks, such as `LocalPool`."""
 
     def admit(self, code: str) -> Future[Admission]: ...
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """How hard to search."""
+    """Limits of one optimisation."""
 
     attempts: int
-    """Trajectories."""
+    """Number of trajectories."""
     turns: int
-    """Turns of one trajectory."""
+    """Largest number of turns of one trajectory."""
     seconds: float | None = None
-    """Time after which no turn begins; None is no limit."""
+    """Seconds after the start of the search after which no turn begins. None means that there is no limit."""
 
 
 def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: float = 0) -> SearchBudget:
-    """Return the budget that the user has set.
+    """Return the search budget with defaults for the numbers that are 0.
 
-    0 stands for what suits the policy's prompt, or for no time limit.
+    The defaults of `attempts` and `turns` depend on the policy's prompt. If `seconds` is 0, there is no time
+    limit.
     """
     compact = params.policy.prompt == "compact"
     return SearchBudget(
@@ -100,7 +102,7 @@ class RecordingPool:
 
     @property
     def judged(self) -> dict[Candidate, Verdict]:
-        """The verdicts that are known by now."""
+        """The verdicts of all candidates that have been judged so far."""
         with self.lock:
             return {
                 candidate: future.result()
@@ -119,8 +121,11 @@ class RecordingPool:
 class Outcome:
     """Result of an optimisation.
 
-    `verdict` is the reported measurement of `files`, None when no kernel was correct. `judged` has one
-    verdict for each different candidate, `notes` are sentences for the user.
+    `found` is True if the chosen kernel is faster than eager PyTorch by more than the margin of the
+    milestones and its whole interval is above 1. `verdict` is the reported measurement of `files`, the chosen
+    kernel's files by workspace path. `verdict` is None if no kernel was correct. `judged` holds one verdict
+    for each different candidate, `notes` are sentences for the user, and `seconds` is the duration of the
+    search.
     """
 
     task: KernelTask
@@ -138,10 +143,11 @@ class Outcome:
 
 
 def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
-    """Return the task with the evidence of its admission, and notes for the user.
+    """Admit a user's task and return it with the evidence of its admission, and notes for the user.
 
-    Raises UserError when the module does not run, or when the judge could not tell a wrong kernel from a
-    right one. `pool` needs parameters from `with_any_duration`.
+    `origin` names the module in messages. The parameters of `pool` must come from `with_any_duration`, so
+    that the duration of the module does not matter. Raises UserError if the judge fails, if the module does
+    not run, or if the judge could not distinguish a wrong kernel from a correct one.
     """
     admission = pool.admit(task.code).result()
     evidence = admission.evidence
@@ -181,9 +187,11 @@ def optimize(
     origin: str,
     progress: Progress,
 ) -> Outcome:
-    """Search for the fastest verified kernel for `task`; `origin` names the module in messages.
+    """Search for the fastest verified kernel for `task`.
 
-    The same search finds its verdicts in the judge's journal, so that an interrupted one continues.
+    `origin` names the module in messages. If an interrupted search is repeated, the judge takes the verdicts
+    that it has already reached from its journal. Raises UserError if the task cannot be judged, or if the
+    policy's server never answers.
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
@@ -224,9 +232,9 @@ def optimize(
 
 
 def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[str]:
-    """Return notes on failures of the server and the judge.
+    """Return notes on failures of the policy's server and of the judge.
 
-    UserError when the server answered no turn at all.
+    Raises UserError if the server answered no turn of any trajectory.
     """
     notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
@@ -247,7 +255,10 @@ def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[s
 def _measure_again(
     task: KernelTask, recorder: RecordingPool, pool: JudgePool, epoch: str, progress: Progress
 ) -> tuple[Candidate | None, Verdict | None]:
-    """Choose a kernel by a second measurement of the fastest ones, and return it with its third."""
+    """Measure the fastest kernels again, and return the best of them with a further verdict on it.
+
+    Returns None twice if no kernel is correct in the second measurement.
+    """
 
     def measure(candidate: Candidate, purpose: str) -> Verdict:
         job = Job(task, candidate, f"evaluation/{purpose}/{epoch}", compare_compile=True)

@@ -1,6 +1,6 @@
-"""Policies that write kernels: a checkpoint sampled here, and a model behind an OpenAI-compatible server.
+"""Policies that write kernels: checkpoints sampled on this machine, and models of OpenAI-compatible servers.
 
-`optimize` and the evaluation sample both kinds in the same way.
+`optimize` and the evaluation sample both kinds through the interface `Policy`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 32_768
 """Largest context window, in tokens, that is chosen for a policy without a manifest."""
 FULL_PROMPT_NEW_TOKENS = 8192
-"""Tokens of one turn at most that are chosen for a policy with the full prompt."""
+"""Upper bound of the default turn limit, in tokens, for a policy with the full prompt."""
 FULL_PROMPT_TURNS = 30
-"""Turns of one trajectory that a policy with the full prompt gets at least in an evaluation."""
+"""Lower bound of the default number of turns in an evaluation of a policy with the full prompt."""
 
 
 class Policy(Protocol):
-    """A policy as `optimize` and the evaluation see it."""
+    """Interface of a policy that `optimize` and the evaluation sample."""
 
     @property
     def name(self) -> str:
-        """The folder or the server, for messages."""
+        """Folder of the policy, or names of its server and model; used in messages."""
 
     @property
     def version(self) -> str:
-        """A short name of the weights."""
+        """Short name of the policy's weights, which trajectories record."""
 
     @property
     def digest(self) -> str:
-        """Digest that is equal for equal policies."""
+        """Digest by which policies are compared; equal policies have equal digests."""
 
     @property
     def params(self) -> Params:
-        """The parameters that the policy is sampled with."""
+        """Parameters with which the policy is sampled."""
 
     def sample(self, request: RolloutRequest) -> list[Trajectory]:
         """Return one trajectory per task of `request`, in order."""
@@ -57,9 +57,10 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """A checkpoint or Hugging Face folder, sampled by the backend `policy.backend`.
+    """Policy of a checkpoint or Hugging Face folder, sampled by the backend that `policy.backend` names.
 
-    The model is loaded by the first request, so that a finished evaluation loads none.
+    The model is loaded when it is sampled for the first time, so no model is loaded if an evaluation is
+    complete already.
     """
 
     folder: Path
@@ -88,9 +89,10 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True)
 class ServerPolicy:
-    """One model of an OpenAI-compatible server.
+    """Policy that is one model of an OpenAI-compatible server.
 
-    Its digest is made of their names, since the server does not tell which weights it holds.
+    The digest is computed from the names of server and model, because a server does not tell which weights it
+    holds.
     """
 
     chat: Chat
@@ -113,9 +115,9 @@ class ServerPolicy:
 
 
 def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
-    """Return the policy in `folder`, sampled with `params` as they are.
+    """Return the policy in `folder`, to be sampled with `params` unchanged.
 
-    Raises UserError when there is no model or a file does not match the manifest.
+    Raises UserError if the folder holds no model, or if a file differs from the digest in the manifest.
     """
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -128,10 +130,11 @@ def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
 
 
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> CheckpointPolicy:
-    """Return the policy in `folder`, sampled with the prompt and context window that it was trained with.
+    """Return the policy in `folder`, to be sampled with the prompt and context window of its training.
 
-    A Hugging Face folder without a manifest gets the full prompt and the window of its config.json. `chosen`
-    are the keys of parameters that the user has set; they stay. A checkpoint for another device is refused.
+    For a Hugging Face folder without a manifest, the full prompt and the window in its config.json are used.
+    `chosen` are the keys of the parameters that the user has set, which keep their values. Raises UserError
+    if the folder holds no model, is damaged, or was trained for another device.
     """
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -151,15 +154,19 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Check
 
 
 def server_policy(chat: Chat, params: Params, chosen: frozenset[str]) -> ServerPolicy:
-    """Return the policy behind `chat`, with the full prompt unless the user has chosen otherwise."""
+    """Return the policy that is sampled through `chat`, with the full prompt and a window of `MAX_CONTEXT`.
+
+    `chosen` are the keys of the parameters that the user has set, which keep their values.
+    """
     settings: dict[str, object] = {"prompt": "full", "context": MAX_CONTEXT}
     return ServerPolicy(chat, with_policy_settings(params, settings, chosen))
 
 
 def with_policy_settings(params: Params, settings: dict[str, object], chosen: frozenset[str]) -> Params:
-    """Return `params` with the policy's `settings`, and with long turns and trajectories for the full prompt.
+    """Return `params` with the policy section updated by `settings`.
 
-    Keys in `chosen`, which the user has set, keep their values.
+    If the prompt is the full prompt, the limits of turns and of tokens in a turn are set for it as well.
+    `chosen` are the keys of the parameters that the user has set, which keep their values.
     """
     policy = params.policy.model_copy(
         update={key: value for key, value in settings.items() if f"policy.{key}" not in chosen}

@@ -1,7 +1,7 @@
-"""Replay of a recorded trajectory: the same calls from the same files, and which observations differ.
+"""Replay of a recorded trajectory: run its tool calls again from the same files and compare the observations.
 
-Measured times are left out of the comparison, since they vary. Everything else that differs is reported, also
-output that is never the same, such as a date.
+The lines that hold measured times are left out of the comparison, because times vary. All other differences
+are reported, even in output that changes with every execution, such as a date.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from components.core.task import KernelTask
 from components.judge.pool import JudgePool
 
 MEASURED = re.compile(r"^(?:Torch Baseline: .*|Speed-up: .*)$", re.MULTILINE)
-"""Lines of an observation that hold measured times."""
+"""Pattern of the lines of an observation that hold measured times."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between record and replay.
+    """One difference between the recorded trajectory and its replay.
 
-    `call` counts from 1 in its turn. Turn 0 is the end of the trajectory: call 1 its verdict, call 2 its
-    files.
+    `turn` and `call` are numbered from 1, and `call` begins again at 1 in every turn. A difference at the end
+    of the trajectory has turn 0; its call is 1 if the final verdict differs and 2 if a final file differs.
     """
 
     turn: int
@@ -38,7 +38,11 @@ class Difference:
 
 
 def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: str) -> list[Difference]:
-    """Run every recorded call again and return what differs; `params.device` must be that of the record."""
+    """Run every recorded tool call again and return the differences.
+
+    `params.device` must be the device of the recorded trajectory. Raises UserError if the trajectory was
+    recorded without the source of its task.
+    """
     if not trajectory.task:
         raise UserError(
             "trajectory: the record holds no task source, it was written by an older version; "
@@ -55,7 +59,7 @@ def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: st
     try:
         for turn, recorded in enumerate(trajectory.turns, 1):
             for number, call in enumerate(recorded.calls, 1):
-                # The record of a call that could not be parsed holds only the error.
+                # For a call that could not be parsed, only the error message was recorded.
                 unparsed = not call.valid and not call.arguments
                 error = call.observation.removeprefix(f"{FAILURE}: ").removesuffix(".") if unparsed else ""
                 again = episode.tools.run(Request(call.name, call.arguments, error))

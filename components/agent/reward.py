@@ -1,7 +1,7 @@
 """Rewards: the milestone of a verdict (CUDA Agent, eq. 1), and the raw speed-up of the paper's ablation.
 
-This file imports nothing at run time, since the judge, a lower layer, writes the milestone into each verdict
-with it.
+This file imports nothing of the project at run time, because the judge, which is a lower layer than the
+agent, imports it to compute the milestone of each verdict.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from components.judge.verdict import Verdict
 
 MARGIN = 1.05
-"""Smallest speed-up, as a ratio of baseline to candidate time, that does not count as faster."""
+"""Ratio of baseline time to candidate time above which a candidate is called faster."""
 
 
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
-    """Return -1 for not correct, 1 for correct, 2 for faster than eager, 3 for faster than torch.compile too.
+    """Return -1 if not correct, 1 if correct, 2 if faster than eager, 3 if faster than torch.compile too.
 
-    Only the verdict's status and measured ratios count; its own `milestone` field is not read.
+    The milestone is computed from the verdict's status and measured ratios. The field `milestone` of the
+    verdict is not read.
     """
     if verdict.status != "correct":
         return -1
     eager, compiled = verdict.speedup.eager, verdict.speedup.compile
-    if eager is None or not eager.estimate > MARGIN:  # NaN is not faster
+    if eager is None or not eager.estimate > MARGIN:  # `not … > …` is also True for NaN
         return 1
     return 3 if compiled is not None and compiled.estimate > MARGIN else 2
 
@@ -34,9 +35,10 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
 def training_rewards(
     trajectories: Sequence[Trajectory], shape: Literal["milestone", "speedup"]
 ) -> list[float]:
-    """Return what PPO maximises for each trajectory: its milestone, or its measured speed-up over eager.
+    """Return the reward that PPO maximises for each trajectory: its milestone or its speed-up over eager.
 
-    The speed-up is the paper's ablation of the milestones; it is -1 for an incorrect candidate.
+    `shape` selects one of them; the paper's ablation uses the speed-up in place of the milestone. The
+    speed-up is replaced by -1 if the final candidate is not correct or its speed-up was not measured.
     """
     if shape == "milestone":
         return [trajectory.reward for trajectory in trajectories]

@@ -1,4 +1,4 @@
-"""The arguments of one rollout, the same for a sampler of tokens and for a chat server."""
+"""Arguments of one rollout, which are the same for token samplers and for chat servers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _ignore_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Which trajectories to sample, and within which limits.
+    """Tasks, judge pool and limits of one rollout.
 
-    A task is sampled once for each time that it is listed. `epoch` names the policy update to the judge:
-    within one epoch, equal candidates for a task share one measurement.
+    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is
+    passed to the judge, because equal candidates for a task share one measurement only within one epoch.
     """
 
     tasks: Sequence[KernelTask]
@@ -29,19 +29,20 @@ class RolloutRequest:
     epoch: str
     seed: int
     max_turns: int
-    """With 1, the first answer is final."""
+    """Largest number of turns of one trajectory. If it is 1, the first answer is final."""
     max_new_tokens: int
-    """Limit of one turn, in tokens."""
+    """Largest number of tokens that are sampled in one turn."""
     temperature: float
     deadline: float | None = None
-    """Time of `time.monotonic` after which no turn begins; None is no limit."""
+    """Value of `time.monotonic()` after which no further turn begins. None means that there is no limit."""
     shorten_history: bool = False
     """Whether a token rollout shortens old observations when the context window is full.
 
-    Off in training, where a trajectory must be one sequence. A chat rollout always does so.
+    It is off in training, because a trajectory that is trained on must be one sequence of tokens. A chat
+    rollout always shortens old observations.
     """
     on_progress: Callable[[int, int], None] = _ignore_progress
-    """Called with the number of finished trajectories and of all."""
+    """Function that is called with the number of finished trajectories and the number of all trajectories."""
 
     @property
     def multi_turn(self) -> bool:

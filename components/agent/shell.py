@@ -1,9 +1,9 @@
 """The agent's shell: one sandboxed bash from the first command to the end of the trajectory.
 
-Commands run in the same bash, so directory, variables and functions persist. Each command's output goes to a
-file, so that a background process which keeps its standard output open cannot block the end of the command.
-The shell may write /workspace, /output and /tmp, and reaches the judge through a socket in /control
-(components/agent/judge_socket.py).
+All commands run in the same bash, so the working directory, variables and functions persist. Each command
+writes its output to a file of its own, because the end of a pipe would not be reached as long as a background
+process keeps it open. The shell may write to /workspace, /output and /tmp, and it sends requests to the judge
+through a socket in /control (components/agent/judge_socket.py).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from components.sandbox import clock, isolation
 TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
 TEMPORARY_BYTES = 1 << 28
-"""Capacity of the shell's /tmp."""
+"""Capacity of the shell's /tmp, in bytes."""
 MEMORY_BYTES = 4 << 30
-"""Limit of the shell's memory."""
+"""Limit of the shell's memory, in bytes."""
 MAX_FILE_BYTES = 64 << 20
-"""Limit of one file that the shell writes."""
+"""Limit of the size of one file that the shell writes, in bytes."""
 MAX_DISK_BYTES = 256 << 20
-"""Limit of all files that the shell writes."""
+"""Limit of the total size of all files of the shell, in bytes."""
 MAX_ENTRIES = 10_000
-"""Limit of the number of files and folders that the shell writes."""
+"""Limit of the number of files and folders of the shell."""
 KEPT_BYTES = 1 << 16
-"""Bytes that are read of a command's output, at its head and at its tail."""
+"""Bytes of a command's output that are read at its beginning, and again at its end."""
 CPU_SECONDS = 3600
-"""Limit of CPU time of one process."""
+"""Limit of the CPU time of one process, in seconds."""
 POLL_SECONDS = 0.25
 CONTROL_SECONDS = 5.0
-"""Limit of starting or ending a background command."""
+"""Seconds that starting or ending a background command may take."""
 DRIVER = r"""
 trap '' XFSZ
 declare -A __job
@@ -64,24 +64,28 @@ done
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Output of a command and its exit code."""
+    """Output of a command and its exit code, or None if the command was ended."""
 
     output: str
     code: int | None
     note: str = ""
-    """Why there is no exit code."""
+    """Why there is no exit code. It is empty if there is one."""
 
 
 class Shell:
-    """A sandboxed bash that starts with the first command, and again with the next one after it has ended."""
+    """A sandboxed bash.
+
+    It starts with the first command. If it has ended, for instance at a limit, the next command starts it
+    again.
+    """
 
     def __init__(
         self, sandbox: Sandbox, task_source: str, *, judge_seconds: Callable[[], float] = lambda: 0.0
     ):
         """Create the shell's folders.
 
-        `judge_seconds` returns the seconds for which the judge has kept this shell waiting so far; they do
-        not count against a command's time limit.
+        `task_source` becomes the contents of model.py. `judge_seconds` returns the seconds for which this
+        shell has waited for the judge so far, which are not charged to the time limit of a command.
         """
         self.sandbox = sandbox
         self.judge_seconds = judge_seconds
@@ -99,20 +103,24 @@ class Shell:
             path.chmod(mode)
         (self.base / "model.py").write_text(task_source)
         (self.base / "model.py").chmod(0o644)
-        if sandbox.isolation == "none":  # nothing can be mounted, so the files are copied
+        if sandbox.isolation == "none":  # without mounts, the template's files must be copied
             shutil.copytree(TEMPLATE / "utils", self.workspace / "utils")
             for path in (self.base / "model.py", *(TEMPLATE / name for name in TEMPLATE_FILES)):
                 shutil.copy(path, self.workspace)
         self.process: subprocess.Popen[bytes] | None = None
         self.commands = 0
         self.read_until: dict[str, int] = {}
-        """Bytes of output that were returned already, by the number of a background command."""
+        """Number of bytes of output that were already returned, by the number of the background command."""
         self.lock = threading.Lock()
 
     # --- files ---
 
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
-        """Write what differs between `files` and `before`, the folder's contents when last read."""
+        """Update the candidate's files in the shell's workspace to `files`.
+
+        `before` are the files that the workspace held when it was last written or read. Only the differences
+        between `before` and `files` are written.
+        """
         untrusted_folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
             untrusted_folder.remove(self.workspace, path)
@@ -121,7 +129,7 @@ class Shell:
                 untrusted_folder.write_text(self.workspace, path, text)
 
     def pull(self) -> dict[str, str]:
-        """Return the candidate's files in the folder."""
+        """Return the candidate's files in the shell's workspace: model_new.py and those in kernels/."""
         untrusted_folder.open_up(self.workspace, "kernels")
         files = {
             f"kernels/{name}": data
@@ -135,7 +143,7 @@ class Shell:
     # --- commands ---
 
     def run(self, command: str, seconds: float) -> CommandResult:
-        """Run `command` to its end, for at most `seconds`."""
+        """Run `command` and wait for its end, for at most `seconds`."""
         number = self._save(command)
         line = self._send(f"run {number}", seconds)
         code = int(line) if line.lstrip("-").isdigit() else None
@@ -143,16 +151,16 @@ class Shell:
         return CommandResult(self._read(number)[0], code, note)
 
     def start(self, command: str) -> str:
-        """Start `command` in the background and return the name by which its output is read."""
+        """Start `command` in the background and return the name that `new_output` and `kill` expect."""
         number = self._save(command)
         self._send(f"start {number}", CONTROL_SECONDS)
         self.read_until[number] = 0
         return f"bash_{number}"
 
     def new_output(self, name: str) -> tuple[str, str] | None:
-        """Return a background command's output since the last call, and its state.
+        """Return the output of a background command since the last call, and a text about its state.
 
-        None for an unknown name.
+        Returns None if there is no background command of this name.
         """
         number = name.removeprefix("bash_")
         if number not in self.read_until:
@@ -169,7 +177,10 @@ class Shell:
         )
 
     def kill(self, name: str) -> bool:
-        """Kill a background command and its children; return False for an unknown name."""
+        """Kill a background command and its child processes.
+
+        Returns False if there is no background command of this name.
+        """
         number = name.removeprefix("bash_")
         if number not in self.read_until:
             return False
@@ -177,14 +188,14 @@ class Shell:
         return True
 
     def close(self) -> None:
-        """End every process and remove the folder."""
+        """End all processes of the shell and remove its folders."""
         self._end()
         remove_tree(self.base)
 
     # --- the process ---
 
     def _save(self, command: str) -> str:
-        """Write a command to its file and return its number."""
+        """Write `command` to a file of its own and return the number of the command."""
         self.commands += 1
         path = self.control / f"{self.commands}.sh"
         path.write_text(command.replace("\0", "") + "\n", errors="replace")
@@ -192,7 +203,12 @@ class Shell:
         return str(self.commands)
 
     def _send(self, order: str, seconds: float) -> str:
-        """Send an order to the driver and return its reply: an exit code, or a sentence why there is none."""
+        """Send a line to `DRIVER` in the bash and return the reply.
+
+        The reply is an exit code, or a sentence that says why there is none. `order` is run, start or kill,
+        and the number of a command. `seconds` is the time limit of the order. The bash is started first if it
+        does not run.
+        """
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self._end()
@@ -207,10 +223,14 @@ class Shell:
             return self._reply(process, order.split()[1], seconds)
 
     def _reply(self, process: subprocess.Popen[bytes], number: str, seconds: float) -> str:
-        """Wait for the driver's reply to a command while its time and disk space last."""
+        """Wait for the reply of `DRIVER` to command `number` and return the exit code in it.
+
+        If the command exceeds its time limit `seconds` or the limits of disk space, the shell is ended and a
+        sentence that says so is returned.
+        """
         assert process.stdout is not None
         spent, judge_seconds, reply = 0.0, self.judge_seconds(), b""
-        output = select.poll()  # select() refuses descriptors above 1023
+        output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
         while not reply.endswith(b"\n"):
             began = time.monotonic()
@@ -289,7 +309,8 @@ class Shell:
     def _end(self) -> None:
         """Kill the shell.
 
-        The end of bubblewrap's process namespace kills everything that a command has started.
+        With it, bubblewrap's process namespace ends, so the kernel also kills all processes that commands
+        have started.
         """
         process, self.process = self.process, None
         if process is None:
@@ -302,7 +323,10 @@ class Shell:
                 pipe.close()
 
     def _read(self, number: str, start: int = 0) -> tuple[str, int]:
-        """Return a command's output from byte `start` on, shortened in the middle, and its size in bytes."""
+        """Return the output of command `number` from byte `start` on, and the offset of its end in bytes.
+
+        An output longer than 2 * `KEPT_BYTES` is shortened in the middle.
+        """
         try:
             with untrusted_folder.opened(
                 self.output / number, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -325,5 +349,5 @@ class Shell:
 
 
 def _environment(control: str, output: str) -> dict[str, str]:
-    """Return the variables by which the driver and the utilities find folders and socket."""
+    """Return the environment variables with the folders of `DRIVER` and the path of the judge's socket."""
     return {"CONTROL": control, "OUTPUT": output, "JUDGE_SOCKET": f"{control}/judge.sock"}

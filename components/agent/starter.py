@@ -1,4 +1,4 @@
-"""The `model_new.py` that a workspace begins with: Model's constructor and a call of the kernel."""
+"""The initial `model_new.py` of a workspace: the constructor of Model and a forward that calls the kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from components.core.task import KernelTask
 def starter(task: KernelTask) -> str | None:
     """Return a `model_new.py` whose forward calls `cuda_extension.forward(inputs…, parameters…, outputs…)`.
 
-    Output shapes come from the admission's evidence. None where the task has no evidence, forward() takes
-    anything but tensors, or parameters live in numbered submodules: there the agent writes the file itself.
+    The output shapes are taken from the evidence of the task's admission. Returns None if the task has no
+    evidence, if a parameter belongs to a numbered submodule, or if the arguments of forward() do not
+    correspond to the inputs. In these cases the policy has to write the whole file.
     """
     evidence = task.evidence
     if "outputs" not in evidence or any(
@@ -43,9 +44,10 @@ def starter(task: KernelTask) -> str | None:
 
 
 def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
-    """Return the expression that allocates an output next to input `name`.
+    """Return the source of an expression that allocates an output on the device of the input `name`.
 
-    A leading size equal to the input's stays symbolic, so that another batch size works.
+    If the first dimension of output and input is equal, the expression takes it from the input, so that other
+    batch sizes work.
     """
     if shape == input_shape:
         return f"torch.empty_like({name})"
@@ -55,7 +57,7 @@ def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
 
 
 def _rename(model: ast.ClassDef) -> None:
-    """Call the class ModelNew, and take the old name out of super(Model, self)."""
+    """Rename the class to ModelNew and replace super(Model, self) by super()."""
     model.name = "ModelNew"
     for node in ast.walk(model):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
@@ -63,7 +65,7 @@ def _rename(model: ast.ClassDef) -> None:
 
 
 def _module(tree: ast.Module) -> ast.Module:
-    """Return the task's module without docstring and input functions, and import cuda_extension in it."""
+    """Return the task's module with an import of cuda_extension, without docstring and input functions."""
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     rest = [

@@ -1,8 +1,8 @@
-"""Rollouts over a sampler of tokens: many episodes side by side with one sampler and one judge pool.
+"""Rollouts over a sampler of tokens: many episodes in parallel with one sampler and one judge pool.
 
-All unfinished episodes sample a turn together, then their calls run in parallel, then the next turn begins.
-Token ids are appended and never encoded again from text; observations are inserted as the chat template
-writes them after a turn.
+The sampler samples a turn for all unfinished episodes together, then the tool calls of these turns run in
+parallel, and then the next turn begins. Sampled token ids are appended to the history as they are and never
+computed from text again. Observations are inserted in the form that the chat template gives tool messages.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 MAX_PARALLEL_CALLS = 64
 MIN_TURN_TOKENS = 16
-"""An episode ends when fewer tokens are left in the context window."""
+"""Number of tokens that must be left in the context window; with fewer, an episode ends."""
 MARK = "\u2402assistant\u2403"
-"""Placeholder of a sampled turn in the chat template, which occurs in no template and no prompt."""
+"""Placeholder for a sampled turn in a rendered chat template; it occurs in no template and no prompt."""
 
 
 def suffix_ids(
     tokenizer: PreTrainedTokenizerBase, observations: Sequence[str], tools: list[Any] | None = None
 ) -> list[int]:
-    """Return the ids between a sampled turn, its end-of-turn token included, and the next turn.
+    """Return the token ids between the end-of-turn token of a sampled turn and the next turn.
 
-    They are a tool message for each observation and the generation prompt, as the chat template writes them.
+    The chat template renders them from a tool message for each observation and the generation prompt. Raises
+    UserError if the chat template leaves out messages of the assistant.
     """
     messages = [
         {"role": "user", "content": "?"},
@@ -57,12 +58,12 @@ def suffix_ids(
 
 
 class TokenEpisode(Episode):
-    """An episode whose policy reads and writes token ids, all of which are recorded."""
+    """Episode whose policy is sampled as token ids, all of which are recorded."""
 
     def __init__(self, task: KernelTask, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase):
         super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
         self.tokenizer = tokenizer
-        # A policy with the compact prompt knows its tools; for others the chat template describes them.
+        # A policy with the compact prompt knows its tools. For others, the chat template describes the tools.
         described = self.params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
         self.descriptions = descriptions() if described else None
         text = str(
@@ -74,13 +75,14 @@ class TokenEpisode(Episode):
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
         self.observed: list[tuple[int, int]] = []
-        """Begin and end of each turn's observations in `ids`."""
+        """Begin and end of the observations in `ids`, for each turn."""
         self.shortened = 0
 
     def prompt(self, *, shorten: bool) -> list[int]:
-        """The history to sample from.
+        """Return the token ids of the history from which the next turn is sampled.
 
-        With `shorten`, the oldest observations give way until a turn fits into the window.
+        With `shorten`, the oldest observations are shortened until there is room for a turn in the context
+        window. The observations of the latest turn are never shortened.
         """
         ids, self.shortened = self.ids, 0
         capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)
@@ -97,7 +99,11 @@ class TokenEpisode(Episode):
         return ids
 
     def act(self, completion: Completion, last: bool) -> None:
-        """Append a sampled turn, run its calls and append their observations, or end the episode."""
+        """Append a sampled turn to the history and run its tool calls.
+
+        Unless the turn ends the episode, the observations of the calls are appended as well. `last` says
+        whether no further turn is allowed.
+        """
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
@@ -120,7 +126,11 @@ class TokenEpisode(Episode):
         return self.finish(version, self.ids, self.mask, self.logprobs)
 
     def _messages(self, calls: Sequence[ToolCall]) -> list[str]:
-        """Return a message per call where the template knows tools; the compact form has one for all."""
+        """Return the texts of the tool messages that carry the observations of `calls`.
+
+        There is one message per call if the chat template describes the tools, and otherwise one for all
+        calls.
+        """
         observations = [call.observation for call in calls]
         return observations if self.descriptions is not None else ["\n".join(observations)]
 
@@ -128,10 +138,11 @@ class TokenEpisode(Episode):
 def run_episodes(
     request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    """Return one trajectory per task, in order; the final answer is the workspace when its episode ends.
+    """Return one trajectory per task of `request`, in order.
 
-    Nothing that a policy does raises an exception. A final verdict `infrastructure` means that the trajectory
-    says nothing about the policy.
+    The final answer of an episode consists of the candidate's files at its end. No action of a policy raises
+    an exception. If the final verdict has the status `infrastructure`, the judge failed, so the trajectory
+    must not be used to assess the policy.
     """
     episodes = [TokenEpisode(task, request, tokenizer) for task in request.tasks]
     context = request.params.policy.context

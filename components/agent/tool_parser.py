@@ -1,7 +1,7 @@
-"""Parser of the tool calls in an assistant's turn: native calls, Qwen and Hermes tags, fenced JSON.
+"""Parser of the tool calls in a policy's turn: native calls, Qwen and Hermes tags, fenced or bare JSON.
 
-Text that looks like a call and cannot be parsed becomes a request with an `error`, which the policy gets to
-see.
+Text that looks like a call but cannot be parsed becomes a request with an `error`, which is shown to the
+policy as the observation of the call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FENCE = re.compile(
 )
 LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|parameters)"\s*:', re.DOTALL)
 MAX_CALLS = 16
-"""Calls of one turn that are run; the rest is ignored."""
+"""Largest number of calls of one turn that are run; further calls are ignored."""
 MAX_ARGUMENT_CHARACTERS = 1 << 20
-"""Characters of all arguments of one call."""
+"""Largest number of characters that the arguments of one call may have together."""
 FORM = (
     "a call is <function=NAME>, its <parameter=…> and </function>, or one JSON object with name and arguments"
 )
@@ -32,9 +32,10 @@ FORM = (
 
 @dataclass(frozen=True)
 class Request:
-    """A tool call of the policy.
+    """A tool call that the policy requests.
 
-    `error` says why it could not be parsed, `call_id` is the id of a native call.
+    `error` says why the call could not be accepted and is empty otherwise. `call_id` is the id of a native
+    call and empty for calls in text.
     """
 
     name: str
@@ -44,9 +45,10 @@ class Request:
 
 
 def parse_calls(text: str) -> list[Request]:
-    """Return the first `MAX_CALLS` tool calls of a message.
+    """Return the first `MAX_CALLS` tool calls in the text of a message.
 
-    Fences and bare JSON count only where there is no tag.
+    Fenced and bare JSON is parsed only if the text has no `<tool_call>` tag. Text between `<think>` tags is
+    ignored.
     """
     text = THOUGHT.sub("", text)
     blocks = BLOCK.findall(text)
@@ -59,7 +61,7 @@ def parse_calls(text: str) -> list[Request]:
 
 
 def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
-    """Return the first `MAX_CALLS` of the calls that a server has parsed."""
+    """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself."""
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
         call_id = call.id or f"call_{index}"
@@ -89,7 +91,7 @@ def _tagged(block: str) -> Request:
 
 
 def _json_calls(block: str) -> list[Request]:
-    """Parse one call or a list of calls."""
+    """Return the requests in a block of JSON that holds one call or a list of calls."""
     try:
         value = json.loads(block)
         return [_call(item) for item in (value if isinstance(value, list) else [value])]
@@ -105,7 +107,7 @@ def _call(value: Any) -> Request:
 
 
 def _limited(request: Request) -> Request:
-    """Return the request, or one with an error when its arguments are too long."""
+    """Return `request`, or a copy with an error and without arguments if the arguments are too long."""
     size = sum(
         len(value) if isinstance(value, str) else len(repr(value)) for value in request.arguments.values()
     )

@@ -1,8 +1,8 @@
-"""The agent's tools, by the names and with the argument names that policies know from other agents.
+"""The agent's tools, with names of tools and arguments that policies know from other agents.
 
-Files live in memory. A shell starts with the first command that needs one and gets a copy of the files; after
-each command, its changes in model_new.py and kernels/ are taken over. The measuring commands alone need no
-shell.
+The candidate's files are kept in memory. A shell is started by the first command that needs one and gets a
+copy of the files. After each command, the changes that the shell made to model_new.py and kernels/ are copied
+back. A command that consists only of utilities needs no shell.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from components.core.text import readable
 from components.judge.verdict import Verdict
 
 SHELL_SECONDS = 120.0
-"""Default limit of a shell command."""
+"""Default time limit of a shell command."""
 MAX_SHELL_SECONDS = 600.0
+"""Largest time limit that the policy can give a shell command."""
 SEARCH_SECONDS = 20.0
-"""Limit of a Grep call."""
+"""Time limit of a Grep call."""
 MIN_OBSERVATION, MAX_OBSERVATION = 2000, 30_000
-"""Bounds of the characters that an observation may have; between them it depends on the context window."""
+"""Bounds of the limit of an observation, in characters; in between it is a quarter of the context window."""
 MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
-"""Limits of what one Read call shows."""
+"""Largest number of lines, and of characters in each line, that one Read call shows."""
 FAILURE = "invalid tool call"
 SEARCHED = (
     "SKILL.md",
@@ -45,15 +46,16 @@ SEARCHED = (
     "kernels",
     "utils",
 )
-"""What a Grep call without a path searches."""
+"""Files and folders that a Grep call without a path searches."""
 
 
 class Tools:
-    """Runs the tool calls of one trajectory on its workspace.
+    """Executor of the tool calls of one trajectory on its workspace.
 
-    `judge` returns the verdict on the files as they are. `context` is the policy's window in tokens: an
-    observation takes about a sixteenth of it at most. With `read_first`, a file that the policy has not seen
-    in its present state cannot be overwritten.
+    `judge` returns the verdict on the current files of the workspace. `context` is the policy's context
+    window in tokens, of which one observation takes about a sixteenth at most, though at least
+    `MIN_OBSERVATION` characters are allowed. With `read_first`, a file cannot be overwritten or edited before
+    the policy has seen its current text.
     """
 
     def __init__(
@@ -72,15 +74,18 @@ class Tools:
         self.read_first = read_first
         self.verdicts: list[Verdict] = []
         self.last_seen: dict[str, str] = {}
-        """Text of each file when the policy last read or wrote it."""
+        """Text of each candidate's file at the time when the policy last read or wrote it."""
         self.lock = threading.RLock()
         self._shell: Shell | None = None
         self._socket: JudgeSocket | None = None
         self._pushed: dict[str, str] = {}
-        """The candidate's files as they were last written to, or read from, the shell's folder."""
+        """The candidate's files that were last written to the shell's workspace or read from it."""
 
     def run(self, request: Request) -> ToolCall:
-        """Execute one call; a mistake in it becomes the observation."""
+        """Execute one tool call and return its record.
+
+        A mistake in the call raises no exception but is described in the observation.
+        """
         arguments = request.error or validated(request.name, request.arguments)
         if isinstance(arguments, str):
             return ToolCall(request.name, request.arguments, f"{FAILURE}: {arguments}.", valid=False)
@@ -136,7 +141,7 @@ class Tools:
         return f"Written {plain}."
 
     def edit(self, path: str, edits: Sequence[tool_schemas.OneEdit | tool_schemas.Edit]) -> str:
-        """Make all edits in order, or none."""
+        """Apply all edits in order, or no edit if one of them fails, and return the observation."""
         plain = self.workspace.writable(path)
         text = self.workspace.files.get(plain) if plain is not None else None
         if plain is None or text is None:
@@ -157,14 +162,18 @@ class Tools:
             self.workspace.files[path] = self.last_seen[path] = text
 
     def _unread(self, path: str) -> str:
-        """Return why the policy may not overwrite an existing file, or an empty string."""
+        """Return the reason why the policy may not overwrite an existing file, or an empty string."""
         if not self.read_first or self.last_seen.get(path) == self.workspace.files[path]:
             return ""
         reason = "it has changed since you read it" if path in self.last_seen else "you have not read it"
         return f"{path}: {reason}; Read it first."
 
     def _text(self, path: str) -> str | None:
-        """Return a file's text; what a shell wrote beside the candidate's files is in its folder only."""
+        """Return the text of a file, or None if there is no such file.
+
+        Files that are not the candidate's, such as files that shell commands have written, are read from the
+        shell's workspace.
+        """
         text = self.workspace.read(path)
         if text is None and self._shell is not None and path.count("/") <= 1:
             data = untrusted_folder.read_bytes(self._shell.workspace, path)
@@ -207,7 +216,10 @@ class Tools:
         return "\n".join(matching) or f"No file matches {pattern[:80]}."
 
     def grep(self, arguments: tool_schemas.Grep) -> str:
-        """Run GNU grep in the shell, whose time limit ends an expression that backtracks without end."""
+        """Run GNU grep in the shell and return the observation.
+
+        An expression that backtracks without end is stopped by the time limit of the shell command.
+        """
         start = plain_path(arguments.path or ".")
         if start is None:
             return f"{(arguments.path or '')[:80]}: outside the workspace."
@@ -228,7 +240,10 @@ class Tools:
     # --- commands ---
 
     def bash(self, arguments: tool_schemas.Bash) -> str:
-        """Send measuring commands that stand alone straight to the judge; run anything else in the shell."""
+        """Run a shell command and return the observation.
+
+        A command that consists only of utilities is sent directly to the judge, without a shell.
+        """
         if arguments.run_in_background:
             return f"Started {self._started().start(arguments.command)} in the background."
         parts = [part.strip() for part in arguments.command.strip().split("&&")]
@@ -241,7 +256,7 @@ class Tools:
         return f"{result.output}{separator}{note}" or "[no output]"
 
     def _run_utilities(self, utilities: list[Utility]) -> str:
-        """Return what the utilities print for one verdict, up to the first that fails."""
+        """Judge the files once and return the output of `utilities`, up to the first utility that fails."""
         verdict = self._verdict()
         outputs = []
         for utility in utilities:
@@ -258,7 +273,7 @@ class Tools:
         return verdict
 
     def _serve_utility(self, utility: Utility) -> tuple[str, int]:
-        """Answer a utility that runs inside the shell: its text and exit code."""
+        """Return the text and exit code for a utility that a command in the shell has called."""
         self._pull()
         return utility_output(utility, self._verdict())
 
@@ -279,11 +294,15 @@ class Tools:
         result = self._started().run(command, seconds)
         self._pull()
         if self._socket is not None and self._socket.failure is not None:
-            raise self._socket.failure  # the judge is broken, which the policy cannot mend
+            raise self._socket.failure  # the failure is the judge's own, so it is no observation
         return result
 
     def _pull(self) -> None:
-        """Take over the shell's changes; edits in memory that were not pushed yet stay."""
+        """Copy the changes that shell commands made to the candidate's files into memory.
+
+        Files that the shell did not change keep edits in memory that were not written to the shell's
+        workspace yet.
+        """
         if self._shell is None:
             return
         with self.lock:
@@ -298,7 +317,7 @@ class Tools:
                     self._pushed.pop(path, None)
 
     def close(self) -> None:
-        """Take over the last changes, and end the shell with all its processes."""
+        """Copy the last changes from the shell into memory, and end the shell with all its processes."""
         if self._shell is not None:
             self._pull()
             self._shell.close()
@@ -313,7 +332,10 @@ def _no_job(name: str) -> str:
 
 
 def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[str, str]:
-    """Return the text after one edit, and what is wrong with the edit (empty when nothing is)."""
+    """Return the text after one edit, and a sentence that says what is wrong with the edit.
+
+    The sentence is empty if the edit is correct.
+    """
     count = text.count(edit.old_string) if edit.old_string else 0
     if count == 0 or (count > 1 and not edit.replace_all):
         needed = "at least once" if edit.replace_all else "exactly once"
@@ -326,7 +348,10 @@ def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[
 
 
 def _glob_expression(pattern: str) -> str:
-    """Translate a glob pattern; `*` does not cross a slash, `**/` is any number of folders."""
+    """Return the regular expression that is equivalent to a glob pattern.
+
+    `*` does not match a slash, and `**/` matches any number of folders.
+    """
     expression = "/".join(
         "(?:.*/)?"
         if part == "**"

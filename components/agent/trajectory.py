@@ -1,6 +1,7 @@
-"""The trajectory: exactly what the policy saw and produced, in files of common formats.
+"""The trajectory, a record of everything that the policy saw and produced, and its files on disk.
 
-`ids` holds the sampled token ids themselves; they are never encoded again from text.
+`ids` holds the sampled token ids themselves. They are never computed from text again, because encoding a text
+can give other tokens than the policy sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler
 class ToolCall:
     """One tool call with its observation.
 
-    `valid` is False when it did not parse, `verdicts` counts its verdicts.
+    `valid` is False if the call could not be parsed or its arguments do not fit the tool. `verdicts` is the
+    number of verdicts that the judge gave during the call.
     """
 
     name: str
@@ -37,10 +39,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant message, decoded as `text`, and its calls.
+    """One message of the policy, decoded as `text`, and its tool calls.
 
-    `shortened` is the number of the oldest observations that were shortened in the history it was sampled
-    from.
+    `shortened` is the number of old observations that were shortened in the history from which the message
+    was sampled.
     """
 
     text: str
@@ -50,15 +52,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode; sequences have the length of `ids` and are empty where the policy is a chat server.
+    """Record of one episode.
 
-    `action_mask` is 1 on the tokens that the policy sampled, and `sampler_logprob` their log-probability in
-    nats, 0 elsewhere. `verdicts` are all in order; the last one, of the final answer, gives the milestone
-    `reward`. `finish_reason` is stop, length (a token or context limit), turns, time or server (the policy's
-    server failed, for the reason `error`). `policy_version` is the checkpoint's digest and update count.
-    `files` are the candidate's at the end by workspace path, `start` those before the first turn. With
-    `task`, the source, and `settings` (`device`, `in_turns`: several turns were allowed, `context`: window in
-    tokens), a trajectory can be replayed without its data set.
+    `ids`, `action_mask` and `sampler_logprob` have one entry for each token and are empty if the policy is a
+    chat server. `action_mask` is 1 on the tokens that the policy sampled. `sampler_logprob` is the
+    log-probability of these tokens in nats and 0 on all other tokens. `verdicts` are all verdicts of the
+    episode in order. The last verdict is on the final answer, and `reward` is its milestone.
+
+    `finish_reason` is stop, length (a token or context limit), turns, time or server. With server, the
+    policy's server failed, and `error` says why. `policy_version` names the policy's weights. `files` are the
+    candidate's files at the end by workspace path, and `start` are its files before the first turn. `task` is
+    the source of the task. `settings` has the keys `device`, `in_turns` (whether several turns were allowed)
+    and `context` (window in tokens). Because of `task` and `settings`, a trajectory can be replayed without
+    its data set.
     """
 
     task_id: str
@@ -82,7 +88,12 @@ class Trajectory:
 
 
 def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
-    """Write trajectories.jsonl (all but tokens) and tokens.safetensors (`SEQUENCES` and offsets)."""
+    """Write trajectories to trajectories.jsonl and tokens.safetensors in `folder`.
+
+    trajectories.jsonl has one line for each trajectory, without the sequences of tokens. tokens.safetensors
+    has the sequences of all trajectories one after the other, and the `offsets` at which each trajectory
+    begins.
+    """
     lines = []
     for trajectory in trajectories:
         record = {key: value for key, value in asdict(trajectory).items() if key not in SEQUENCES}
@@ -94,14 +105,17 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
     }
     offsets = list(itertools.accumulate((len(trajectory.ids) for trajectory in trajectories), initial=0))
     with atomic_folder(folder) as temporary:
-        # A lone surrogate, which JSON can spell, is written as JSON's own escape.
+        # A lone surrogate cannot be encoded as UTF-8, so it is written as an escape sequence of JSON.
         text = "".join(lines).encode(errors="backslashreplace")
         (temporary / "trajectories.jsonl").write_bytes(text)
         save_file(tokens | {"offsets": np.array(offsets, dtype=np.int64)}, temporary / "tokens.safetensors")
 
 
 def load_trajectories(folder: Path) -> list[Trajectory]:
-    """Read what `save_trajectories` wrote; raises UserError when a file is damaged or the two disagree."""
+    """Read the trajectories that `save_trajectories` has written to `folder`.
+
+    Raises UserError if one of the two files is missing or damaged, or if they do not belong together.
+    """
     try:
         records = [
             json.loads(line) for line in (folder / "trajectories.jsonl").read_text().split("\n") if line

@@ -1,4 +1,4 @@
-"""A trajectory turn by turn for people, in the terminal and as one HTML page."""
+"""Views of a trajectory for people, turn by turn: lines for a terminal, and one HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 760, 220, 56, 34
 
 @dataclass(frozen=True)
 class Action:
-    """One tool call: a short title, its change as lines of a diff, its observation and its verdicts."""
+    """One tool call as it is shown.
+
+    `title` is the call's main argument. `diff` has the lines of a diff if the call changed a file.
+    """
 
     name: str
     title: str
@@ -35,7 +38,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """One turn; `text` is without the calls."""
+    """One turn as it is shown; `text` is the policy's message without its tool calls."""
 
     number: int
     text: str
@@ -44,7 +47,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Mark:
-    """A verdict in the plot: its turn, its speed-ups where it was correct, and its text."""
+    """One verdict as it is drawn in the plot.
+
+    `turn` is its horizontal position, `eager` and `compile` are its speed-ups if they were measured, and
+    `words` is its text.
+    """
 
     turn: int
     eager: float | None
@@ -53,13 +60,20 @@ class Mark:
 
 
 def find(folder: Path) -> list[Trajectory]:
-    """Load all trajectories below a folder of a stage, an evaluation or an optimisation, in order."""
+    """Load all trajectories below the folder of a stage, an evaluation or an optimisation.
+
+    The trajectories are sorted by folder. Raises UserError if there are none or if a file is damaged.
+    """
     found = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
     return [trajectory for place in found for trajectory in load_trajectories(place)]
 
 
 def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:
-    """Return trajectory `number`, counted from 1; 0 is the first with the highest reward."""
+    """Return trajectory `number`, counted from 1, with its number.
+
+    0 stands for the first of the trajectories with the highest reward. Raises UserError, in which `folder` is
+    named, if there is no such trajectory.
+    """
     if not trajectories:
         raise UserError(f"{folder}: it holds no trajectory.")
     if not 0 <= number <= len(trajectories):
@@ -119,7 +133,10 @@ def _diff(before: str, after: str) -> Iterator[str]:
 
 
 def marks(trajectory: Trajectory) -> list[Mark]:
-    """Return every verdict with its turn; that of the final answer comes after the last turn."""
+    """Return a mark for every verdict.
+
+    The mark of the final verdict has the number after the last turn.
+    """
     found = [
         mark
         for step in steps(trajectory)
@@ -137,7 +154,7 @@ def _mark(turn: int, verdict: Verdict) -> Mark:
 
 
 def words(verdict: Verdict) -> str:
-    """Return a verdict in one line."""
+    """Return a description of the verdict in one line."""
     if verdict.status != "correct":
         return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"
     ratios = [
@@ -149,7 +166,10 @@ def words(verdict: Verdict) -> str:
 
 
 def plot(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the coordinates of the marks in an SVG; the axis of speed-ups is logarithmic."""
+    """Return size, axes and marks of the plot of speed-ups by turn, in the coordinates of an SVG.
+
+    The axis of speed-ups is logarithmic. Verdicts without a measured speed-up are returned under `failed`.
+    """
     found = marks(trajectory)
     ratios = [ratio for mark in found for ratio in (mark.eager, mark.compile) if ratio]
     low, high = min([0.5, *ratios]), max([2.0, *ratios])
@@ -185,7 +205,7 @@ def plot(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def page(trajectory: Trajectory, name: str) -> str:
-    """Return one self-contained HTML page."""
+    """Return the text of a self-contained HTML page with the heading `name` that shows the trajectory."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -205,7 +225,7 @@ def page(trajectory: Trajectory, name: str) -> str:
 
 
 def lines(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
-    """Yield the lines for a terminal, each with its rich style."""
+    """Yield the texts that show the trajectory in a terminal, each with its style for the library rich."""
     for step in steps(trajectory):
         yield f"\nturn {step.number}", "bold"
         if step.text:

@@ -1,7 +1,7 @@
-"""Safe access to a folder that an untrusted process also writes.
+"""Safe access to a folder to which an untrusted process also writes.
 
-Symbolic links are not followed; FIFOs, devices and large files are not read. The root folder is trusted, and
-everything below it is opened relative to a descriptor of its parent folder.
+Symbolic links are not followed. FIFOs, devices and large files are not read. The path of the root folder is
+trusted, and files below it are opened relative to a descriptor of their parent folder.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from components.core.files import remove_tree
 
 MAX_FILE_BYTES = 1 << 20
-"""Size of the largest file that is read."""
+"""Size of the largest file that is read, in bytes."""
 MAX_FILES = 200
-"""Number of names of a folder that are read."""
+"""Largest number of names that are read from one folder."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -25,7 +25,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def opened(path: str | Path, flags: int, parent: int | None = None) -> Iterator[int]:
-    """Open `path`, relative to the descriptor `parent` if there is one, and yield its descriptor."""
+    """Open `path`, yield its descriptor, and close the descriptor at the end.
+
+    With `parent`, the descriptor of a folder, `path` is relative to this folder.
+    """
     descriptor = os.open(path, flags, 0o666, dir_fd=parent)
     try:
         yield descriptor
@@ -34,7 +37,10 @@ def opened(path: str | Path, flags: int, parent: int | None = None) -> Iterator[
 
 
 def read_bytes(root: Path, path: str) -> bytes | None:
-    """Return the bytes of the regular file `path` (at most two levels) below `root`, or None."""
+    """Return the bytes of the file `path` (at most two levels) below `root`.
+
+    Returns None if the file cannot be opened, is not a regular file, or is larger than `MAX_FILE_BYTES`.
+    """
     folder, _, name = path.rpartition("/")
     try:
         with opened(root / folder, _FOLDER) as above:
@@ -44,9 +50,10 @@ def read_bytes(root: Path, path: str) -> bytes | None:
 
 
 def contents(root: Path, folder: str = "") -> dict[str, bytes]:
-    """Return name and bytes of the regular files among the first `MAX_FILES` names in `folder` below `root`.
+    """Return the bytes of the files in `folder` below `root`, by file name.
 
-    The result is empty where `folder` is a symbolic link or no folder.
+    Only the first `MAX_FILES` names in sorted order are read, and only regular files of at most
+    `MAX_FILE_BYTES` are included. The result is empty if `folder` cannot be opened or is a symbolic link.
     """
     try:
         with opened(root / folder, _FOLDER) as above:
@@ -68,7 +75,10 @@ def _regular(above: int, name: str) -> bytes | None:
 
 
 def write_text(root: Path, path: str, text: str) -> None:
-    """Replace `path` (at most two levels) below `root` by a new regular file that every user may write."""
+    """Replace `path` (at most two levels) below `root` by a new regular file with the content `text`.
+
+    Every user may read and write the new file.
+    """
     folder, _, name = path.rpartition("/")
     with contextlib.ExitStack() as stack:
         above = stack.enter_context(opened(root, _FOLDER))
@@ -83,9 +93,10 @@ def write_text(root: Path, path: str, text: str) -> None:
 
 
 def open_up(root: Path, *names: str) -> None:
-    """Restore all permissions of `root` and of the folders `names` directly below it.
+    """Give all users all permissions for `root` and for the folders `names` directly below it.
 
-    A process that runs as the same user may have removed them. Names that are no plain folders are skipped.
+    This is necessary because a process of the same user may have removed permissions. Names that are not
+    folders, such as symbolic links, are skipped.
     """
     for path in (root, *(root / name for name in names)):
         with contextlib.suppress(OSError), opened(path, os.O_PATH | _FOLDER) as descriptor:
@@ -93,7 +104,7 @@ def open_up(root: Path, *names: str) -> None:
 
 
 def remove(root: Path, path: str) -> None:
-    """Remove the file `path` (at most two levels) below `root`, if it can be removed."""
+    """Remove the file `path` (at most two levels) below `root`; errors are ignored."""
     folder, _, name = path.rpartition("/")
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         above = stack.enter_context(opened(root, _FOLDER))
@@ -103,7 +114,10 @@ def remove(root: Path, path: str) -> None:
 
 
 def _plain_folder(above: int, name: str, root: Path) -> str:
-    """Make sure that `name` is a plain folder, replacing what is there if it is not; return the name."""
+    """Return `name` after making sure that it is a folder below the descriptor `above`.
+
+    A file or symbolic link of this name is replaced by an empty folder.
+    """
     try:
         with opened(name, _FOLDER, above):
             return name
@@ -120,14 +134,14 @@ def _remove(above: int, name: str, path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError:
-        remove_tree(path)  # it is a folder; links inside are not followed
+        remove_tree(path)  # `name` is a folder; remove_tree does not follow links inside it
 
 
 def used_bytes(root: Path, limit: int, entries: int) -> int:
-    """Return the bytes on disk below `root`.
+    """Return the number of bytes that the files and folders below `root` occupy on disk.
 
-    The result is `limit` + 1 as soon as there are more bytes than `limit` or more names than `entries`, or
-    when a folder cannot be read.
+    Returns `limit` + 1 if there are more bytes than `limit` or more files and folders than `entries`, or if
+    permissions forbid reading a folder.
     """
     total = count = 0
     errors: list[OSError] = []

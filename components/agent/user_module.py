@@ -1,4 +1,4 @@
-"""A user's own module as a kernel task: a file with the task contract, or one class of any file."""
+"""Kernel tasks from a user's own module: a file that is a kernel task already, or one class of any file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from components.core.task import KernelTask, check_contract, load_task
 
 
 class _Renamed(ast.NodeTransformer):
-    """Renames a class to Model, with every use of its name, as in super(Name, self)."""
+    """Transformer that renames a class to Model, including every use of its name, as in super(Name, self)."""
 
     def __init__(self, old: str):
         self.old = old
@@ -25,9 +25,11 @@ class _Renamed(ast.NodeTransformer):
 
 
 def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:
-    """Return the task that a file holds, or the one made of its class `class_name`.
+    """Return the kernel task that a file holds, or a task made of the file's class `class_name`.
 
-    `inputs` is an expression for one tensor or a list of them, `init` one for the constructor's arguments.
+    `inputs` is the source of an expression for one tensor or for a list of tensors, and `init` is the source
+    of an expression for the list of the constructor's arguments. Both are used only with `class_name`. Raises
+    UserError if the options do not fit together or the file is not a usable module.
     """
     if not class_name:
         if inputs or init:
@@ -72,7 +74,7 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
 
 
 def _list(expression: str, option: str) -> str:
-    """Return the expression as a list; one that is neither list nor tuple is its only element."""
+    """Return the source of a list: the written list or tuple, or a list with `expression` as only element."""
     try:
         body = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""What the three measuring commands of a workspace print for a verdict.
+"""Text and exit code of the three utilities of a workspace (compile, verification, profiling) for a verdict.
 
-Policies are trained on these exact lines.
+Policies are trained on these exact lines, so their wording must not change.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ COMMANDS: dict[str, Utility] = {
     "python3 -m utils.verification": "verification",
     "python3 -m utils.profiling": "profiling",
 }
-"""Utility by the command line that runs it."""
+"""Names of the utilities, by the command line that runs each utility."""
 BUILD_SUCCEEDED = "Build succeeded."
 
 
 def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
-    """Return the text that a utility prints for `verdict`, and its exit code."""
+    """Return the text that the utility prints for `verdict`, and the exit code of the utility."""
     if verdict.status == "build_failed" or (verdict.status, verdict.reason) == ("timed_out", "build_limit"):
         lines = verdict.log.splitlines()
         errors = [line for line in lines if "error" in line] or lines
@@ -33,7 +33,10 @@ def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
 
 
 def _times(verdict: Verdict) -> str:
-    """Return the line of times of the paper's workspace, then the ratios and the milestone."""
+    """Return a line with the times of baselines and candidate, and a line with speed-ups and milestone.
+
+    The line with the times has the format that the workspace of the CUDA Agent paper prints.
+    """
     seconds = verdict.seconds
     ratios = [
         f"{ratio.estimate:.2f}x {name}"

@@ -1,6 +1,6 @@
-"""The workspace of one episode: the task, the template and the candidate's files, all in memory.
+"""The workspace of one episode: the task, the template's files, and the candidate's files in memory.
 
-The judge takes the files as they are; a shell command gets a copy inside the sandbox.
+The judge receives the files from memory. Shell commands work on a copy of the files inside the sandbox.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ READ_ONLY = (
     "utils/profiling.py",
     "utils/ask.py",
 )
-"""Files of the template that the candidate may read and not write."""
+"""Files of the template, which the policy may read but not write."""
 
 
 def plain_path(path: str) -> str | None:
-    """Return the path relative to the workspace, or None when it leads out of it."""
+    """Return `path` relative to the workspace and without empty parts.
+
+    Returns None if the path leads out of the workspace. The workspace itself is the empty string.
+    """
     path = path.strip()
     inside = path.removeprefix("/workspace/") if path != "/workspace" else "."
     parts = [part for part in inside.split("/") if part not in ("", ".")]
@@ -33,7 +36,11 @@ def plain_path(path: str) -> str | None:
 
 
 class Workspace:
-    """The candidate's files by workspace path; `model.py` and the template's files are read-only."""
+    """The files of one workspace.
+
+    `files` holds the texts of the candidate's files by workspace path. The task's `model.py` and the
+    template's files are read-only and not in `files`.
+    """
 
     def __init__(self, task: KernelTask):
         self.task = task
@@ -41,7 +48,10 @@ class Workspace:
         self.files: dict[str, str] = {} if text is None else {"model_new.py": text}
 
     def writable(self, path: str) -> str | None:
-        """Return the normalised path if the candidate may write it, else None."""
+        """Return the normalised path if the policy may write to it, or None.
+
+        These paths are model_new.py and the files directly in kernels/.
+        """
         plain = plain_path(path)
         if plain is None:
             return None
@@ -49,7 +59,7 @@ class Workspace:
         return plain if plain == "model_new.py" or (folder == "kernels" and name) else None
 
     def read(self, path: str) -> str | None:
-        """Return the text of the file at a normalised path, or None."""
+        """Return the text of the file at a normalised path, or None if there is no such file."""
         if path == "model.py":
             return self.task.code
         if path in READ_ONLY:
@@ -57,5 +67,5 @@ class Workspace:
         return self.files.get(path)
 
     def paths(self) -> list[str]:
-        """Return the path of every file, sorted."""
+        """Return the sorted paths of all files, including the read-only files."""
         return sorted({"model.py", *READ_ONLY, *self.files})

@@ -1,6 +1,6 @@
-"""The measuring commands of a workspace, for a person in a shell without the agent's sandbox.
+"""The utilities of a workspace (compile, verification, profiling) for a person outside the agent's sandbox.
 
-They ask the same judge as the agent's tools and print the same lines.
+They use the same judge as the agent's tools and print the same lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from components.sandbox.build import Builder
 
 
 def run_utility(utility: Utility) -> None:
-    """Run a utility on the current folder and exit: 0 success, 1 failure, 2 a mistake of the user."""
+    """Run a utility on the current folder, print its output and exit.
+
+    The exit code is 0 after success, 1 if the candidate failed, and 2 after a UserError.
+    """
     if utility == "compile":
         _compile()
     with _user_errors():
@@ -30,7 +33,11 @@ def run_utility(utility: Utility) -> None:
 
 
 def _compile() -> None:
-    """Build kernels/ and leave cuda_extension.so, so that model_new.py can be imported here; then exit."""
+    """Build kernels/, write the library to cuda_extension.so in the current folder, and exit.
+
+    The library makes it possible to import model_new.py in this folder. The exit code is 0 if the build
+    succeeded and 1 otherwise.
+    """
     with _user_errors():
         params, folder = _params()
         built = Builder(params.sandbox, params.device, folder / "builds").build(read_workspace(Path.cwd()))
