@@ -1,7 +1,8 @@
-"""Rewriting a user's module into the layout of composed tasks, the only one that a policy made from scratch has read.
+"""Rewriting of a user's module into the layout of composed tasks.
 
-Names, intermediate variables, named sizes, methods, activation modules and the order of operands are
-normalised. The result only serves as the prompt: kernels are compared with the user's own module.
+A policy that was trained from scratch has read no other layout. Names, intermediate variables, named sizes,
+methods, activation modules and the order of operands are normalised. The result only serves as the prompt:
+kernels are compared with the user's own module.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ QUALIFIED_NAMES = {
 }
 """Functions as composed tasks write them: relu is F.relu, tanh is torch.tanh."""
 MODULE_FUNCTIONS = {name.replace("_", ""): name for name in QUALIFIED_NAMES}
-"""Functions by the name in lower case of the module of torch.nn that computes them: leakyrelu is
-leaky_relu."""
+"""Functions by the lower-case name of the torch.nn module that computes them: leakyrelu is leaky_relu."""
 TORCH_NAMESPACES = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
 POSITIONAL_CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
 """Keyword arguments that composed tasks pass by position."""
@@ -91,7 +91,10 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _assigned_names(statement: ast.stmt) -> Names:
-    """Return the names that `a = …` or `a, b = …, …` binds, with their expressions; {} for other statements."""
+    """Return the names that an assignment binds, with their expressions; {} for other statements.
+
+    Assignments are `a = …` and `a, b = …, …`.
+    """
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return {}
     target, value = statement.targets[0], statement.value
@@ -103,7 +106,10 @@ def _assigned_names(statement: ast.stmt) -> Names:
 
 
 class _Substitution(ast.NodeTransformer):
-    """Replaces names by expressions. A computed expression may be used once: a chain never branches."""
+    """Transformer that replaces names by expressions.
+
+    A computed expression may be used once, because a chain never branches.
+    """
 
     def __init__(self, names: Names):
         self.names = names
@@ -137,7 +143,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
-    """Return the inputs as composed tasks write them, and their rank where all have the same.
+    """Return the inputs as composed tasks write them, and their rank when all have the same.
 
     torch.rand becomes torch.randn: a kernel does not depend on the distribution of its inputs.
     """
@@ -165,7 +171,10 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
 
 
 def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Names) -> Names:
-    """Return the expressions of the constructor's `self.name = …`, in its order, with its arguments substituted."""
+    """Return the expressions of the constructor's `self.name = …` by name, in its order.
+
+    The constructor's arguments are substituted.
+    """
     arguments = [argument.arg for argument in init.args.args[1:]]
     names = constants | dict(zip(reversed(arguments), reversed(init.args.defaults), strict=False))
     names |= dict(
@@ -188,20 +197,20 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
     return attributes
 
 
-# --- speller ------------------------------------------------------------------------------------------------
+# --- rewriter -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Speller(ast.NodeTransformer):
-    """Rewrites expressions as composed tasks spell them.
+    """Transformer that rewrites expressions into the form of composed tasks.
 
-    `attributes` are those of the user's module, `rank` is that of its inputs where all have the same.
+    `attributes` are those of the user's module, `rank` is that of its inputs when all have the same.
     """
 
     attributes: Names
     rank: int | None
     renamed: dict[str, str] = field(default_factory=dict)
-    """The user's name of each attribute with parameters, and its name in a composed task."""
+    """The name of each attribute with parameters in a composed task, by the user's name."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -271,7 +280,7 @@ class _Speller(ast.NodeTransformer):
         return node
 
     def _is_second_operand(self, node: ast.expr) -> bool:
-        """Whether this is an operator's second operand: a number, a parameter, or the second input."""
+        """Return whether this is a second operand: a number, a parameter, or the second input."""
         return (
             _is_number(node)
             or isinstance(node, ast.Attribute)
@@ -288,7 +297,10 @@ class _Speller(ast.NodeTransformer):
         return ast.Attribute(ast.Name("self"), name)
 
     def init(self) -> list[str]:
-        """Return the lines of the constructor, in the user's order: it is that of the kernel's arguments."""
+        """Return the lines of the constructor, in the user's order.
+
+        The kernel's arguments have the same order.
+        """
         lines = []
         for attribute, value in self.attributes.items():
             if attribute not in self.renamed:
@@ -303,7 +315,8 @@ class _Speller(ast.NodeTransformer):
             text = ast.unparse(value).replace("torch.nn.", "nn.")
             parameter = re.fullmatch(r"nn\.Parameter\(torch\.\w+\((\d+)\)\)", text)
             lines.append(
-                f"self.{self.renamed[attribute]} = {f'nn.Parameter(torch.randn({parameter[1]}))' if parameter else text}"
+                f"self.{self.renamed[attribute]} = "
+                f"{f'nn.Parameter(torch.randn({parameter[1]}))' if parameter else text}"
             )
         return lines
 
@@ -333,7 +346,10 @@ def _unfold(expression: ast.expr) -> list[str]:
 
 
 def _operand(node: ast.expr) -> ast.expr | None:
-    """Return an operator's first operand: a call's first argument, or the left side of an arithmetic expression."""
+    """Return an operator's first operand; None for an expression that is no operator.
+
+    It is a call's first argument, or the left side of an arithmetic expression.
+    """
     if isinstance(node, ast.Call) and node.args:
         return node.args[0]
     return node.left if isinstance(node, ast.BinOp) else None

@@ -69,7 +69,7 @@ OPERATOR_LINES = {
     "add_input": "x + y",
     "mul_input": "x * y",
 }
-"""Right-hand side of `x = …` of each operator; {0} and {1} stand for its constants."""
+"""Right-hand side of the assignment `x = …` of each operator; {0} and {1} stand for its constants."""
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 PATTERNS = {
@@ -121,7 +121,7 @@ class OperatorChain:
 
     @property
     def by_row(self) -> bool:
-        """Whether the kernel needs to know where a row begins."""
+        """Return whether the kernel needs to know where a row begins."""
         return any(step.name in ROW_OPERATORS or step.name in PER_COLUMN for step in self.steps)
 
 

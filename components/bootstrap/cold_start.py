@@ -1,8 +1,9 @@
 """Cold start: train a tokenizer and a small Qwen3 from scratch on demonstrations.
 
-Next-token prediction on what the demonstrator says, Muon for the matrices and AdamW for the rest. On cpu one
-process for each core computes part of every step's micro-batches; gradients meet in shared memory, so nothing
-needs a network. State is kept on disk: a killed run continues to the same numbers.
+The loss is that of next-token prediction on the assistant's turns. Muon updates the matrices and AdamW the
+other parameters. On cpu two processes, where there are two cores, compute the micro-batches of every step and
+sum their gradients in shared memory. The state is kept on disk, so a killed run continues and ends with the
+same numbers.
 """
 
 from __future__ import annotations
@@ -43,13 +44,10 @@ class _Gone(Exception):
 
 @dataclass(frozen=True)
 class _Ranks:
-    """One of the processes that share the work.
+    """One of the processes that share the micro-batches of a step.
 
-    `grads` [ranks, parameters + 2] is in memory that they share. They meet over a pipe, which closes when
-    either of them ends; a semaphore would block the process that waits for one that was killed.
-
-    They meet over a pipe, which ends with either of them: a semaphore of one that was killed while it waited
-    blocks whoever would wake it.
+    `grads` [ranks, parameters + 2] is in shared memory. The processes wait for each other over a pipe, which
+    closes when either of them ends; with a semaphore a process would wait for a killed one without end.
     """
 
     rank: int
@@ -61,7 +59,7 @@ class _Ranks:
         return len(self.grads)
 
     def wait(self) -> None:
-        """Block until the other process has come as far; raise _Gone when it has ended."""
+        """Block until the other process calls `wait` as well; raise _Gone when it has ended."""
         if self.other is None:
             return
         try:
@@ -110,13 +108,10 @@ def coldstart(
 
 @contextlib.contextmanager
 def _others(params: Params, state: Path) -> Iterator[_Ranks]:
-    """Start a second process beside this one, on cpu with a second core; yield this one's part.
+    """Start a second process, on cpu with at least two cores, and yield the `_Ranks` of this one.
 
-    It starts before the corpus is made, so that its imports overlap with that. When one process ends, so does
-    the other.
-
-    It starts at once, so that its imports overlap with the making of the corpus. Whichever dies takes the
-    others along.
+    It starts before the corpus is made, so that its imports overlap with that. When one process ends, the
+    other ends too.
     """
     count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
     parameters = sum(
@@ -149,7 +144,7 @@ def _others(params: Params, state: Path) -> Iterator[_Ranks]:
 
 
 def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
-    """Run the second process: train on the same corpus until done, or until the first process ends."""
+    """Train in the second process on the same corpus, until the last step or the end of the first process."""
     with contextlib.suppress(_Gone):
         ranks.wait()
         train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
@@ -195,13 +190,16 @@ def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optim
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate: linear warm-up, then linear decay to zero."""
+    """Return the share of the peak learning rate at a step: linear warm-up, then linear decay to zero."""
     warmup = max(1, round(WARMUP_SHARE * steps))
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the sum of next-token losses (nats) over the assistant's tokens; both tensors [rows, length]."""
+    """Return the sum of next-token losses (nats) over the assistant's tokens.
+
+    Both tensors have the shape [rows, length].
+    """
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
     own = action_mask[:, 1:]
     return F.cross_entropy(model.lm_head(hidden[own]).float(), ids[:, 1:][own], reduction="sum")
@@ -210,10 +208,10 @@ def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor
 def train(
     params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: Progress
 ) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Run the optimizer steps that are left and return the model and its figures.
+    """Run the remaining optimizer steps and return the model and its figures.
 
-    The figures are loss (nats per own token, running mean), tokens (own and prompt, without padding) and
-    parameters.
+    The figures are the loss (running mean, nats per token of the assistant), the tokens without padding, and
+    the number of parameters.
     """
     settings = params.coldstart
     if params.device == "cpu":
@@ -266,7 +264,7 @@ def train(
 
 
 def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_tokens: float) -> float:
-    """Sum the processes' gradients, divide by the step's own tokens and clip; return the mean loss."""
+    """Sum the processes' gradients, divide by the step's trained tokens and clip; return the mean loss."""
     mine = ranks.grads[ranks.rank]
     offset = 0
     for parameter in parameters:
@@ -276,7 +274,7 @@ def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float
     mine[-2], mine[-1] = own_loss, own_tokens
     ranks.wait()
     total = ranks.grads.sum(dim=0)
-    # Nobody may write the next step's gradients before everybody has read these.
+    # No process may write the next step's gradients before all of them have read these.
     ranks.wait()
     total[:-2] /= total[-1]
     norm = total[:-2].norm()
@@ -308,7 +306,7 @@ def _save_state(
 def _load_state(
     path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Restore what `_save_state` wrote and return the steps that are done and the running loss."""
+    """Restore what `_save_state` wrote; return the number of finished steps and the running loss."""
     if not path.is_file():
         return 0, 0.0
     saved: dict[str, Any] = torch.load(path, weights_only=True)

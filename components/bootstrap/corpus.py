@@ -1,4 +1,4 @@
-"""The training text of a policy made from scratch: tokenised demonstrations, and their division into micro-batches."""
+"""The training text of a policy made from scratch, and its division into micro-batches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PER_TASK = 3
-"""Demonstrations of one task: composing a task costs ten times as much as one demonstration of it."""
+"""Demonstrations of each task; composing a task costs ten times as much as a demonstration."""
 TOKENIZER_CONVERSATIONS = 2000
-"""Conversations that the tokenizer is trained on."""
+"""Number of conversations that the tokenizer is trained on."""
 MICROBATCHES = 4
-"""Micro-batches of one step. Sequences in one are of about equal length, those of one step are not."""
+"""Micro-batches of one step; the sequences of one micro-batch have about equal length."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised conversations, end to end in `ids` and `action_mask` [tokens]; conversation i is offsets[i]:offsets[i + 1]."""
+    """Tokenised conversations, one after another in `ids` and `action_mask` [tokens].
+
+    Conversation i is the slice offsets[i]:offsets[i + 1].
+    """
 
     ids: Tensor
     action_mask: Tensor
@@ -57,7 +60,7 @@ class Corpus:
 
 
 def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, progress: Progress) -> None:
-    """Write demonstrations of the training tasks in `sources`, train the tokenizer on them, and store both in `folder`.
+    """Write demonstrations of training tasks, train the tokenizer on them, and store both in `folder`.
 
     Raises UserError when `sources` holds too few tasks, or when no demonstration fits into the context
     window.

@@ -24,12 +24,13 @@ MILESTONES: dict[Device, dict[str, tuple[float, float, float]]] = {
     "cpu": {"passes": (0.93, 0.07, 0.0), "fused": (0.9, 0.03, 0.07), "simd": (0.1, 0.1, 0.8)},
     "cuda": {"passes": (0.95, 0.05, 0.0), "fused": (0.4, 0.1, 0.5), "vector": (0.4, 0.1, 0.5)},
 }
-"""Probability that a correct kernel of each style reaches milestone 1, 2 and 3; the slowest style comes
-first."""
+"""Probability that a correct kernel of each style reaches milestone 1, 2 and 3, slowest style first."""
 STYLES: dict[Device, tuple[str, ...]] = {device: tuple(table) for device, table in MILESTONES.items()}
 FAST: dict[Device, tuple[str, ...]] = {"cpu": ("simd",), "cuda": ("fused", "vector")}
-"""Styles whose use is set by `fast_share`: fusing alone speeds up a GPU kernel, but hardly a single CPU
-thread."""
+"""Styles whose use is set by `fast_share`.
+
+Fusing alone speeds up a GPU kernel, but hardly a single CPU thread.
+"""
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
 DONE = "Done."
@@ -37,7 +38,7 @@ WRONG_OUTPUT_REASONS = ("max_error:given", "max_error:given", "max_error:scaled"
 
 
 def write_kernel(code: str, style: str, device: Device) -> str | None:
-    """Return the text of kernels/forward.cpp (or .cu) for a composed task; None for a source in another layout."""
+    """Return the text of kernels/forward.cpp (or .cu) for a composed task; None for another layout."""
     chain = read_chain(code)
     if chain is None:
         return None
@@ -86,7 +87,7 @@ FUNCTION = re.compile("|".join(re.escape(name) + r"(?=\()" for name in WRONG_FUN
 
 @dataclass(frozen=True)
 class Mistake:
-    """A way to make a kernel wrong: the lines that it applies to, and the lines that replace one of them."""
+    """A way to make a kernel wrong: a pattern of lines, and the lines that replace one of them."""
 
     applies: Callable[[str], object]
     edit: Callable[[str, random.Random], list[str]]
@@ -115,7 +116,10 @@ LOST_CHARACTER = Mistake(lambda line: line.endswith(";") and "v" in line, _lose_
 
 
 def mutate(kernel: str, rng: random.Random) -> str:
-    """Return a wrong version of a kernel: a changed constant or function, a missing line, or a syntax error."""
+    """Return a wrong version of a kernel.
+
+    It has a changed constant or function, a missing line, or a syntax error.
+    """
     mistakes = [OTHER_CONSTANT, OTHER_CONSTANT, DROPPED_LINE, OTHER_FUNCTION]
     rng.shuffle(mistakes)
     if rng.random() < 0.3:
@@ -158,7 +162,8 @@ def simulate_observation(kernel: str, quality: str, device: Device, rng: random.
     )
     return (
         f"{written}\n[PASS] verify success\n"
-        f"Torch Baseline: {microseconds * against_eager:.1f} us, Torch Compile: {compile_time}, CUDA Extension: {microseconds:.1f} us\n"
+        f"Torch Baseline: {microseconds * against_eager:.1f} us, Torch Compile: {compile_time}, "
+        f"CUDA Extension: {microseconds:.1f} us\n"
         f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3."
     ), milestone
 

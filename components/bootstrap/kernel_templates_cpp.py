@@ -1,7 +1,8 @@
 """C++ code of each torch operator, shared by the templates for cpu and cuda.
 
-An operator is a line or two on `float v`, written with the functions of vec.h. Text that does not depend on
-constants or shapes is equal in every kernel, so that the tokenizer merges it into a token or two.
+The code of an operator is one or two lines on `float v`, written with the functions of vec.h. Text that does
+not depend on constants or shapes is equal in every kernel, so that the tokenizer merges it into a token or
+two.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One loop over a row: declarations of accumulators, their update by each element, and the lines after the loop."""
+    """One loop over a row.
+
+    It consists of declarations of accumulators, their update by each element, and the lines after the loop.
+    """
 
     declare: tuple[str, ...]
     clause: str
@@ -56,7 +60,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class RowOperator:
-    """A row operator: reductions of the row, then `apply` to every element, or `result` for an operator of one value."""
+    """An operator on whole rows: reductions, then `apply` to every element or `result` for one value."""
 
     sweeps: tuple[Reduction, ...]
     apply: str = ""
@@ -97,7 +101,8 @@ ROW = {
                 ("first += v;", "second += (double)v * v;"),
                 (
                     "const float mean = first / cols;",
-                    "const float inverse = 1 / std::sqrt(second / cols - first / cols * first / cols + 1e-5);",
+                    "const float inverse = "
+                    "1 / std::sqrt(second / cols - first / cols * first / cols + 1e-5);",
                 ),
             ),
         ),

@@ -1,4 +1,7 @@
-"""C++ kernels of operator chains in three styles: one loop for each operator, fused loops, and vectorised fused loops."""
+"""C++ kernels of operator chains in three styles.
+
+The styles are one loop for each operator, fused loops, and vectorised fused loops.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[st
 
 
 def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
-    """Return fused loops for a chain with row operators; elementwise operators join the next loop over the row."""
+    """Return fused loops for a chain with row operators.
+
+    Elementwise operators join the next loop over the row.
+    """
     lines, pending, source, touched = [], [], "a", False
     tail: list[str] = []
     for step in chain.steps:
@@ -105,7 +111,10 @@ def separate_loops(chain: OperatorChain) -> list[str]:
 
 
 def row_operator_loops(step: Step) -> list[str]:
-    """Return the loops of one row operator over the copy, in place; a reduction stores one value a row and shrinks the copy."""
+    """Return the loops that apply one row operator to the copy of the input in place.
+
+    A reduction stores one value a row and shrinks the copy.
+    """
     operator = ROW[step.name]
     lines = ["  for (int64_t r = 0; r < rows; ++r) {", "    float* b = &a[r * cols];"]
     for sweep in operator.sweeps:

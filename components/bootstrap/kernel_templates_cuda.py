@@ -1,4 +1,7 @@
-"""CUDA kernels of operator chains in three styles: one launch for each operator, one fused kernel, and wide accesses."""
+"""CUDA kernels of operator chains in three styles.
+
+The styles are one launch for each operator, one fused kernel, and one with wide memory accesses.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def element_kernel(chain: OperatorChain) -> list[str]:
 
 
 def float4_kernel(chain: OperatorChain) -> list[str]:
-    """Return a kernel with one thread for four elements as float4; numel is a multiple of 16 in composed tasks."""
+    """Return a kernel with one thread for four elements as float4.
+
+    The number of elements of composed tasks is a multiple of 16.
+    """
     names = [name for name in chain.tensors if name in ("x", "y")]
     loads = [f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names]
     body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
@@ -111,7 +117,10 @@ def loop(source: str, body: list[str]) -> list[str]:
 
 
 def row_operator_loops(step: Step, pending: list[str], source: str, stored: bool) -> tuple[list[str], str]:
-    """Return the loops of a row operator over the block's row, and the name of the array that holds the row afterwards."""
+    """Return the loops of a row operator, and the name of the array that holds the row afterwards.
+
+    Each block of threads computes one row.
+    """
     operator, lines = ROW[step.name], []
     for sweep in operator.sweeps:
         rewrites = "b[i] = v;" in sweep.each

@@ -21,9 +21,9 @@ EPSILON = 1e-7
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return the nearest matrix of the same shape with singular values of about 1 (0.7 to 1.2).
+    """Return the nearest matrix of the same shape whose singular values are about 1 (0.7 to 1.2).
 
-    Five quintic Newton-Schulz iterations.
+    It is computed by five quintic Newton-Schulz iterations.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]

@@ -1,9 +1,10 @@
-"""The tokenizer of a policy made from scratch, and how a conversation becomes tokens.
+"""The tokenizer of a policy made from scratch, and the tokenisation of conversations.
 
-Byte-pair merges cross whole lines, and runs of lines that never change (the head of a file, the tags of a
-tool call): a kernel is then about 20 tokens, one for each operator. Constants are tokens of their own,
-because a small policy copies a constant of several tokens wrongly. A conversation is tokenised in the pieces
-that the agent loop handles (prompt, sampled turn, suffix), so that training and sampling see equal ids.
+Byte-pair merges join whole lines, and runs of lines that never change (the head of a file, the tags of a tool
+call). A kernel therefore has about 20 tokens, one for each operator. Each constant is one token, because a
+small policy makes mistakes when it copies a constant of several tokens. A conversation is tokenised in the
+pieces that the agent loop handles (prompt, sampled turn, suffix), so that training and sampling see equal
+ids.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PIECE = r"(?:(?![^\n]*(?: = |[;0-9]))(?:[^\n]*\n|[^\n]+$))+|[^\n]*\n"
-"""A run of lines without assignments, semicolons and digits, or a single line."""
+"""Pattern of a run of lines without assignments, semicolons and digits, or of a single line."""
 CONSTANT = r"(?<![\w.])(?:\d+\.\d{1,2}|\d{3,})(?![\d])"
-"""A short decimal or a size, without its sign; not the digits of `1e-5`, `t[0]` or `0.70710678f`."""
+"""Pattern of a short decimal or a size, without its sign.
+
+The digits of `1e-5`, `t[0]` or `0.70710678f` do not match.
+"""
 
 COMMON = 0.002
 """Share of the texts in which a constant must occur so that it becomes one token."""
@@ -76,15 +80,15 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
 
 
 def _parts(message: Message) -> list[str]:
-    """Return what is tokenised as one text: the content of an assistant's turn is sampled after its role."""
+    """Return the parts of a message as (text, whether it is sampled); each is tokenised as one text."""
     heading, content = f"{message['role']}\n", message["content"]
     return [heading, content] if message["role"] == "assistant" else [heading + content]
 
 
 def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """Split a conversation in ChatML into the texts that are tokenised separately, and whether each is sampled.
+    """Split a conversation in ChatML into (text, whether it is sampled), each tokenised separately.
 
-    Joined they are the chat template's text without the newline at its end.
+    The joined texts are the chat template's text without the newline at its end.
     """
     texts: list[tuple[str, bool]] = []
     before = ""
@@ -101,7 +105,10 @@ def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
 def encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a conversation, and a mask that is 1 on the assistant's turns with their end-of-turn tokens."""
+    """Return the ids of a conversation, and a mask that is 1 on the assistant's turns.
+
+    Their end-of-turn tokens are included.
+    """
     ids: list[int] = []
     mask: list[int] = []
     for text, sampled in pieces(messages):

@@ -1,4 +1,4 @@
-"""Every parameter with its type, meaning and permitted values, and how a run's values are resolved.
+"""Parameters with their types, meanings and permitted values, and the resolution of a run's values.
 
 All values come from `params.yaml`: a base section, and profiles that overlay it. This file has no defaults.
 """
@@ -28,7 +28,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base class of the sections: frozen, and unknown keys are errors."""
+    """Immutable base class of the sections; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,8 +56,8 @@ class Data(Section):
         description="window for the elements of the input tensor; sizes are searched inside it"
     )
     headroom: bool = Field(
-        description="measure torch.compile of every admitted task: its time over the physical floor is "
-        "the task's headroom"
+        description="measure torch.compile of every admitted task: its time over the least time that "
+        "the device needs is the task's headroom"
     )
     weigh_by_headroom: bool = Field(
         description="train more often on tasks with headroom; needs data.headroom"
@@ -88,11 +88,12 @@ class Sandbox(Section):
         description="address space of a runner on cpu; private temporary files count apart"
     )
     correctness_sets: Annotated[int, Field(ge=6)] = Field(
-        description="secret input sets for correctness, over the input families"
+        description="secret input sets for correctness, over the input distributions"
     )
-    rounds: Annotated[int, Field(ge=3)] = Field(description="timed rounds per arm, at least")
+    rounds: Annotated[int, Field(ge=3)] = Field(description="least number of timed rounds of each program")
     most_rounds: Count = Field(
-        description="timed rounds per arm at most, while its ratio to the baseline is uncertain"
+        description="largest number of timed rounds of each program, while its ratio to the baseline is "
+        "uncertain"
     )
     process_spread: Annotated[float, Field(ge=0, le=0.5)] = Field(
         description="standard deviation of the log-ratio of two processes of the same code, part of "
@@ -286,7 +287,7 @@ class Engine(Section):
     )
     ranks: Annotated[int, Field(ge=0)] = Field(
         description="ranks of a stage that Ray Train places on its cluster; "
-        "0 trains in the night's own process"
+        "0 trains in the process of the run"
     )
     resource: str = Field(
         description="Ray resource that each of those ranks takes one of, for instance H20; empty is none"
@@ -431,7 +432,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The full parameters of one run, and by dotted key where each value comes from."""
+    """Full parameters of one run, and the origin of each value by dotted key."""
 
     params: Params
     sources: dict[str, str]
@@ -441,7 +442,7 @@ class Resolved:
 def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT / "params.yaml") -> Resolved:
     """Return the base values, overlaid by the profile's, then by each KEY=VALUE of `sets`.
 
-    The first mistake is raised as UserError, with its origin and the parameter's meaning.
+    Raises UserError for the first invalid value, with its origin and the parameter's meaning.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -468,10 +469,10 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
 
 
 def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the layers of values by dotted key with their origins, each overlaying those before it.
+    """Return (origin, values by dotted key) of each layer; a layer overlays those before it.
 
-    A profile PROFILE-DEVICE of the file, such as smoke-cuda, overlays PROFILE when the device is DEVICE:
-    sizes for one processor core do not suit a GPU.
+    A profile PROFILE-DEVICE of the file, such as smoke-cuda, overlays PROFILE when the device is DEVICE,
+    because a GPU needs other sizes than a processor core.
     """
     base = _read(path)
     profiles = base.pop("profiles", {})
@@ -492,7 +493,7 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
 
 
 def _option(item: str) -> tuple[str, dict[str, Any]]:
-    """Return the layer of one `--set` option, KEY=VALUE with the value as YAML."""
+    """Return the layer of one `--set` option, which is KEY=VALUE with the value as YAML."""
     key, equals, text = item.partition("=")
     if not equals:
         raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
@@ -503,7 +504,10 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
 
 
 def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
-    """Return values by dotted key as nested mappings; UserError for a section whose value is no mapping."""
+    """Return values by dotted key as nested mappings.
+
+    Raises UserError for a section whose value is no mapping.
+    """
     nested: dict[str, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):
         node, parts = nested, key.split(".")
@@ -524,7 +528,10 @@ def _is_number(annotation: Any) -> bool:
 
 
 def _number(key: str, value: Any) -> Any:
-    """Return the value, as a number where the parameter is one: YAML 1.1 reads 3e-6 as a string."""
+    """Return the value, converted to a number if the parameter is one.
+
+    YAML 1.1 reads 3e-6 as a string.
+    """
     if isinstance(value, str) and key in KNOWN and _is_number(KNOWN[key].annotation):
         with contextlib.suppress(ValueError):
             return float(value)
@@ -532,7 +539,7 @@ def _number(key: str, value: Any) -> Any:
 
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:
-    """Raise UserError for values that are wrong only together."""
+    """Raise UserError for values that are valid alone but not together."""
 
     def refuse(key: str, why: str) -> None:
         raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")

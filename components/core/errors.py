@@ -1,6 +1,6 @@
 """Exceptions that commands turn into one sentence and an exit code.
 
-Imports no package, so that help is instant.
+This module imports no package, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """An error that the user must mend. Exit code 2.
+    """Error that the user must mend; its exit code is 2.
 
-    The message is one sentence: what is wrong, in which file or field, and how to mend it.
+    The message is one sentence that says what is wrong, in which file or field, and how to mend it.
     """
 
 
 class IsolationUnavailable(UserError):
-    """No sandbox can be made on this machine. Exit code 3."""
+    """Error of a machine on which no sandbox can be made; its exit code is 3."""
 
 
 class InfrastructureError(Exception):
-    """The judge itself failed: the job is tried again and never charged to the candidate."""
+    """Failure of the judge itself.
+
+    The job is tried again, and the candidate is never blamed.
+    """
 
 
 class TaskError(Exception):
-    """The task's own source fails: it is refused at admission, and no candidate is blamed for it.
+    """Failure of the task's own source: it is refused at admission, and no candidate is blamed for it.
 
-    `out_of_memory` says that its runner ran out of memory.
+    `out_of_memory` is true when its runner ran out of memory.
     """
 
     def __init__(self, text: str, *, out_of_memory: bool = False):
@@ -35,13 +38,16 @@ class TaskError(Exception):
 
 
 class StageFailed(Exception):
-    """A training stage whose result must not be used: one sentence with the figure that fell short."""
+    """Failure of a training stage, whose result must not be used.
+
+    The message is one sentence with the figure that fell short.
+    """
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then the one that it was raised from, and so on back to the first one.
+    """Yield the error, then its cause, then the cause of that, and so on.
 
-    That is an error's cause or, without one, its context.
+    The context of an error counts as its cause when it has no explicit one.
     """
     seen: set[int] = set()
     current: BaseException | None = error

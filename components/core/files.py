@@ -1,7 +1,7 @@
 """Atomic writes, and digests of files and folders.
 
 Every output of the pipeline is written so that a kill at any moment leaves either the old state or the new
-one: write beside, flush to the disk, rename.
+one: it is written to a temporary file beside the target, flushed to the disk, and renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from components.core.errors import InfrastructureError, UserError
 
 MANIFEST = "manifest.json"
-"""The file of a checkpoint with the digest of each of its files, and the digest of that list."""
+"""Name of the file of a checkpoint with the digest of each other file, and the digest of that list."""
 
 
 def digest_bytes(data: bytes) -> str:
@@ -41,7 +41,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the digest of every regular file below `folder`, sorted by its POSIX path relative to it."""
+    """Return the digest of every regular file below `folder` by POSIX path, in the order of the paths."""
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
         for path in sorted(folder.rglob("*"))
@@ -58,17 +58,17 @@ def _sync_directory(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """Return a folder, made if needed, for files that every home of this user can share.
+    """Create and return the cache folder of this user, which all homes share.
 
-    Everything in it can be deleted at any time. Its files are loaded and executed, so UserError is raised
-    when the folder belongs to another user, cannot be written, or lies on a file system without execution.
+    Its files can be deleted at any time. They are loaded and executed, so UserError is raised when the folder
+    belongs to another user, cannot be written, or lies on a file system without execution.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     mend = "name a folder of your own by the variable XDG_CACHE_HOME"
     try:
         folder = (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / name
         folder.mkdir(parents=True, exist_ok=True)
-    except RuntimeError as error:  # of Path.home, for an account without a name or a HOME
+    except RuntimeError as error:  # Path.home raises it for an account without a name or a HOME.
         raise UserError(
             f"HOME: it is not set, and this account has no home folder; set it, or {mend}."
         ) from error
@@ -85,7 +85,10 @@ def user_cache(name: str) -> Path:
 
 
 def check_executable(folder: Path, mend: str) -> None:
-    """Raise UserError, which ends with `mend`, when programs and libraries in `folder` cannot be loaded."""
+    """Raise UserError when programs and libraries in `folder` cannot be loaded.
+
+    `mend` ends the message.
+    """
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise UserError(
             f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; {mend}."
@@ -95,14 +98,14 @@ def check_executable(folder: Path, mend: str) -> None:
 def scratch_folder() -> Path:
     """Return the folder for temporary programs.
 
-    It is the system's folder, or the user's cache when that one is mounted noexec.
+    It is the system's temporary folder, or the user's cache when that folder is mounted noexec.
     """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data` in one step; readers see the old content or the new, never a part."""
+    """Replace the content of `path` in one step; readers see the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -147,7 +150,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Write a text file unless it has this content, so that programs which look at its time see no change."""
+    """Write a text file unless it has this content already.
+
+    An equal file keeps its modification time, which some programs compare.
+    """
     if not path.is_file() or path.read_text() != text:
         atomic_write(path, text)
 
@@ -159,8 +165,8 @@ def read_json(path: Path) -> Any:
 def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
     """Return the digest of a checkpoint whose files match its manifest.
 
-    Raises UserError with the name of the first file that does not. `mend` ends the message: what the user
-    does then.
+    Raises UserError with the name of the first file that does not match. `mend` ends the message and says
+    what the user can do.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -185,13 +191,13 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the space of the folder's file system that this user can still fill, in bytes."""
+    """Return the free space of the folder's file system for this user, in bytes."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that untrusted code wrote, however deep it is nested and whatever its modes are."""
+    """Remove a folder that untrusted code wrote, with any depth and any file modes."""
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
         if folder.exists():
             subprocess.run(
@@ -208,16 +214,16 @@ def remove_stale(folder: Path, seconds: float) -> None:
     Entries are removed in reverse order of their names, so `x.so` goes before `x.json`.
     """
     for path in sorted(folder.iterdir(), reverse=True):
-        with contextlib.suppress(OSError):  # another process may have removed it
+        with contextlib.suppress(OSError):  # Another process may have removed it.
             if path.stat().st_mtime < time.time() - seconds:
                 remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def environment_fault(error: BaseException) -> str:
-    """Return one sentence for a fault of the machine, such as a full disk; empty when `error` is none.
+    """Return one sentence for a fault of the machine, such as a full disk; empty for another error.
 
-    Libraries wrap the system's error: safetensors and torch keep only its text, and SQLite has a text of its
-    own.
+    The text of errors is searched as well, because safetensors and torch keep only the text of the system's
+    error, and SQLite has its own text.
     """
     seen: BaseException | None = error
     while seen is not None:

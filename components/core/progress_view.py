@@ -1,7 +1,7 @@
-"""Progress of a run on a terminal, and the tables of its end. Everything goes to standard error.
+"""Progress of a run, and the tables at its end, on standard error.
 
-On a terminal it is one live table of the stages; elsewhere plain lines, at most one a stage every few
-seconds.
+On a terminal the progress is one live table of the stages. Elsewhere it is plain lines, at most one for each
+stage every few seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_SECONDS = 5.0
 
 @dataclass
 class Row:
-    """The last report of one stage. `started` and `updated` are monotonic seconds."""
+    """Last report of one stage; `started` and `updated` are monotonic seconds."""
 
     step: int
     total: int
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the estimate by the pace so far; None before the first step."""
+        """Return an estimate from the mean time of the finished steps; None before the first step."""
         done = self.step - self.first_step
         return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
 
@@ -45,9 +45,9 @@ def duration(seconds: float | None) -> str:
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """Return "name value" pairs, with shares as percentages.
+    """Return the figures as text, "name value" each, with shares as percentages.
 
-    Shares are the pass rate and the milestones' m_-1 to m_3.
+    The shares are the pass rate and the milestones m_-1 to m_3.
     """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
@@ -56,7 +56,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 class ProgressView:
-    """A `Progress` that shows a table or prints lines. Use it as a context manager."""
+    """A `Progress` that shows a table or prints lines, and is used as a context manager."""
 
     def __init__(self, console: Console, *, clock: Any = time.monotonic):
         self.console = console
@@ -134,14 +134,17 @@ def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_table(overall: Any, console: Console) -> None:
-    """Print the figures of one evaluation, a components.evaluation.metrics.Summary."""
+    """Print the figures of one evaluation.
+
+    `summary` is a components.evaluation.metrics.Summary.
+    """
     table = Table("tasks", *FIGURES[1:], box=None, padding=(0, 2, 0, 0))
     table.add_row(*_figures_row(str(overall.tasks), overall.model_dump()))
     console.print(table)
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
-    """Print a finished run: stages, evaluation before and after, the gates' verdict, and where to look."""
+    """Print a finished run: stages, both evaluations, the gates' verdict, and the paths of its files."""
     data = record["dataset"]
     console.print(
         f"run {record['run_id']}  profile {record['profile']}  {record['device']}  "
@@ -187,7 +190,10 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
 
 
 def comparison_tables(found: Any, console: Console) -> None:
-    """Print how one run differs from another, a components.evaluation.compare.Comparison."""
+    """Print the differences of two runs.
+
+    `comparison` is a components.evaluation.compare.Comparison.
+    """
     console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
     if found.dataset is not None:
         console.print(f"  data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}", highlight=False)

@@ -1,4 +1,4 @@
-"""Base class of the records that cross module borders or are stored as JSON."""
+"""Base class of the records that modules exchange or store as JSON."""
 
 from __future__ import annotations
 

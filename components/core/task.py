@@ -36,7 +36,7 @@ def normalise(code: str) -> str:
 
 
 class KernelTask(BaseModel):
-    """A task and what is known about it, identified by the digest of its normalised source."""
+    """A task and its evidence, identified by the digest of its normalised source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,9 +55,9 @@ class KernelTask(BaseModel):
 
 
 def check_contract(code: str, origin: str) -> None:
-    """Raise UserError, naming `origin`, unless the source defines what a kernel task must define.
+    """Raise UserError, naming `origin`, unless the source keeps the contract of a kernel task.
 
-    That is a class `Model` and the functions `get_inputs` and `get_init_inputs`.
+    It must define a class `Model` and the functions `get_inputs` and `get_init_inputs`.
     """
     try:
         tree = ast.parse(code)
@@ -75,7 +75,7 @@ def check_contract(code: str, origin: str) -> None:
 
 
 def load_task(path: Path) -> KernelTask:
-    """Read one task file."""
+    """Read one task from a Python file."""
     try:
         code = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -143,10 +143,9 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
 
 
 def dataset_version(path: Path) -> str:
-    """Return the digest of a data set's rows in their order, without the values that were measured.
+    """Return the digest of a data set's rows in their order, without measured values.
 
-    So the same parameters and verdicts give the same version wherever and however often the data set is
-    built.
+    Equal parameters and verdicts therefore give the same version in every build and on every machine.
     """
     return digest_json(
         [

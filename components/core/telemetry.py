@@ -1,7 +1,8 @@
-"""Prometheus metrics of the judge, the rollouts, the training and the store, in one registry a process.
+"""Prometheus metrics of the judge, the rollouts, the training and the store.
 
-They are written as a text file into the home, for node_exporter's textfile collector, or served with
-`--metrics PORT`. Names follow Prometheus: base units, and `_total` for what only grows.
+Each process has one registry. It is written as a text file into the home, for node_exporter's textfile
+collector, or served with `--metrics PORT`. Names follow the conventions of Prometheus: base units, and
+`_total` for counters.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STORE_FAULTS = Counter(
 
 @contextmanager
 def judging() -> Iterator[list[str]]:
-    """Time one judgement and count its status, which the caller appends to the list."""
+    """Measure the time of one judgement and count its status, which the caller appends to the list."""
     started, status = time.monotonic(), ["raised"]
     try:
         yield status
@@ -62,7 +63,10 @@ def judging() -> Iterator[list[str]]:
 
 @contextmanager
 def transfer(direction: str) -> Iterator[list[int]]:
-    """Time one transfer, `put` or `get`, and count its bytes, which the caller appends to the list."""
+    """Measure the time of one transfer, `put` or `get`.
+
+    The caller appends the number of bytes to the list.
+    """
     started, moved = time.monotonic(), [0]
     try:
         yield moved
@@ -83,11 +87,11 @@ def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, flo
 
 
 def write(path: Path) -> None:
-    """Write the registry as a text file, in one step."""
+    """Write the registry as a text file by an atomic replacement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), REGISTRY)
 
 
 def serve(port: int, address: str = "127.0.0.1") -> None:
-    """Serve the registry until the process ends."""
+    """Serve the registry over HTTP until the process ends."""
     start_http_server(port, addr=address, registry=REGISTRY)

@@ -1,4 +1,4 @@
-"""Output of untrusted programs made safe to print."""
+"""Sanitisation of the output of untrusted programs for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile needs on a pool: memory per GPU, seconds per step, judges, GPU-hours and cost.
+"""Plans of capacity: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
 Imports `core`. Start with `capacity.py`.
 """

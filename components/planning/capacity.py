@@ -1,10 +1,10 @@
-"""What a profile needs: memory per GPU, seconds per step with their bottleneck, judges, GPU-hours and cost.
+"""Capacity that a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
-Every input is measured (and says where), a parameter of the profile, from a datasheet, or assumed. Formulas:
-ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes a parameter under mixed precision), activations
-under checkpointing (Korthikanti et al. 2022, table 2), 2 FLOP per parameter and token forward, twice that
-backward. The rollouts are simulated (rollout_simulator.py), since a step ends with its slowest trajectory and
-not with the mean.
+Every input is measured, a parameter of the profile, from a datasheet, or assumed, and says which. The
+formulas are ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes a parameter under mixed precision),
+activations under checkpointing (Korthikanti et al. 2022, table 2), and 2 FLOP per parameter and token in the
+forward pass and twice that in the backward pass. The rollouts are simulated (rollout_simulator.py), since a
+step ends with its slowest trajectory and not with the mean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 2**30
 RESERVED = 6 * GIB
 """Bytes per GPU for the CUDA context, NCCL's buffers and fragmentation."""
 HEADROOM = 1.05
-"""Factor by which rollouts may last longer than with unlimited judges."""
+"""Factor by which rollouts may last longer than with an unlimited number of judges."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ Origin = Literal["parameter", "measured", "datasheet", "assumed"]
 
 @dataclass(frozen=True)
 class Input:
-    """One number that the plan rests on."""
+    """One input of the plan: a number and its origin."""
 
     value: float
     unit: str
@@ -114,7 +114,7 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
 
 
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
-    """Return the inputs that a home's own trajectories give.
+    """Return the inputs that are measured on a home's trajectories.
 
     `turns` has the turns of each trajectory, `tokens` the policy's tokens in each turn.
     """
@@ -137,7 +137,8 @@ def zero_memory(
 ) -> float:
     """Return the bytes per GPU of weights, gradients and Adam's state under a ZeRO stage.
 
-    They are those of `trained` networks (actor, critic) and the weights of `frozen` ones (reference).
+    `trained` is the number of trained networks (actor, critic). Of the `frozen` ones (reference) only the
+    weights count.
     """
     weights, gradients, state = 2.0 * parameters, 2.0 * parameters, 12.0 * parameters
     split = (stage >= 3, stage >= 2, stage >= 1)
@@ -150,13 +151,13 @@ def zero_memory(
 def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing: bool) -> float:
     """Return the bytes per GPU while one micro-batch goes through one network.
 
-    They are what is kept of each layer, one layer in full, and the logits.
+    They hold the activations that every layer keeps, all activations of one layer, and the logits.
     """
     full_layer = 34.0 * tokens * inputs["hidden"]
     kept = (
         2.0 * tokens * inputs["hidden"] * inputs["layers"] if checkpointing else full_layer * inputs["layers"]
     )
-    # Logits in bfloat16 and once in float32, for a chunk of 8,192 tokens at a time.
+    # Logits are kept in bfloat16, and once in float32, for a chunk of 8,192 tokens at a time.
     return kept + full_layer + 6.0 * min(tokens, 8192.0) * inputs["vocabulary"]
 
 
@@ -179,7 +180,7 @@ def training_seconds(
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
     """Return the rollouts of one step as the input of the simulation.
 
-    Decoding reads the weights once a batch, and the cache of every sequence.
+    For each token decoding reads the weights once for the batch, and the cache of every sequence.
     """
     read = 2.0 * inputs["active_parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
@@ -188,7 +189,7 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
         turns=1.0 if single_turn else inputs["turns"],
         turns_spread=0.0 if single_turn else inputs["turns_spread"],
         max_turns=rollouts.max_turns,
-        # A single answer has all the reasoning in it.
+        # A single answer contains all the reasoning.
         tokens=inputs["tokens_per_turn"] * (8 if single_turn else 1),
         tokens_spread=inputs["tokens_spread"],
         max_tokens=rollouts.max_new_tokens,
@@ -266,7 +267,7 @@ def _stage(
         checkpointing=params.engine.activation_checkpointing,
         epochs=ppo.epochs,
     )
-    # What the rollouts would save with judges without end is the judges' share of them.
+    # The judges' share of the time is what an unlimited number of judges would save.
     parts = {"generation": free.seconds, "judging": max(0.0, rollout.seconds - free.seconds), **train}
     return {
         "steps": ppo.steps,

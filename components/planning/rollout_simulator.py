@@ -1,8 +1,8 @@
-"""A simulation of one step's rollouts.
+"""Simulation of one step's rollouts.
 
 Sequences that are being generated share the samplers' rate, turns queue for the judges, first come first
-served, and the last trajectory ends the step. Time goes from event to event, and in small equal steps where
-events crowd. A step of training waits for its slowest trajectory, which a mean would not show.
+served, and the last trajectory ends the step. Time advances from event to event, or in small equal steps when
+events are close together. A training step waits for its slowest trajectory, which a mean hides.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 TICKS = 4000
-"""Largest number of time steps in the expected length of a simulation."""
+"""Largest number of time steps in the expected duration of the rollouts."""
 GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one step.
+    """The work of one training step.
 
     Medians and spreads (sigma of the logarithm) are of log-normal distributions; rates are in tokens/s.
     """
@@ -52,7 +52,7 @@ class Rollout:
     wait_p95: float
     longest_queue: int
     busy: float
-    """Share of the judges' time in which they judged, 0 to 1."""
+    """Share of the judges' time in which they are busy, 0 to 1."""
 
     @property
     def seconds(self) -> float:
@@ -65,7 +65,7 @@ class Rollout:
 def simulate(load: Load, judges: int, seed: int) -> Rollout:
     """Simulate one step's rollouts with this number of judges.
 
-    The random draws do not depend on the number of judges, so that two simulations compare.
+    The random draws do not depend on the number of judges, so that two simulations are comparable.
     """
     rng, count = np.random.default_rng(seed), load.trajectories
     turns = np.clip(
@@ -76,7 +76,7 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
         rng.lognormal(np.log(load.tokens), load.tokens_spread, (count, most)), 1, load.max_tokens
     )
     judged = rng.random((count, most)) < load.judged_share
-    judged[np.arange(count), turns - 1] = True  # the final answer is always judged
+    judged[np.arange(count), turns - 1] = True  # The final answer is always judged.
     service = rng.lognormal(np.log(load.judge_seconds), load.judge_spread, (count, most))
     # A trajectory ends when its context is full.
     used = np.cumsum(tokens + load.observation_tokens, axis=1)
@@ -141,9 +141,9 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
 
 
 def enough_judges(load: Load, headroom: float, seed: int) -> int:
-    """Return the fewest judges with which the rollouts last at most `headroom` times the least possible.
+    """Return the fewest judges with which the rollouts last at most `headroom` times the least time.
 
-    That is how long they last with one judge for each trajectory.
+    The least time is that with one judge for each trajectory.
     """
     limit = headroom * simulate(load, load.trajectories, seed).seconds
     few, many = 0, load.trajectories

@@ -1,7 +1,7 @@
-"""The sampling backends that `policy.backend` names; the one place that chooses between them by parameters.
+"""The choice of the sampling backend that `policy.backend` names.
 
-Evaluation and `optimize` use `open_sampler` for a fixed checkpoint. Training changes the weights while it
-samples, see `components.training.weight_sync`.
+Evaluation and `optimize` use `open_sampler` for a fixed checkpoint. Training changes the weights between
+samples: see `components.training.weight_sync`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 def open_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> Sampler:
-    """Return a sampler of the model in `folder`; `version` names its weights, which are sent to a server first."""
+    """Return a sampler of the model in `folder`, whose weights are named `version`.
+
+    The weights are sent to the backend when that is a vLLM server.
+    """
     settings, dtype = params.policy, params.engine.dtype
     if settings.backend == "transformers":
         from components.policy.transformers_sampler import TransformersSampler
@@ -42,7 +45,7 @@ def open_sampler(
 def open_vllm_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> VllmSampler:
-    """Return a sampler over vLLM in this process, loaded from `folder`, or over the server of `policy.server`."""
+    """Return a sampler over vLLM, in this process with the model in `folder`, or on `policy.server`."""
     from components.policy.vllm_local import LocalVllm
     from components.policy.vllm_sampler import VllmSampler
     from components.policy.vllm_server import VllmServer

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from components.core.errors import UserError
 
 TRIES = 6
-"""Attempts of a request."""
+"""Largest number of attempts of a request."""
 MODEL_LIST_TRIES = 2
-"""Attempts of the first request, so that a mistyped address is reported soon."""
+"""Largest number of attempts of the first request; few, so that a mistyped address is reported soon."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 MAX_REPLY_BYTES = 16 << 20
@@ -31,15 +31,15 @@ Message = dict[str, Any]
 
 
 class ServerFailed(Exception):
-    """The server returned no usable turn; the message is one sentence."""
+    """Error of a server that returned no usable turn; the message is one sentence."""
 
 
 class ToolsUnsupported(Exception):
-    """The server refuses requests that describe tools."""
+    """Error of a server that refuses requests which describe tools."""
 
 
 class _ServerRecord(BaseModel):
-    """A record of an answer; fields that servers add are ignored."""
+    """Base class of the records in an answer; fields that servers add are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -87,7 +87,7 @@ class ChatTurn(_ServerRecord):
 
 
 class ChatClient:
-    """Client of one server and one of its models, safe for threads; `version` names both."""
+    """Client of one server and one of its models, safe for concurrent use; `version` names both."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ChatClient:
         option: str = "--policy",
         pause: Callable[[float], None] = time.sleep,
     ):
-        """Prepare a client; the server is first contacted by a request.
+        """Prepare a client without contacting the server.
 
         An empty `model` is replaced by the server's first one at the first request. `option` names the origin
         of `url` in messages. `pause` waits between attempts.
@@ -153,7 +153,7 @@ class ChatClient:
         temperature: float,
         seed: int,
     ) -> ChatTurn:
-        """Return the assistant's next turn.
+        """Sample and return the assistant's next turn.
 
         Raises ServerFailed after the last attempt, and ToolsUnsupported when the server refuses `tools`.
         """

@@ -1,4 +1,4 @@
-"""Checkpoints of policies: Hugging Face folders with a manifest, and explain_load_errors them.
+"""Checkpoints of policies: Hugging Face folders with a manifest.
 
 A checkpoint is a folder that transformers and vLLM load (safetensors, config, tokenizer), plus
 `manifest.json` with the digest of every file. A folder without a matching manifest is not a checkpoint.
@@ -59,7 +59,10 @@ def save_checkpoint(
     figures: dict[str, float],
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Manifest:
-    """Write a checkpoint atomically and return its manifest; `extra` holds further safetensors by file name."""
+    """Write a checkpoint atomically and return its manifest.
+
+    `extra` holds further tensors by the name of their safetensors file.
+    """
     from safetensors.torch import save_file
 
     with atomic_folder(folder) as temporary:
@@ -96,14 +99,18 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
     verify_files(folder)
     if device and (trained_device := manifest.params.get("device", device)) != device:
         raise UserError(
-            f"{folder}: it was trained to write kernels for {trained_device}; give --set device={trained_device} or another policy."
+            f"{folder}: it was trained to write kernels for {trained_device}; "
+            f"give --set device={trained_device} or another policy."
         )
     return manifest
 
 
 @contextlib.contextmanager
 def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
-    """Turn the errors that transformers raises for a damaged folder into one UserError; `what` names the part."""
+    """Turn the errors that transformers raises for a damaged folder into one UserError.
+
+    `what` names the damaged part in the message.
+    """
     from jinja2 import TemplateError
     from safetensors import SafetensorError
 
@@ -135,7 +142,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         size = len(tokenizer)
     if size < 2:
         raise UserError(
-            f"{folder}: there is no tokenizer in it; add tokenizer.json, or the files of its model's tokenizer."
+            f"{folder}: there is no tokenizer in it; "
+            "add tokenizer.json, or the files of its model's tokenizer."
         )
     if tokenizer.chat_template is None:
         raise UserError(

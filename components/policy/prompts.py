@@ -5,8 +5,10 @@ from __future__ import annotations
 from components.core.config import PROJECT, Device, Policy
 
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
-"""End of the compact prompt of an episode with several turns; a prompt without it asks for one final
-answer."""
+"""End of the compact prompt of an episode with several turns.
+
+A prompt without it asks for one final answer.
+"""
 KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 
@@ -16,4 +18,7 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
         return code + IN_TURNS if in_turns else code
     skill = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
     ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
-    return f"{skill}\n\nThe device is {KERNELS[device]}. The task, model.py:\n```python\n{code.rstrip()}\n```\n{ending}"
+    return (
+        f"{skill}\n\nThe device is {KERNELS[device]}. "
+        f"The task, model.py:\n```python\n{code.rstrip()}\n```\n{ending}"
+    )

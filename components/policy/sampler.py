@@ -8,7 +8,10 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids, with the end-of-turn token if it was sampled, and their log-probabilities (nats, after temperature)."""
+    """Sampled ids and their log-probabilities (nats, after temperature).
+
+    The ids include the end-of-turn token if it was sampled.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -26,8 +29,8 @@ class Sampler(Protocol):
     ) -> list[Completion]:
         """Sample one completion for each prompt, in order.
 
-        Temperature 0 is greedy. Equal arguments and weights give equal results, except on backends that
-        document otherwise. The context window shortens `max_new_tokens`; a prompt that fills it gets an empty
-        completion.
+        Temperature 0 always takes the most probable token. Equal arguments and weights give equal results,
+        except on backends whose documentation says otherwise. A completion ends at the end of the context
+        window; it is empty when the prompt fills the window.
         """
         ...

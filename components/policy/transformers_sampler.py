@@ -33,7 +33,10 @@ class _Row:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """A cache layer with spare capacity: `DynamicLayer` copies all keys and values for every token."""
+    """Layer of a key-value cache with spare capacity.
+
+    `DynamicLayer` copies all keys and values for every token.
+    """
 
     SPARE_TOKENS = 64
 
@@ -44,7 +47,10 @@ class _PreallocatedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append states [batch, heads, new, head_dim]; return all keys and values [batch, heads, old + new, head_dim]."""
+        """Append states and return all keys and values.
+
+        The states are [batch, heads, new, head_dim], the results [batch, heads, old + new, head_dim].
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
@@ -69,11 +75,11 @@ class _PreallocatedLayer(DynamicLayer):
 
 
 class TransformersSampler:
-    """Sampler in this process of `model`, which the caller may train: set `version` when its weights change.
+    """Sampler of a transformers model in this process.
 
-    The loop replaces `generate`, whose overhead is larger than a small model's arithmetic. The random numbers
-    of a sequence depend on the seed and its index alone, so up to rounding a sequence does not depend on its
-    batch.
+    A caller that changes the weights of `model` sets `version`. The loop replaces `generate`, whose overhead
+    is larger than a small model's arithmetic. The random numbers of a sequence depend on the seed and its
+    index alone, so up to rounding a sequence does not depend on its batch.
     """
 
     def __init__(
@@ -97,7 +103,10 @@ class TransformersSampler:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """See `Sampler`; at temperature 0 log-probabilities are those of the distribution at temperature 1."""
+        """Sample one completion for each prompt, in order, as `Sampler.generate` describes.
+
+        At temperature 0 log-probabilities are those of the distribution at temperature 1.
+        """
         rows = []
         for index, prompt in enumerate(prompts):
             noise = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
@@ -155,7 +164,7 @@ class TransformersSampler:
             ids, positions = tokens[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             if 2 * len(unfinished) < len(rows):
-                # Finished rows stay until they are the majority: removing them copies the whole cache.
+                # Finished rows stay until they are the majority; their removal copies the whole cache.
                 keep = torch.tensor(unfinished, device=self.device)
                 cache.batch_select_indices(keep)
                 ids, positions, mask = ids[keep], positions[keep], mask[keep]
@@ -163,17 +172,17 @@ class TransformersSampler:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row by inversion of the distribution function; return it and its log-probability.
+    """Sample one token for each row; return the tokens and their log-probabilities.
 
-    `logits` [batch, vocabulary] and `uniforms` [batch] in [0, 1); temperature 0 takes the most probable
-    token. Computed in float64, so that the cumulative sum represents rare tokens.
+    The distribution function of `logits` [batch, vocabulary] is inverted at `uniforms` [batch] in [0, 1), in
+    float64, so that the cumulative sum represents rare tokens. Temperature 0 takes the most probable token.
     """
     logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logprobs.argmax(dim=-1)
     else:
         cumulative = logprobs.exp().cumsum(dim=-1)
-        # Scaled to the last cumulative sum, which rounding keeps from being exactly 1.
+        # The number is scaled by the last cumulative sum, which is not exactly 1 because of rounding.
         tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[
             :, 0
         ].clamp(max=logits.shape[-1] - 1)

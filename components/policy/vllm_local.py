@@ -1,4 +1,4 @@
-"""vLLM in this process's environment; vLLM runs its engine in a child process."""
+"""vLLM in the environment of this process; it runs its engine in a child process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class LocalVllm:
             max_model_len=settings.context,
             gpu_memory_utilization=settings.gpu_memory_share,
             logprobs_mode="processed_logprobs",
-            # The model's generation_config would truncate the distribution that is trained.
+            # Without this the model's generation_config would truncate the distribution that is sampled.
             generation_config="vllm",
-            # Only where it is used: vLLM 0.24's ipc engine imports ray, which is not a dependency of vLLM.
+            # Set only when used: the ipc engine of vLLM 0.24 imports ray, which vLLM does not depend on.
             weight_transfer_config=WeightTransferConfig(backend="ipc")
             if settings.weight_transfer == "ipc"
             else None,

@@ -1,7 +1,7 @@
 """Sampling with vLLM, in this process or on a server: token ids in, token ids and log-probabilities out.
 
 `VllmBackend` is the interface of both. `VllmSampler` samples from either, and sends new weights by vLLM's
-weight transfer. After each transfer the workers' fingerprint must be that of the weights. Names of calls,
+weight transfer. After each transfer it compares the workers' fingerprint with the weights. Names of calls,
 routes and fields are those of vLLM 0.24.
 """
 
@@ -39,7 +39,10 @@ class Request:
 
 
 class VllmBackend(Protocol):
-    """A running vLLM; its log-probabilities are those after temperature (`logprobs_mode` processed_logprobs)."""
+    """Interface of a running vLLM.
+
+    Its log-probabilities are those after temperature (`logprobs_mode` processed_logprobs).
+    """
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return one completion for each request, in order."""
@@ -67,7 +70,10 @@ class VllmBackend(Protocol):
 
 
 class VllmSampler:
-    """`Sampler` over vLLM; equal arguments may give different results, because batching changes rounding."""
+    """Sampler over vLLM.
+
+    Equal arguments may give different results, because batching changes rounding.
+    """
 
     def __init__(
         self, vllm: VllmBackend, tokenizer: PreTrainedTokenizerBase, settings: Policy, *, version: str
@@ -84,7 +90,7 @@ class VllmSampler:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """See `Sampler`."""
+        """Sample one completion for each prompt, in order, as `Sampler.generate` describes."""
         requests = {
             index: Request(
                 tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.end_of_turn
@@ -98,10 +104,10 @@ class VllmSampler:
     def push(
         self, weights: Sequence[tuple[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:
-        """Replace the sampler's weights, by checkpoint names and shapes, and check that the workers hold them.
+        """Replace the sampler's weights, and check that the workers hold them.
 
-        `folder` holds the same weights as a checkpoint, for the transfer by disk. Raises UserError when a
-        worker does not hold the weights afterwards.
+        Names and shapes are those of a checkpoint. `folder` holds the same weights for the transfer by disk.
+        Raises UserError when a worker does not hold the weights afterwards.
         """
         started = time.monotonic()
         self.wake_up()
@@ -111,13 +117,13 @@ class VllmSampler:
             self.vllm.collective_rpc("reload_weights", {"weights_path": str(folder.resolve())})
         else:
             dtype = getattr(torch, before[0]["dtype"])
-            # Referenced until the update has finished: a handle does not keep its memory alive.
+            # The tensors stay referenced until the end of the update; a handle does not keep memory alive.
             sent = [(name, tensor.detach().to(dtype).contiguous()) for name, tensor in weights]
             self.vllm.start_weight_update()
             self.vllm.update_weights(ipc_update_info(sent))
             self.vllm.finish_weight_update()
             if any(tensor.is_cuda for _, tensor in sent):
-                # Frees memory that the other process has released.
+                # Free memory that the other process has released.
                 torch.cuda.ipc_collect()
         # Cached keys and values were computed with the old weights.
         self.vllm.reset_prefix_cache()
@@ -129,7 +135,11 @@ class VllmSampler:
         return self.vllm.collective_rpc("weight_fingerprint", {})
 
     def _check(self, before: list[dict[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Compare the fingerprint of a single worker with the weights; of several workers, each must have changed."""
+        """Raise UserError when the workers do not hold the weights.
+
+        The fingerprint of a single worker must be that of the weights. Of several workers, each of which
+        holds a part, every fingerprint must have changed.
+        """
         after = self._fingerprints()
         expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))
         is_single = len(after) == 1
@@ -146,7 +156,7 @@ class VllmSampler:
             )
 
     def sleep(self) -> None:
-        """Release the GPU's memory until the next push, where `policy.sleep` is set."""
+        """Release the GPU's memory until the next push when `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
             self.vllm.sleep()
             self.asleep = True

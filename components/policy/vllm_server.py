@@ -1,6 +1,7 @@
-"""Client of a vLLM server, which runs in a separate environment: its fastapi versions exclude Prefect's.
+"""Client of a vLLM server.
 
-The routes for weights, sleep and workers need a server that was started with VLLM_SERVER_DEV_MODE=1;
+The server runs in a separate environment, because vLLM and Prefect need different versions of fastapi. The
+routes for weights, sleep and workers need a server that was started with VLLM_SERVER_DEV_MODE=1;
 docs/training.md has the whole command.
 """
 
@@ -17,20 +18,23 @@ from components.policy.sampler import Completion
 from components.policy.vllm_sampler import Request
 
 MAX_CONNECTIONS = 256
-"""Requests in flight; further ones wait in this process."""
+"""Largest number of requests in flight; further ones wait in this process."""
 TIMEOUT_SECONDS = 3600.0
-"""Longest wait for one answer; a turn of 32,768 tokens in a full batch takes minutes."""
+"""Longest wait for one answer, in seconds; a turn of 32,768 tokens in a full batch takes minutes."""
 
 
 class RequestRefused(UserError):
-    """The server answered with an error status."""
+    """Error of a request that the server answered with an error status."""
 
 
 class VllmServer:
     """`VllmBackend` over HTTP."""
 
     def __init__(self, url: str):
-        """Connect to the server's root `url`, such as http://127.0.0.1:8000; raises UserError when no vLLM answers."""
+        """Connect to the server's root `url`, such as http://127.0.0.1:8000.
+
+        Raises UserError when no vLLM answers.
+        """
         self.url = url.rstrip("/")
         if not self.url:
             raise UserError(
@@ -42,11 +46,11 @@ class VllmServer:
         )
         self._call("GET", "/health")
         if self._call("GET", "/is_sleeping").get("is_sleeping"):
-            # A trainer that was killed may have left it asleep.
+            # A trainer that was killed may have left the server asleep.
             self.wake_up()
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Send one HTTP request for each sequence: the prompts of one request would share its seed."""
+        """Send one HTTP request for each sequence, since the prompts of one request share its seed."""
         with ThreadPoolExecutor(
             max_workers=max(1, min(MAX_CONNECTIONS, len(requests))), thread_name_prefix="vllm"
         ) as threads:
@@ -62,7 +66,7 @@ class VllmServer:
                 "temperature": request.temperature,
                 "seed": request.seed,
                 "stop_token_ids": [request.stop],
-                # Explicit, because the model's generation_config would truncate the distribution that is
+                # Set, because otherwise the model's generation_config would truncate the distribution that is
                 # trained.
                 "top_p": 1.0,
                 "top_k": 0,
@@ -110,7 +114,10 @@ class VllmServer:
         self._call("POST", "/wake_up")
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the answer's JSON object, {} without one; raises UserError when the server is absent or refuses."""
+        """Return the answer's JSON object, {} without one.
+
+        Raises UserError when the server does not answer or refuses the request.
+        """
         try:
             response = self.client.request(method, route, json=body)
         except httpx.TransportError as error:
@@ -133,7 +140,7 @@ class VllmServer:
 
 
 def check_completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
-    """Return what vLLM sampled; raises UserError when it is incomplete."""
+    """Return the completion that vLLM sampled; raises UserError when it is incomplete."""
     if len(ids) != len(logprobs) or finish_reason not in ("stop", "length"):
         raise UserError(
             f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, "

@@ -1,7 +1,7 @@
 """Extension of vLLM's workers: `--worker-extension-cls components.policy.vllm_worker.Fingerprint`.
 
-vLLM 0.24 cannot tell which weights it holds. This file is imported in vLLM's environment and needs only
-torch.
+vLLM 0.24 has no call that identifies the weights that it holds. This file is imported in vLLM's environment
+and needs only torch.
 """
 
 from __future__ import annotations

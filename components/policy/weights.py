@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 CHUNK_ELEMENTS = 2**24
-"""Elements that are converted at once."""
+"""Number of elements that are converted at once."""
 
 
 def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:

@@ -1,10 +1,10 @@
 """The audit chain: a tamper-evident log of every change of the champion, with its evidence.
 
 There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
-contains the digest of the one before it, and its own digest covers everything else in it. So an entry that is
-changed, removed or inserted breaks the chain at a known place. Entries removed at the end would leave a
-valid, shorter chain: therefore the registry also names the newest entry (`anchor`), in another place under
-other permissions.
+contains the digest of the one before it, and its own digest covers everything else in it. An entry that is
+changed, removed or inserted therefore breaks the chain at a known place. Entries removed at the end would
+leave a valid, shorter chain: therefore the registry also names the newest entry (`anchor`), in another place
+under other permissions.
 
 An entry is written before the registry is changed (write-ahead): it says what the aliases have to become, and
 the next process that takes the lock completes what a killed one had begun.
@@ -32,21 +32,24 @@ from components.core.records import FrozenModel
 Action = Literal[
     "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
 ]
-"""`refused` is the gates' answer, `declined` a person's; `found` records that another program moved an alias."""
+"""Type of an action.
+
+The gates have `refused`, a person has `declined`; `found` records that another program moved an alias.
+"""
 FIRST = "0" * 64
 FILE = re.compile(r"(\d{6})\.json")
 DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
-"""Actions that decide a version; the newest of them is its state."""
+"""Actions that decide about a version; the newest of them is its state."""
 
 
 class AuditEntry(FrozenModel):
-    """One change. `aliases` are the version numbers of champion and previous after it."""
+    """Entry about one change; `aliases` are the versions of champion and previous after it."""
 
     number: int
     before: str
     """Digest of the entry before this one; zeros for the first."""
     when: str
-    """UTC, ISO 8601, seconds."""
+    """Time in UTC by ISO 8601, to the second."""
     who: str
     """The operating system's user and host, or the name that a person gave with the decision."""
     action: Action
@@ -55,9 +58,9 @@ class AuditEntry(FrozenModel):
     aliases: dict[str, str]
     reason: str = ""
     evidence: dict[str, Any] = Field(default_factory=dict)
-    """Digests, figures with intervals, thresholds: what the change rests on."""
+    """Digests, figures with intervals and thresholds on which the change is based."""
     key: str = ""
-    """Names the change, so that a repetition after a kill adds nothing; empty when every call is a change."""
+    """Name of the change, by which a repetition after a kill adds nothing; empty if each call is a change."""
     digest: str
 
     @property
@@ -66,20 +69,20 @@ class AuditEntry(FrozenModel):
 
 
 class AuditChainError(UserError):
-    """A chain that is not what was written; the message names the first wrong entry."""
+    """Error of a chain that was changed; the message names the first wrong entry."""
 
 
 def person() -> str:
-    """Return who is acting: the operating system's user and host."""
+    """Return the name of the acting person: the operating system's user and host."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user often has no name
+    except (KeyError, OSError):  # A container's user often has no name.
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
 
 class AuditChain:
-    """The chain of one registered model, in a folder below `folder`. Every read checks all entries."""
+    """Chain of one registered model, in a folder below `folder`; every read checks all entries."""
 
     def __init__(self, folder: Path, model: str):
         self.model = model
@@ -101,7 +104,7 @@ class AuditChain:
     def append(
         self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any
     ) -> AuditEntry:
-        """Write the next entry, with the lock held. `rest` are reason, evidence and key."""
+        """Write the next entry while the lock is held; `rest` holds reason, evidence and key."""
         entries = self.entries()
         content = {
             "number": len(entries) + 1,
@@ -113,7 +116,7 @@ class AuditChain:
             "version": version,
             "aliases": aliases,
         } | rest
-        # Filled in first: the digest covers the defaults too.
+        # The defaults are filled in first, because the digest covers them too.
         content = AuditEntry.model_validate(content | {"digest": ""}).model_dump(
             mode="json", exclude={"digest"}
         )
@@ -122,7 +125,10 @@ class AuditChain:
         return entry
 
     def entries(self) -> list[AuditEntry]:
-        """Return every entry in order; AuditChainError names the first changed, removed or inserted one."""
+        """Return every entry in order.
+
+        Raises AuditChainError with the first changed, removed or inserted one.
+        """
         names = (
             sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name))
             if self.folder.is_dir()

@@ -1,6 +1,6 @@
-"""Gather the evidence of a version from its files, and run the gates on it.
+"""Collection of a version's evidence from its files, and the run of the gates on it.
 
-The nightly flow does this after an evaluation; a person may ask for it again at any time.
+The nightly flow does this after an evaluation. A person may repeat it at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from components.registry import gates, models
 from components.registry.gates import Decision, Gate
 
 COMPARED = "compared"
-"""Tags compared.version, compared.evaluation, compared.digest: the champion's evaluation that the gates used.
+"""Prefix of the tags that name the champion's evaluation which the gates used.
+
+The tags are compared.version, compared.evaluation and compared.digest.
 """
 
 
@@ -41,12 +43,12 @@ def run_gates(
     report: Path,
     epoch: str,
 ) -> Decision:
-    """Hold an evaluation against the thresholds and the champion, and the judge against exploits.
+    """Compare an evaluation with the thresholds and the champion, and try exploits on the judge.
 
-    This is the only place that gathers a decision's evidence. `after` is the version's evaluation, `champion`
-    the champion's on the same tasks (None without one). The files of `checkpoint` are verified against the
-    digest at registration, `report` has to be complete, and a sample of exploits is judged anew in each
-    `epoch`. A decision that passes says `promoted` or, when gate.approval is `person`, `waiting`.
+    `after` is the version's evaluation, `champion` the champion's on the same tasks (None without one). The
+    files of `checkpoint` are verified against the digest at registration, `report` has to be complete, and a
+    sample of exploits is judged anew in each `epoch`. A decision that passes says `promoted` or, when
+    gate.approval is `person`, `waiting`.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
@@ -69,7 +71,7 @@ def evaluate_gates(
     digests_match: bool,
     report_complete: bool,
 ) -> list[Gate]:
-    """Return every gate of one evaluation.
+    """Return all gates of one evaluation.
 
     `champion` is the champion's evaluation on the same tasks, None without a champion.
     """
@@ -101,7 +103,7 @@ def is_complete(report: Path) -> bool:
 def gate_again(
     params: Params, client: MlflowClient, home: Path, version: str, pool: JudgePool, progress: Progress
 ) -> tuple[str, Decision, str | None]:
-    """Hold a registered version against the present thresholds and champion.
+    """Run the gates of a registered version with the present thresholds and champion.
 
     The version's figures are those of its evaluation. The champion is measured on the same tasks unless that
     was done before, and the sample of exploits is tried anew. A decision that passes says `waiting`, never

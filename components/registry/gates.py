@@ -1,11 +1,11 @@
-"""The rules of promotion as pure functions: figures and thresholds in, gates out.
+"""Rules of promotion as pure functions from figures and thresholds to gates.
 
 Every threshold is a parameter (`params.gate`). A floor is compared with the lower end of the figure's 95 %
 interval, not with the figure, so a version that passes is better than the threshold with 97.5 % certainty,
-and a small suite has to be passed more clearly than a large one. The comparison with the champion is paired
-by task, so that the difficulty of the tasks cancels; it refuses a drop that is larger than allowed and
-statistically significant. Integrity has no interval: an unmeasured task, an exploit that gained something, or
-a checkpoint that does not match its digests refuses.
+and a small suite needs a better figure than a large one. The comparison with the champion is paired by task,
+so that the difficulty of the tasks cancels; it refuses a drop that is larger than allowed and statistically
+significant. The gates of integrity have no interval: they refuse a version when a task is unmeasured, an
+exploit gains anything, or the checkpoint does not match its digests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Gate(FrozenModel):
 
     @property
     def decisive(self) -> float | None:
-        """Return what is compared with the threshold: the interval's lower end, or the figure without one."""
+        """Return the number that is compared with the threshold.
+
+        It is the interval's lower end, or the figure when there is no interval.
+        """
         return self.low if self.low is not None and not self.name.startswith("change.") else self.value
 
     @property
@@ -56,16 +59,16 @@ class Gate(FrozenModel):
 
 
 class Decision(FrozenModel):
-    """The gates' answer. `verdict` is `waiting` when they passed and a person has to approve."""
+    """Answer of the gates; `verdict` is `waiting` when they passed and a person has to approve."""
 
     verdict: Literal["promoted", "refused", "waiting"]
     gates: tuple[Gate, ...]
     reasons: tuple[str, ...]
-    """One sentence per gate that refused, or the one that says why the version was promoted or waits."""
+    """One sentence for each gate that refused, or one that says why the version was promoted or waits."""
 
 
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
-    """Return the gates that hold one evaluation against the lowest accepted figures.
+    """Return the gates that compare one evaluation with the lowest accepted figures.
 
     `levels` are the figures of each level of the suite.
     """
@@ -75,9 +78,8 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
     ) -> Gate:
         interval = figures.intervals.get(name) if figures is not None else None
         low, high = (interval.low, interval.high) if interval is not None else (None, None)
-        # A figure over no task (no correct solution, so no geomean; a level that the suite lacks) passes
-        # only where
-        # nothing is asked of it, and so does one without an interval.
+        # A figure over no task has no interval: a geomean without a correct solution, or a level that the
+        # suite lacks. It passes only when the threshold asks nothing of it.
         passed = threshold == 0 or (value is not None and low is not None and low >= threshold)
         return Gate(name=called or name, value=value, low=low, high=high, threshold=threshold, passed=passed)
 
@@ -102,7 +104,7 @@ def regression(
 ) -> list[Gate]:
     """Return the gates on the paired change of each rate against the champion.
 
-    Only tasks that both were measured on count. A gate refuses a drop beyond the allowed one whose interval
+    Only tasks on which both were measured count. A gate refuses a drop beyond the allowed one whose interval
     excludes "no change".
     """
     failed = {row.task_id for row in (*candidate, *champion) if row.error}
@@ -139,8 +141,8 @@ def integrity(
 ) -> list[Gate]:
     """Return the gates that have no interval.
 
-    They ask whether the tasks were measured, in isolation, whether the checkpoint is the evaluated one, and
-    whether the report is complete. `exploits` is the gate that `exploits_gate` returns.
+    They require that the tasks were measured in isolation, that the checkpoint is the evaluated one, and that
+    the report is complete. `exploits` is the gate that `exploits_gate` returns.
     """
     measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
     facts = {

@@ -42,7 +42,7 @@ def register(
     tags: Mapping[str, str],
     figures: Mapping[str, float],
 ) -> str:
-    """Register the version of a run, or find it by the run's key when it exists; return its number."""
+    """Register the version of a run, unless one with the run's key exists; return its number."""
     _ensure_model(client, model)
     found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
     if found:
@@ -81,7 +81,7 @@ def propose(client: MlflowClient, model: str, version: str) -> None:
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the version of each alias, read from the model: search results leave aliases empty."""
+    """Return the version of each alias, read from the model because search results leave aliases empty."""
     found = _registered(client, model)
     return {name: str(version) for name, version in found.aliases.items()} if found is not None else {}
 
@@ -89,7 +89,7 @@ def aliases(client: MlflowClient, model: str) -> dict[str, str]:
 def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
     """Return the champion that `version` is compared with; None when there is none.
 
-    When the version itself is champion, as in a run continued after its promotion, that is the one before it.
+    When the version itself is champion, as in a run continued after its promotion, it is the one before it.
     """
     champion = aliases.get(CHAMPION)
     return aliases.get(PREVIOUS) if champion == version else champion
@@ -112,7 +112,7 @@ def _registered(client: MlflowClient, model: str) -> Any:
 
 
 def find(client: MlflowClient, model: str, version: str) -> Any:
-    """Return the model version of a number or an alias; UserError when there is none."""
+    """Return the model version of a number or an alias; raises UserError when there is none."""
     number = aliases(client, model).get(version, version)
     try:
         return client.get_model_version(model, number)
@@ -127,7 +127,7 @@ def decision_of(client: MlflowClient, model: str, version: str) -> str:
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
-    """Return one version, by number or alias, as a JSON record; UserError when there is no such version."""
+    """Return the version of a number or an alias as a JSON record; raises UserError when there is none."""
     found = find(client, model, version)
     gates = [
         Gate.model_validate_json(value)
@@ -156,7 +156,7 @@ def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:
-    """Return where a version's checkpoint lies: a folder of this machine, or the artifact store's address."""
+    """Return the location of a version's checkpoint: a local folder, or an address in the artifact store."""
     uri = client.get_model_version_download_uri(model, version)
     if uri.startswith("models:/"):
         uri = client.get_logged_model(uri.removeprefix("models:/")).artifact_location
@@ -167,7 +167,7 @@ def location(client: MlflowClient, model: str, version: str) -> str:
 def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
     """Return the folder of a version's checkpoint.
 
-    It is the store's own where that is a local folder, else a copy below `scratch`.
+    It is the folder in the store if that is a local folder, else a copy below `scratch`.
     """
     place = location(client, model, version)
     if not is_local_uri(place):

@@ -1,4 +1,4 @@
-"""Promotion: the operations that change the champion, each under one lock, each with an audit entry.
+"""Operations that change the champion, each under a lock and with an audit entry.
 
 An operation takes the lock, completes what a killed process had begun, checks its conditions, verifies the
 checkpoint's bytes, writes the audit entry, moves the aliases, and names the entry in the registry, in this
@@ -41,11 +41,11 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 
 
 class NotPassed(UserError):
-    """A version whose gates refused it, or that no person approved in time. Exit code 4."""
+    """Error of a version that did not pass the gates or was not approved in time; its exit code is 4."""
 
 
 class Promotion:
-    """The operations on one registered model.
+    """Operations on one registered model.
 
     `home` holds the files of the evidence, and the audit chain unless `registry.audit` names a folder.
     """
@@ -69,7 +69,7 @@ class Promotion:
         who: str = "",
         reason: str = "",
     ) -> AuditEntry:
-        """Promote or refuse the version, or let it wait for a person, as the gates decided.
+        """Promote or refuse the version, or let it wait for a person, according to the gates.
 
         `champion` is the version that the gates compared with, None without one. When another version is
         champion by now the comparison is void: UserError. When the chain has an entry with this `key`, that
@@ -111,7 +111,7 @@ class Promotion:
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
         """Make a waiting version the champion; past its deadline let it expire instead.
 
-        The action of the returned entry tells which of the two was done.
+        The action of the returned entry is `approved` or `expired`.
         """
         with self.chain.locked():
             entries = self._recover()
@@ -242,7 +242,7 @@ class Promotion:
             )
 
     def verify(self) -> list[str]:
-        """Return a sentence for each fault; empty when chain, registry, checkpoints and evidence agree."""
+        """Return one sentence for each contradiction between chain, registry, checkpoints and evidence."""
         with self.chain.locked():
             try:
                 entries = self.chain.entries()
@@ -264,7 +264,7 @@ class Promotion:
             return found
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
-        """Return the version's number and the entry by which it waits; UserError when it does not wait."""
+        """Return the number and the audit entry of a waiting version, or raise UserError."""
         version = str(models.find(self.client, self.model, version).version)
         state = self.chain.state(version)
         if state is None or state.action != "waiting":
@@ -331,7 +331,7 @@ class Promotion:
         return found
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
-        """Make the registry what the entry says. Repeating it changes nothing."""
+        """Change the registry to the state of the entry; a repetition changes nothing."""
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)
@@ -350,9 +350,9 @@ class Promotion:
         return entry
 
     def _recover(self) -> list[AuditEntry]:
-        """Apply the newest entry if a killed process had not, and return the checked chain.
+        """Apply the newest entry unless it is applied already, and return the checked chain.
 
-        Aliases that were moved by other programs get an entry of their own.
+        An entry is added when another program has moved the aliases.
         """
         entries = self.chain.entries()
         anchor = self._anchor()
@@ -385,7 +385,7 @@ def _aliases(entries: list[AuditEntry]) -> dict[str, str]:
 
 
 def promote_aliases(now: dict[str, str], version: str) -> dict[str, str]:
-    """Return the aliases champion and previous once `version` is champion."""
+    """Return the aliases champion and previous as they are after `version` becomes champion."""
     champion = now.get(CHAMPION)
     if champion is None or champion == version:
         return now | {CHAMPION: version}

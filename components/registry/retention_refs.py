@@ -1,4 +1,4 @@
-"""What the registry refers to: run ids and digests that the store must keep, with the reason."""
+"""Run ids and digests that the registry refers to and the store must keep, with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 def evidence(chain: AuditChain) -> dict[str, str]:
     """Return every run key and digest that an audit entry mentions, with that entry.
 
-    What a decision rests on is kept as long as the decision.
+    The evidence of a decision is kept as long as its entry.
     """
     return {
         word: f"audit entry {entry.number}"

@@ -1,4 +1,4 @@
-"""The model format by which `mlflow.pyfunc.load_model` and `mlflow models serve` load a version.
+"""Model format by which `mlflow.pyfunc.load_model` and `mlflow models serve` load a version.
 
 A version is the checkpoint's files and a file `MLmodel` that names this module; registering loads no model.
 transformers and vLLM load the version's folder `checkpoint` and need none of this.
@@ -19,7 +19,7 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
 
 
 def description(model_id: str, run_id: str) -> Model:
-    """Return the content of `MLmodel`: prompts in, the policy's turns out, loaded by `_load_pyfunc`."""
+    """Return the content of `MLmodel`, for a model from prompts to turns that `_load_pyfunc` loads."""
     limits = [
         ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
         ParamSpec("temperature", "double", DEFAULTS["temperature"]),

@@ -2,8 +2,8 @@
 
 An episode is an AGENT span, each turn an LLM span, each tool call a TOOL span; the judge's verdicts are
 feedback on them. Every id is derived from the run and the trajectory's position in its files, so logging it
-again after a kill changes nothing. A trajectory keeps an order and no times: its spans follow each other by a
-microsecond, from the time at which its file was written.
+again after a kill changes nothing. A trajectory has an order but no times, so its spans follow each other by
+a microsecond, from the time at which its file was written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from components.core.files import digest_json
 from components.judge.verdict import Verdict
 
 SAMPLED_STEPS = 8
-"""Of so many steps of a training stage, spread over all of it, the best and the worst trajectory are logged.
+"""Number of steps of a training stage of which trajectories are logged.
+
+The steps are spread over the whole stage. The best and the worst trajectory of each are logged.
 """
 TICK_NS = 1_000
 JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
@@ -65,7 +67,7 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
-    """Yield name, file and trajectory: all of an evaluation, a sample of a training stage's."""
+    """Yield name, file and trajectory: all of an evaluation, or a sample of a training stage."""
     for batch in sorted((folder / "episodes").glob("*")):
         for index, trajectory in enumerate(load_trajectories(batch)):
             yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
@@ -147,7 +149,7 @@ class _Trace:
         identity: str = "",
         began: int = 0,
     ) -> str:
-        """Add a span from `began`, or from now, to the next tick; return its id."""
+        """Add a span from `began`, or from the present tick, to the next tick; return its id."""
         identity = identity or self._id(f"span {len(self.spans)}")
         began, self.tick = began or self.tick, self.tick + TICK_NS
         named = {

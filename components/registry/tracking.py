@@ -1,9 +1,8 @@
-"""MLflow runs: one for each pipeline run, its stages as child runs, with what is needed to compare two runs.
+"""MLflow runs: one for each pipeline run, with its stages as child runs.
 
-Every call may be repeated: runs are found by the tag `cuda_agent.run_key`, so after a kill there is still
-exactly one; a finished child is left alone; and the points of a curve carry the time of their file, so that
-the store drops them as duplicates. Trajectories stay in their files. No other module talks to MLflow about
-runs.
+Every call may be repeated. Runs are found by the tag `cuda_agent.run_key`, so there is exactly one even after
+a kill. A finished child run is not changed. The points of a curve carry the time of their file, so that the
+store drops them as duplicates. Trajectories stay in their files. No other module logs MLflow runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 from components.core.config import Registry
 from components.core.errors import UserError
 
-# MLflow reports usage to its makers by default, and logs every table that it creates.
+# By default MLflow reports usage to its makers and logs the creation of every table.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
 
@@ -41,22 +40,28 @@ STAGE = "cuda_agent.stage"
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
 LOAD_SECONDS = 30
-"""Seconds between two points of the machine's load."""
+"""Time between two points of the machine's load, in seconds."""
 
 
 def tracking_uri(params: Registry, home: Path) -> str:
-    """Return `registry.tracking_uri`, or a SQLite database in the home: MLflow 3 refuses plain folders."""
+    """Return `registry.tracking_uri`, or that of a SQLite database in the home when it is empty.
+
+    MLflow 3 refuses plain folders.
+    """
     return params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
 
 
 def import_store(params: Registry) -> None:
-    """Import what MLflow's first call to a database imports, so that it overlaps with another start."""
+    """Import the modules that MLflow's first call to a database needs.
+
+    The caller does this while it waits for other processes to start.
+    """
     if not params.tracking_uri.startswith("http"):
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def connect(params: Registry, home: Path) -> MlflowClient:
-    """Return a client of the tracking store, which is made on the first call."""
+    """Return a client of the tracking store, which is created when it does not exist."""
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(params, home)
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
@@ -95,7 +100,7 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 class MlflowRun:
-    """The MLflow run of one pipeline run, created or opened again."""
+    """MLflow run of one pipeline run, created or opened again."""
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
         self.client = client
@@ -122,7 +127,7 @@ class MlflowRun:
         self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Log the full resolved parameters, and tags that say where the run comes from."""
+        """Log the resolved parameters, and tags about the origin of the run."""
         pairs = [
             Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
             for key, value in flatten(parameters).items()
@@ -174,14 +179,14 @@ class MlflowRun:
             self.client.log_batch(run_id, metrics=chunk)
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         from components.registry.traces import (
-            log_traces,  # torch comes with it, which most commands of the registry never need
+            log_traces,  # Imports torch, which most commands of the registry do not need.
         )
 
         log_traces(TracingClient(self.client.tracking_uri), self.experiment_id, run_id, name, folder)
         self.client.set_terminated(run_id, "FINISHED")
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Log a table as an artifact, once: MLflow appends to a table that exists."""
+        """Log a table as an artifact, once, because MLflow appends to an existing table."""
         file = f"{name}.json"
         present = {item.path for item in self.client.list_artifacts(self.run_id)}
         if rows and file not in present:
@@ -241,7 +246,7 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     try:
         return str(client.create_experiment(params.experiment, artifact_location=location))
     except MlflowException:
-        # Another run made it in between.
+        # Another run has created it in between.
         found = client.get_experiment_by_name(params.experiment)
         if found is None:
             raise

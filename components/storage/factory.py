@@ -14,7 +14,7 @@ from components.storage.store import Store
 def open_store(params: StoreParams, home: Path) -> Store:
     """Return the store that `store.url` names.
 
-    Empty is `<home>/store`; a path or file:// is a folder; s3://bucket/prefix is S3.
+    An empty URL names `<home>/store`, a path or file:// a folder, and s3://bucket/prefix a bucket in S3.
     """
     url = params.url
     if url.startswith("s3://"):

@@ -23,7 +23,7 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 class FolderStore:
     """A store of objects as files, with the SHA-256 of each below `.sha256`.
 
-    Of two writers of one key, the file system's hard links let one win.
+    When two processes write one key at once, only one of them succeeds: objects are created as hard links.
     """
 
     def __init__(self, root: Path):
@@ -79,14 +79,14 @@ class FolderStore:
     def _note(self, key: str) -> Path:
         """Return the file with the object's SHA-256.
 
-        It is not beside the object, since a checkpoint's folder in the store is loaded as it is.
+        It is not beside the object, since libraries load a checkpoint's folder in the store directly.
         """
         return self.root / ".sha256" / check_key(key)
 
     def _recorded(self, key: str) -> str:
         """Return the SHA-256 that the object was written with.
 
-        Empty when the writer was killed before it recorded the digest, or was another program.
+        It is empty when the writer was killed before it recorded the digest, or was another program.
         """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""
@@ -115,7 +115,7 @@ def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> boo
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # Without hard links two writers at the same instant are not told apart; the home's lock still
+            # Without hard links two simultaneous writers are not told apart; the home's lock still
             # orders runs.
             copy.replace(target)
     return True

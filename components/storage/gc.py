@@ -1,4 +1,4 @@
-"""Retention: which objects of the store nothing refers to any more, and which are damaged.
+"""Retention: the objects of the store without references, and the damaged ones.
 
 Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole.
 Everything else in the bucket (DVC's remote, MLflow's artifacts) is managed by other programs and never
@@ -21,7 +21,7 @@ from components.storage.store import Store, StoredObject
 GROUPS = ("checkpoints", "runs")
 MANIFEST = "manifest.json"
 WORD = re.compile(r"[0-9a-f]{12,64}")
-"""A run's id or a digest within a text."""
+"""Regular expression of a run's id or a digest within a text."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups to remove, and for each group to keep the reason."""
+    """Groups to remove, and the reason for each group to keep."""
 
     remove: tuple[Group, ...]
     keep: dict[str, str]
@@ -65,12 +65,12 @@ def groups(entries: Iterable[StoredObject]) -> list[Group]:
 def plan(
     store: Store, references: dict[str, str], evidence: dict[str, str], now: datetime, older_than: timedelta
 ) -> Plan:
-    """Return which groups to remove: those that are older than the limit and referred to by nothing.
+    """Return a plan that removes each group without a reference that is older than the limit.
 
-    `references` and `evidence` map run ids and digests to who refers to them. A run that is kept by a
-    reference, or is young, keeps every checkpoint that its manifest names. A run that is kept as evidence of
-    a past decision does not: the decision rests on the checkpoint that it names itself, not on the stages
-    before it.
+    `references` and `evidence` map run ids and digests to a description of the reference. A run that is kept
+    by a reference, or is young, keeps every checkpoint that its manifest names. A run that is kept as
+    evidence of a past decision keeps only the checkpoint that the decision names, not those of earlier
+    stages.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}
@@ -100,7 +100,7 @@ def remove(store: Store, group: Group) -> None:
 
 
 def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, fault) for every object; an empty fault means that the object is what was written.
+    """Yield (key, fault) for every object; the fault is empty when the object is undamaged.
 
     Each object is read in full and compared with the digest that it was written with, and with its
     checkpoint's manifest.
@@ -139,10 +139,10 @@ def words(text: str) -> set[str]:
 
 
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
-    """Return who refers to a run or a checkpoint; empty when nothing does.
+    """Return a description of what refers to a run or a checkpoint; empty when nothing does.
 
-    References may be longer than the identity (a run's key begins with its id) or shortened to 12 digits or
-    more.
+    A reference may be longer than the identity, since a run's key begins with its id, or shortened to 12 or
+    more digits.
     """
     if identity in references:
         return references[identity]

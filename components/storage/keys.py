@@ -11,7 +11,10 @@ KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
 def check_key(key: str) -> str:
-    """Return the key; UserError when it is no relative POSIX path of permitted characters."""
+    """Return the key.
+
+    Raises UserError when it is no relative POSIX path of permitted characters.
+    """
     if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
         raise UserError(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
     return key

@@ -1,12 +1,12 @@
 """The artifact store in a bucket of an S3-compatible server.
 
 Credentials, region and endpoint come from boto3's usual settings. Every write carries checksums that the
-server compares (SHA-256 of the object, or of each part of a large one), the object's SHA-256 as metadata that
-every read compares, and `If-None-Match: *`, so that of two writers one is refused. Some servers ignore that
-condition, so the key is looked up first as well.
+server compares: the SHA-256 of the object, or of each part of a large one. The object's SHA-256 is also
+stored as metadata, which every read compares. With `If-None-Match: *` the server refuses the second of two
+writers. Some servers ignore that condition, so the key is looked up first as well.
 
 Large objects are written in parts and read in ranges, and both continue where they were interrupted. boto3's
-transfer manager cannot do that: it forgets an upload that failed.
+transfer manager cannot do that, because it does not continue a failed upload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
 PART_BYTES = 64 << 20
-"""Size above which objects are written in parts, and size of a part. S3 demands at least 5 MiB."""
+"""Size above which objects are written in parts, and size of a part, in bytes.
+
+S3 demands parts of at least 5 MiB.
+"""
 MOST_PARTS = 10_000
 BLOCK_BYTES = 1 << 20
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
@@ -46,14 +49,17 @@ PASSING = (
 
 
 class StoreUnavailable(UserError, ConnectionError):
-    """The store does not answer; the same call succeeds later and continues the transfer."""
+    """Error of a store that does not answer; the same call may succeed later and continue the transfer."""
 
 
 class S3Store:
-    """A store in S3. `uploads` is a folder that records unfinished uploads; without it they start anew."""
+    """A store in S3.
+
+    `uploads` is a folder that records unfinished uploads; without it they start anew.
+    """
 
     def __init__(self, url: str, endpoint: str, *, uploads: Path | None = None, part_bytes: int = PART_BYTES):
-        # boto3 belongs to the orchestrating machine: a GPU node that only judges never imports it.
+        # boto3 is imported here, since a GPU node that only judges need not have it.
         import boto3
         from botocore.config import Config
 
@@ -64,7 +70,7 @@ class S3Store:
         self.prefix = prefix.strip("/")
         self.uploads = uploads
         self.part_bytes = part_bytes
-        # AWS_RETRY_MODE and AWS_MAX_ATTEMPTS win where a person has set them.
+        # AWS_RETRY_MODE and AWS_MAX_ATTEMPTS have priority when they are set.
         retries: Any = (
             None
             if {"AWS_RETRY_MODE", "AWS_MAX_ATTEMPTS"} & set(os.environ)
@@ -145,7 +151,7 @@ class S3Store:
     def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
         """Return (key, upload id) of unfinished uploads in parts that are older than the limit.
 
-        They occupy space, and no listing of objects shows them.
+        They occupy space, but are in no listing of objects.
         """
         start = f"{self.prefix}/" if self.prefix else ""
         limit = datetime.now(UTC) - older_than
@@ -181,7 +187,7 @@ class S3Store:
                         Metadata={"sha256": sha256},
                     )
         except ClientError as error:
-            # NoSuchUpload: another process of this home finished the same upload.
+            # NoSuchUpload means that another process of this home finished the same upload.
             if error.response["Error"]["Code"] not in (*REFUSED, "NoSuchUpload"):
                 raise
         found = self._recorded(name)
@@ -265,14 +271,14 @@ class S3Store:
     def _recorded(self, name: str) -> str | None:
         """Return the SHA-256 that the object was written with; None when there is no object.
 
-        Empty when another program wrote it.
+        It is empty when another program wrote the object.
         """
         head = self._head(name)
         return None if head is None else str(head["Metadata"].get("sha256", ""))
 
     @contextlib.contextmanager
     def _faults(self, address: str, act: str) -> Iterator[None]:
-        """Turn boto3's errors into StoreUnavailable, where waiting helps, or UserError, where it does not."""
+        """Turn boto3's errors into StoreUnavailable if waiting helps, else into UserError."""
         from botocore.exceptions import (
             BotoCoreError,
             ClientError,

@@ -1,4 +1,4 @@
-"""The interface of an artifact store.
+"""Interface of an artifact store.
 
 Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: equal bytes may be written
 again, different bytes are refused, so that no run can change what another one published.
@@ -17,7 +17,7 @@ from components.core.files import MANIFEST
 
 @dataclass(frozen=True)
 class StoredObject:
-    """One object. `modified` has a time zone."""
+    """Key and attributes of one object; `modified` has a time zone."""
 
     key: str
     bytes: int
@@ -28,11 +28,14 @@ class Store(Protocol):
     """An artifact store: immutable objects by key."""
 
     def put(self, key: str, source: Path) -> str:
-        """Store the file under `key` and return its address; UserError when the key holds other bytes."""
+        """Store the file under `key` and return its address.
+
+        Raises UserError when the key holds other bytes.
+        """
         ...
 
     def get(self, key: str, target: Path) -> None:
-        """Write the object to `target` in one step.
+        """Write the object to `target` by an atomic replacement.
 
         Raises KeyError when it does not exist and UserError when it is damaged.
         """
@@ -56,9 +59,8 @@ class Store(Protocol):
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     """Store every file below `folder` under `checkpoints/<digest>`, manifest.json last.
 
-    A manifest in the store therefore means that the checkpoint is complete, and then nothing is written: the
-    same weights may have another manifest when another revision of the code made them, and the first one
-    stays.
+    A manifest in the store therefore means that the checkpoint is complete, and then nothing is written. The
+    first manifest stays even when equal weights come with another one, made by another revision of the code.
     """
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):

@@ -1,4 +1,7 @@
-"""The test that every operator of a composed chain has an effect, by leaving each one out on a small input."""
+"""Test that every operator of a composed chain has an effect.
+
+Each operator is left out in turn, on a small input.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from torch import Tensor
 from components.synthesis.mined_operators import FIT_ERRORS
 
 MIN_EFFECT = 1e-2
-"""RMS change of the output, relative to the output's RMS, that leaving out any operator must cause."""
+"""Smallest RMS change of the output when an operator is left out, relative to the output's RMS."""
 MIN_SPREAD = 3e-3
-"""Standard deviation of the output, relative to its RMS."""
+"""Smallest standard deviation of the output, relative to its RMS."""
 OUTPUT_RMS = (1e-4, 1e4)
 
 T = TypeVar("T")
@@ -33,8 +36,7 @@ def passes_ablation(
 
     `run` applies a chain to a fixed input in the given dtype. The output must have `min_values` elements; at
     most about `max_samples` of them are compared for being distinct. With `ablate_single` a chain of one
-    operator is compared with its input. `max_float32_error` is relative to the
-    output's RMS.
+    operator is compared with its input. `max_float32_error` is relative to the output's RMS.
     """
     try:
         out = run(chain, torch.float32)
@@ -60,7 +62,7 @@ def passes_ablation(
 def _has_effect(
     out: Tensor, rest: Sequence[T], run: Callable[[Sequence[T], torch.dtype], Tensor], min_change: float
 ) -> bool:
-    """Return whether `out` differs from the output of the `rest` of the chain, or the rest does not even fit."""
+    """Return whether `out` differs from the output of the `rest` of the chain, or the rest does not fit."""
     try:
         without = run(rest, torch.float32)
     except FIT_ERRORS:

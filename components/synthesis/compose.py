@@ -1,7 +1,8 @@
-"""Composition of tasks from the core operators: a chain whose shapes and dtypes fit, as a self-contained module.
+"""Composition of tasks from the core operators.
 
-A chain is kept when its output on a small input varies, and changes when any one operator is left out. So
-relu after a square, softmax before a sum, or a shift before a softmax never become tasks.
+A task is a chain of operators whose shapes and dtypes fit, written as a self-contained module. A chain is
+kept when its output on a small input varies, and changes when any one operator is left out. For example, relu
+after a square, softmax before a sum, or a shift before a softmax never become tasks.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, R
 HELD_OUT_SHARE = 0.2
 """Share of operator sequences that are never trained on."""
 MAX_DRAWS = 200
-"""Chains drawn to find one whose estimated eager time fits; after that any chain is accepted."""
+"""Number of chains drawn to find one whose estimated eager time fits; then any chain is accepted."""
 PROBE = (8, 256)
 """Rows and columns of the input on which operators are left out."""
 Step = tuple[str, tuple[str, ...]]
-"""Name of an operator, and its constants as the source writes them."""
+"""Type of a step: the name of an operator, and its constants as the source writes them."""
 Steps = tuple[Step, ...]
 
 
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Return whether this operator sequence is reserved for held-out tasks, however its operators are written.
+    """Return whether this operator sequence is reserved for held-out tasks, in any spelling.
 
-    A hash of (seed, sequence) decides, so all parts of the pipeline agree without sharing a list.
+    A hash of (seed, sequence) decides, so all parts of the pipeline agree without a common list.
     """
     digest = hashlib.sha256(f"{seed}:{'>'.join(map(canonical, ops))}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
@@ -85,9 +86,10 @@ def _probe(dtype: torch.dtype) -> tuple[Tensor, Tensor, SimpleNamespace]:
 
 @functools.cache
 def _width_after(name: str, width: int, cols: int) -> int:
-    """Return the columns after an operator on float32 [rows, width], by meta tensors; 0 where the operator does not fit.
+    """Return the number of columns after an operator; 0 when the operator does not fit.
 
-    `cols` is the width of the task's input. Neither constants nor the number of rows change the result.
+    The operator is applied to meta tensors, float32 [rows, width]. `cols` is the width of the task's input.
+    Neither constants nor the number of rows change the result.
     """
     operator, rows = BY_NAME[name], ROWS[0]
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
@@ -102,7 +104,7 @@ def _width_after(name: str, width: int, cols: int) -> int:
 
 
 def fits(steps: Steps, cols: int) -> bool:
-    """Return whether shapes and dtypes fit throughout the chain, by meta tensors."""
+    """Return whether shapes and dtypes fit throughout the chain, which is applied to meta tensors."""
     width = cols
     for name, _ in steps:
         width = _width_after(name, width, cols)
@@ -112,7 +114,7 @@ def fits(steps: Steps, cols: int) -> bool:
 
 
 def every_operator_matters(steps: Steps) -> bool:
-    """Return whether the output varies and changes by more than 1 % (RMS) when any one operator is left out."""
+    """Return whether the output varies and every operator changes it by more than 1 % (RMS)."""
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
         x, y, modules = _probe(dtype)
@@ -129,8 +131,9 @@ def every_operator_matters(steps: Steps) -> bool:
 def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
     """Return whether the kernel writer supports the chain.
 
-    Row operators and operators with parameters occur once, a second input once, row operators and reductions
-    twice at most; only elementwise operators follow a reduction; no operator follows itself.
+    In a supported chain each row operator, each operator with parameters and the second input occur at most
+    once. Row operators and reductions together occur at most twice. Only elementwise operators follow a
+    reduction, and no operator follows itself.
     """
     names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]
@@ -161,7 +164,7 @@ def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
     reduction = next(
         (i for i, (name, _) in enumerate(steps) if BY_NAME[name].kind == "reduction"), len(steps)
     )
-    # On a GPU each eager operator reads and writes every element, at about 3 TB/s.
+    # On a GPU each eager operator reads and writes every element at about 3 TB/s.
     return (
         numel
         * 1e-9

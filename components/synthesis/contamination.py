@@ -1,9 +1,9 @@
 """Structural similarity of `Model` classes, to keep training tasks apart from evaluation programs.
 
 The paper drops a training task whose similarity to any evaluation program exceeds 0.9 (appendix 6). Here the
-similarity is the Dice coefficient of the multisets of all subtrees of both syntax trees, 1 for equal
-structure, 0 for nothing shared. Before, assignments are inlined, and variable names, constants, docstrings
-and module prefixes are erased.
+similarity is the Dice coefficient of the multisets of all subtrees of both syntax trees: 1 for equal
+structure, 0 when no subtree is common. Before the comparison assignments are inlined, and variable names,
+constants, docstrings and module prefixes are erased.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from components.core.files import digest_bytes
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
 MAX_INLINED_NODES = 2000
-"""Syntax nodes of an inlined expression: repeated x = x * x would grow exponentially."""
+"""Largest number of syntax nodes of an inlined expression, since repeated x = x * x grows exponentially."""
 
 Subtrees = Counter[str]
 
@@ -48,7 +48,10 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
 
 
 def graph_digest(code: str) -> str:
-    """Return a digest of the operator graph, equal for sources that differ in names, prefixes and formatting only."""
+    """Return a digest of the operator graph.
+
+    It is equal for sources that differ only in names, prefixes and formatting.
+    """
     return digest_bytes(
         "\n".join(
             f"{label} {count}" for label, count in sorted(count_subtrees(code, constants=True).items())
@@ -75,7 +78,7 @@ class EvaluationPrograms:
         ]
 
     def nearest(self, code: str) -> tuple[float, str]:
-        """Return the highest similarity to any program, and that program's origin; (0, "") without programs."""
+        """Return the highest similarity to any program and that program's origin, or (0, "")."""
         subtrees = count_subtrees(code)
         return max(
             ((similarity(subtrees, other), origin) for origin, other in self.programs), default=(0.0, "")
@@ -88,7 +91,8 @@ def _sources(path: Path) -> list[tuple[str, str]]:
             codes = pyarrow.parquet.read_table(path, columns=["code"]).column("code").to_pylist()
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise UserError(
-                f"data.against: {path} is not a readable parquet with a column code ({error}); mend or remove it."
+                f"data.against: {path} is not a readable parquet with a column code ({error}); "
+                "mend or remove it."
             ) from error
         sources = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
@@ -96,7 +100,8 @@ def _sources(path: Path) -> list[tuple[str, str]]:
         sources = [(str(file.relative_to(path.parent)), file.read_text(errors="replace")) for file in files]
     else:
         raise UserError(
-            f"data.against: {path} is neither a folder of .py files nor a parquet file; give an existing path."
+            f"data.against: {path} is neither a folder of .py files nor a parquet file; "
+            "give an existing path."
         )
     programs = [(origin, code) for origin, code in sources if _has_model(code)]
     if not programs:
@@ -119,7 +124,10 @@ def _has_model(code: str) -> bool:
 
 
 def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
-    """Return the body without docstring and super().__init__(), with `name = expression` inlined into what follows."""
+    """Return the body with assignments `name = expression` inlined into the statements that follow.
+
+    The docstring and super().__init__() are removed.
+    """
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []
     for statement in function.body:

@@ -25,18 +25,20 @@ THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
 
 @dataclass(frozen=True)
 class CoreOperator:
+    """An operator of the table, with the constants and parameters that it needs."""
+
     name: str
     kind: Kind
     constants: tuple[tuple[str, ...], ...] = ()
-    """The palette of each constant."""
+    """The permitted values of each constant."""
     init: str = ""
     """The statement in `__init__` that makes its parameters; `{cols}` is the width of the input."""
     cost: float = 0.12
-    """Rough eager nanoseconds for one element on one CPU core; only used to choose a size."""
+    """Rough eager nanoseconds for one element on one CPU core; it is only used to choose a size."""
 
     @property
     def line(self) -> str:
-        """The right-hand side of `x = …`, with `{0}` and `{1}` for its constants."""
+        """Return the right-hand side of `x = …`, with `{0}` and `{1}` for its constants."""
         return OPERATOR_LINES[self.name]
 
 
@@ -57,7 +59,7 @@ CORE_OPERATORS: tuple[CoreOperator, ...] = (
     CoreOperator("softsign", "elementwise", cost=0.45),
     CoreOperator("abs", "elementwise"),
     CoreOperator("square", "elementwise"),
-    # sqrt(|x| + 1) and not sqrt(|x|), which turns a rounding error of 1e-8 near zero into 1e-4.
+    # The form is sqrt(|x| + 1), because sqrt(|x|) turns a rounding error of 1e-8 near zero into 1e-4.
     CoreOperator("sqrt_abs", "elementwise", cost=0.7),
     CoreOperator("log1p_abs", "elementwise", cost=1.1),
     CoreOperator("erf", "elementwise", cost=1.8),

@@ -1,4 +1,7 @@
-"""The cost of an operator by meta tensors: floating-point operations, and the bytes that eager mode reads and writes."""
+"""The cost of an operator: floating-point operations, and the bytes that eager mode moves.
+
+Costs are counted on meta tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,26 @@ from components.synthesis.core_operators import CORE_OPERATORS, canonical
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
 
 VIEWS = frozenset(
-    "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias detach as_strided split unbind".split()
+    (
+        "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice "
+        "alias detach as_strided split unbind"
+    ).split()
 )
 NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in CORE_OPERATORS}
-"""Measured eager nanoseconds for one element on one CPU core, by canonical name."""
+"""Eager nanoseconds for one element on one CPU core, by the canonical name of the operator."""
 OTHER_NANOSECONDS = 0.5
-"""Assumed for operators without a measurement."""
+"""Nanoseconds that are assumed for every other operator."""
 CPU_FLOPS = 4e10
-"""Rough operations a second of one core."""
+"""Approximate floating-point operations a second of one CPU core."""
 GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
-"""Rough operations a second, bytes a second, and seconds of a kernel launch."""
+"""Approximate operations a second, bytes a second, and seconds of a kernel launch of a GPU."""
 
 
 class Meter(TorchDispatchMode):
-    """Counter of the operations, bytes and kernel launches of what runs while it is active; tensors may be meta."""
+    """Counter of the operations, bytes and kernel launches of the code that it surrounds.
+
+    The tensors may be meta tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +78,7 @@ class OperatorCost:
 def operator_cost(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> OperatorCost | None:
-    """Return the cost of a template on an input of this layout; None where it does not fit."""
+    """Return the cost of a template on an input of this layout; None when it does not fit."""
     with Meter() as meter:
         after = output_layout.__wrapped__(template, shape, stride)
     return (
@@ -80,9 +89,10 @@ def operator_cost(
 def estimate_operator_seconds(
     template: OperatorTemplate, cost: OperatorCost, device: Device
 ) -> tuple[float, float]:
-    """Estimate the eager time, to choose a size: the seconds at any size, and those that grow with the size.
+    """Estimate the eager seconds that do not depend on the size, and those that grow with it.
 
-    Kernel launches, the fixed part on a GPU, are nearly all that a small input takes there.
+    The estimate is used to choose a size. On a GPU the fixed part is the time of the kernel launches, which
+    is nearly all of the time of a small input.
     """
     if device == "cuda":
         return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH

@@ -1,8 +1,11 @@
-"""Building the data set: compose candidates, hold them against the task filter, keep every rejected one with its reason.
+"""The build of a data set: candidates are composed, filtered and judged.
+
+Every rejected candidate is kept with its reason.
+
 
 Candidates are decided in the order of composition, so the admitted set depends on the parameters and the
-verdicts alone, not on which admission finished first. Admissions are journalled by the pool: a killed build
-that is started again judges nothing twice.
+verdicts alone, not on which admission finished first. Admissions are journalled by the pool, so a killed
+build that is started again judges no candidate twice.
 """
 
 from __future__ import annotations
@@ -33,16 +36,20 @@ from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import Draft, TorchComposer
 
 MAX_REFUSED_IN_A_ROW = 60
-"""Executed candidates refused in a row before the build gives up."""
+"""Number of executed candidates refused in a row after which the build fails."""
 MAX_USELESS_IN_A_ROW = 5000
-"""Candidates in a row that are duplicates or not needed, before the build gives up."""
+"""Number of duplicate or unneeded candidates in a row after which the build fails."""
 
 LOOKAHEAD = 16
-"""Size of the window for each worker of the pool: decisions come in order, and one admission may take a
-minute."""
+"""Size of the window for each worker of the pool.
+
+Decisions are made in order, and one admission may take a minute.
+"""
 AHEAD = 2
-"""Candidates submitted for each worker of the pool; a resized task, which is decided first, waits for these
-only."""
+"""Number of candidates submitted at a time for each worker of the pool.
+
+A resized task, which is decided first, waits only for these.
+"""
 
 
 class AdmissionPool(Protocol):
@@ -53,7 +60,7 @@ class AdmissionPool(Protocol):
 
 @dataclass(frozen=True)
 class TaskCandidate:
-    """A composed task in the window: refused by its source, or submitted for admission."""
+    """A composed task in the window: refused because of its source, or submitted for admission."""
 
     task: KernelTask
     refused: Rejection | None = None
@@ -61,11 +68,11 @@ class TaskCandidate:
     draft: Draft | None = None
     """The templates or module of a task that is composed from the mined table."""
     resized: bool = False
-    """Whether its size was chosen by a measurement; that is done once."""
+    """Whether its size was chosen after a measurement, which is done at most once."""
 
     @property
     def is_ruled_out(self) -> bool:
-        """Whether it is known that neither this task nor another size of it will be admitted."""
+        """Return whether neither this task nor another size of it can be admitted any more."""
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
         admission = self.judgement.result()
@@ -75,11 +82,11 @@ class TaskCandidate:
 
 
 Quota = tuple[str, str]
-"""Split and kind of task; a data set has a number of tasks for each."""
+"""Type of a split and a kind of task; a data set has a number of tasks for each."""
 
 
 def task_quotas(data: Data) -> Counter[Quota]:
-    """Return the number of tasks of each split and kind, so that the data set has the mix of the parameters.
+    """Return the number of tasks of each split and kind, from the mix of the parameters.
 
     Tasks of the core operators have one kind, "": their mix is drawn at random.
     """
@@ -112,9 +119,10 @@ def source_shares(data: Data) -> dict[str, float]:
 
 
 class DatasetBuilder:
-    """A build in progress: candidates enter a window in the order of their source and are decided in that order.
+    """A build in progress.
 
-    Without `wanted` every candidate of a finite source is judged: that is an import.
+    Candidates enter a window in the order of their source and are decided in that order. Without `wanted`
+    every candidate of a finite source is judged: that is an import.
     """
 
     def __init__(
@@ -174,7 +182,10 @@ class DatasetBuilder:
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
-        """Return whether the candidate is needed if all before it are admitted that still can be; decrement `open_quotas`."""
+        """Return whether the candidate is needed, and decrement its number in `open_quotas` if so.
+
+        All candidates before it that can still be admitted are assumed to be admitted.
+        """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
             return False
@@ -182,7 +193,10 @@ class DatasetBuilder:
         return True
 
     def open_quotas(self) -> Counter[Quota]:
-        """Return how many tasks of each quota are missing if all of the window are admitted that still can be."""
+        """Return the number of missing tasks of each quota.
+
+        All candidates of the window that can still be admitted are assumed to be admitted.
+        """
         open_quotas = Counter(self.wanted or {})
         open_quotas.subtract(self.done)
         for candidate in self.window:
@@ -209,7 +223,7 @@ class DatasetBuilder:
                 in_flight += 1
 
     def await_admission(self) -> Admission | None:
-        """Wait for the admission of the window's first candidate; None where it need not be judged."""
+        """Wait for the admission of the window's first candidate; None when it need not be judged."""
         first = self.window[0]
         quota = self.quota(first.task)
         if first.refused or (self.wanted is not None and self.done[quota] >= self.wanted[quota]):
@@ -313,12 +327,13 @@ def check_output_folder(out: Path) -> None:
 def build_dataset(
     params: Params, out: Path, pool: AdmissionPool, progress: Progress, seeds: Path | None = None
 ) -> DatasetSummary:
-    """Make a data set and write tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md to `out`.
+    """Make a data set and write it to `out`.
 
-    Equal parameters and verdicts give an equal data set, in whatever order verdicts come. `seeds` is the
-    folder of the mined table, which data.operators core does not need; the journal of data.composer's answers
-    lies beside it. Raises UserError when data.against cannot be read, when the parameters admit next to
-    nothing, or when `out` holds another data set.
+    The files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md. Equal parameters
+    and verdicts give an equal data set, in whatever order verdicts come. `seeds` is the folder of the mined
+    table, which data.operators core does not need; the journal of data.composer's answers lies beside it.
+    Raises UserError when data.against cannot be read, when nearly no candidate is admitted, or when `out`
+    holds another data set.
     """
     check_output_folder(out)
     data = params.data
@@ -345,10 +360,10 @@ def build_dataset(
             builder.composer = TorchComposer(table, data, params.device, modules=data.operators == "all")
             source = (TaskCandidate(draft.task, draft=draft) for draft in builder.composer)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the composer's tensors are small, and the judge needs the cores
+    torch.set_num_threads(1)  # The composer's tensors are small, and the judge needs the cores.
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about many of the mined operators
+            warnings.simplefilter("ignore")  # torch warns about many of the mined operators.
             builder.run(source, data.tasks + data.held_out)
     finally:
         torch.set_num_threads(threads)

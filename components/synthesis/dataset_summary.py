@@ -20,7 +20,7 @@ from components.core.task import KernelTask
 from components.synthesis.core_operators import canonical
 
 UNREADABLE = ("no_code", "cut_off", "contract")
-"""Reasons of candidates whose source may not be Python."""
+"""Reasons for the rejection of candidates whose source may not be Python."""
 FIRST_LOOK = (
     *UNREADABLE,
     "hostile",
@@ -29,18 +29,18 @@ FIRST_LOOK = (
     "duplicate_graph",
     "similar_to_evaluation",
 )
-"""Reasons that are decided without running anything."""
+"""Reasons for a rejection that is decided without running the source."""
 HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 """Lower edges of the distribution of headroom."""
 BINS = 20
 """Number of bins of the distribution of similarities."""
 QUANTILES = (0, 0.1, 0.5, 0.9, 1)
-"""Quantiles of the distributions in the card."""
+"""Quantiles of the distributions in the data card."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A refused candidate, with a machine-readable reason and its detail."""
+    """A rejected candidate, with a machine-readable reason and its detail."""
 
     task: KernelTask
     reason: str
@@ -49,7 +49,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Outcome of a build; `candidates` counts the admitted, the rejected, and the surplus of complete quotas."""
+    """Outcome of a build.
+
+    `candidates` counts the admitted, the rejected, and those that complete quotas did not need.
+    """
 
     version: str
     candidates: int
@@ -61,12 +64,12 @@ class DatasetSummary:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Number of rejections by reason, most frequent first."""
+        """Return the number of rejections by reason, most frequent first."""
         return dict(Counter(rejection.reason for rejection in self.rejected).most_common())
 
     @property
     def funnel(self) -> list[tuple[str, int]]:
-        """Number of candidates that remain after each step."""
+        """Return the number of candidates that remain after each step."""
         unseen = self.candidates - sum(
             count for reason, count in self.reasons.items() if reason in FIRST_LOOK
         )

@@ -1,4 +1,4 @@
-"""The commands of the DVC stages.
+"""Commands of the DVC stages, which dvc.yaml runs.
 
 python -m components.synthesis.dvc_stages seeds --params params.yaml --out data/seeds
 python -m components.synthesis.dvc_stages tasks --params params.yaml --seeds data/seeds --out data/tasks
@@ -18,11 +18,11 @@ from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
 
 ERROR_PREFIX = "error: "
-"""Prefix of the last line of a failed stage, which says what is wrong and how to fix it."""
+"""Prefix of the last line of a failed stage; the line says what is wrong and how to fix it."""
 
 
 class LineProgress:
-    """Progress as lines on standard error, at most one every `seconds` seconds, and the last step."""
+    """Progress as lines on standard error: at most one every `seconds` seconds, and the last step."""
 
     def __init__(self, seconds: float = 5.0):
         self.seconds = seconds
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        # Without a profile, so that the file which DVC tracks and `dvc exp run -S` changes decides every
+        # No profile is used, so that the file which DVC tracks and `dvc exp run -S` changes decides every
         # parameter.
         params = resolve(path=options.params).params
         result = (
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.stage == "seeds"
             else tasks(params, options.seeds, options.out, options.verdicts)
         )
-    except Exception as error:  # DVC reports what is printed here, and an exit code of its own
+    except Exception as error:  # DVC reports the printed text, and its own exit code.
         sentence = str(error) if isinstance(error, UserError) else environment_fault(error)
         if not sentence:
             traceback.print_exc()

@@ -2,10 +2,10 @@
 
     headroom = compile seconds / max(compulsory bytes / bandwidth, operations / rate)
 
-Compulsory bytes are inputs, parameters and outputs, each once. Operations are counted on meta tensors for
-composed chains; for other sources they are unknown, and the headroom is an upper bound. Bandwidth and rate
-are measured on the present device. A working set that fits a cache can beat the floor: a headroom below 1 is
-possible.
+Compulsory bytes are those of inputs, parameters and outputs, each counted once. Operations are counted on
+meta tensors for composed chains; for other sources they are unknown, and the headroom is an upper bound.
+Bandwidth and rate are measured on the present device. The headroom can be below 1 when the working set fits
+into a cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from components.core.task import KernelTask
 
 MAX_REPEATS = 4
-"""How often the tasks with the most headroom occur in one pass of training."""
+"""Number of occurrences of a task with the most headroom in one pass of training."""
 
 
 def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
     """Return `headroom` and `operations` (None if unknown) from an admission's evidence.
 
-    {} where the compile baseline was not measured.
+    The result is {} when the compile baseline was not measured.
     """
     if "compile_seconds" not in evidence:
         return {}
@@ -33,9 +33,10 @@ def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str
 
 
 def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
-    """Repeat tasks for one pass of training: once more for each doubling of the headroom, MAX_REPEATS at most.
+    """Repeat tasks for one pass of training by their headroom.
 
-    Tasks of unknown headroom occur once.
+    A task occurs once more for each doubling of its headroom, at most MAX_REPEATS times. Tasks of unknown
+    headroom occur once.
     """
     return [
         task

@@ -40,7 +40,7 @@ from components.synthesis.torch_rules import (
 )
 
 MAX_VARIANTS = 14
-"""Templates tried of one operator."""
+"""Largest number of templates that are tried for one operator."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ class Argument:
 
 
 def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
-    """Return the templates in the order of names, and every public name without one. Takes about ten seconds."""
+    """Return the templates in the order of names, and every public name without one.
+
+    Mining takes about ten seconds.
+    """
     templates: list[OperatorTemplate] = []
     left_out: list[Skipped] = []
     meanings: dict[tuple[str, ...], str] = {}
@@ -62,7 +65,7 @@ def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
         for name, thing in _public():
             kept, reason = _working_templates(name, thing)
             if kept and not isinstance(thing, type):
-                # torch.absolute is torch.abs: equal calls dispatch to equal operators.
+                # torch.absolute is an alias of torch.abs: aliases dispatch to equal operators.
                 meaning = tuple(_trace(template) for template in kept)
                 other = meanings.setdefault(meaning, name)
                 if other != name and canonical(other) != canonical(name):
@@ -79,7 +82,7 @@ def _public() -> Iterator[tuple[str, Any]]:
         if isinstance(thing, type) and issubclass(thing, nn.Module):
             yield f"nn.{name}", thing
     for space, prefix in ((F, "F"), (torch, "torch"), (torch.special, "torch.special")):
-        # torch.asin comes before its alias torch.arcsin.
+        # This order puts torch.asin before its alias torch.arcsin.
         for name in sorted(dir(space), key=lambda name: (name.startswith("arc"), name)):
             thing = getattr(space, name)
             if name.startswith("_") or not callable(thing) or isinstance(thing, type):
@@ -109,7 +112,7 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
                 ranks.append(rank)
         if ranks:
             kept.append(OperatorTemplate(name, call, tuple(ranks), init))
-    # A defect on a real tensor says more than a misfit on a meta tensor.
+    # A defect on a real tensor is a more helpful reason than a misfit on a meta tensor.
     defects = [reason for reason in reasons if not reason.startswith("fits")] or reasons
     return kept, "" if kept else defects[0]
 
@@ -148,7 +151,10 @@ def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
 
 
 def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
-    """Yield the required arguments, then each optional or other value alone; nothing where an argument has no rule."""
+    """Yield the required arguments, then each optional or other value alone.
+
+    Nothing is yielded when a required argument has no rule.
+    """
     if any(a.is_required and a.name not in ARGUMENTS for a in arguments):
         return
     base = {a.name: ARGUMENTS[a.name][0] for a in arguments if a.is_required}
@@ -160,7 +166,7 @@ def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
 
 
 def _missing_rule(name: str, thing: Any) -> str:
-    """Return why no candidate could be written from the signature."""
+    """Return the reason why no candidate could be written from the signature."""
     signatures = [_signature(thing)] if isinstance(thing, type) else list(_overloads(name, thing))
     if not signatures:
         return "has no signature that can be read"
@@ -244,7 +250,7 @@ def _trace(template: OperatorTemplate) -> str:
 
 
 def _find_defect(template: OperatorTemplate) -> str:
-    """Return why a template on tensors of its one rank makes no task; empty when it makes one."""
+    """Return the reason why a template of one rank makes no task; empty when it makes one."""
     shape = SMALL[template.ranks[0]]
     if output_layout(template, shape, torch.empty(shape, device="meta").stride()) is None:
         return "fits no float32 tensor of rank 2 to 5 and gives one back"

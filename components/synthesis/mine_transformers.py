@@ -1,8 +1,9 @@
-"""Mining of the installed transformers: norms, activations, attention, feed-forward blocks, rotary embeddings, routers.
+"""Mining of the installed transformers library for modules.
 
-A module is a task by itself. Its source is extracted from the library's file together with everything of that file that
-it uses. Annotations and decorators are removed; the configuration becomes a namespace of the values that the source
-reads. A module that needs another part of the library is left out.
+Modules are norms, activations, attention, feed-forward blocks, rotary embeddings and routers, and each is a
+task by itself. Its source is extracted from the library's file together with all definitions of that file
+that it uses. Annotations and decorators are removed, and the configuration becomes a namespace of the values
+that the source reads. A module that needs another part of the library is left out.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ from components.synthesis.source_extraction import CannotExtract, LibraryFile
 from components.synthesis.transformers_source import FIXED, write_module_source
 
 FAMILIES = tuple(
-    """albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2 deepseek_v2 deepseek_v3 diffllama dinov2 electra esm
-    falcon funnel gemma gemma2 gemma3 glm glm4 gpt2 gpt_neox gpt_oss gptj granite granitemoe helium jamba layoutlmv3 levit llama llama4 mamba mamba2 mixtral
-    mobilevit modernbert mpt nemotron olmo olmo2 olmoe opt persimmon phi phi3 phimoe poolformer qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next resnet roberta sam
-    segformer siglip stablelm starcoder2 swin t5 vit wav2vec2 whisper xglm zamba2""".split()
+    """
+    albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2
+    deepseek_v2 deepseek_v3 diffllama dinov2 electra esm falcon funnel gemma gemma2 gemma3 glm glm4 gpt2
+    gpt_neox gpt_oss gptj granite granitemoe helium jamba layoutlmv3 levit llama llama4 mamba mamba2
+    mixtral mobilevit modernbert mpt nemotron olmo olmo2 olmoe opt persimmon phi phi3 phimoe poolformer
+    qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next resnet roberta sam segformer siglip stablelm starcoder2
+    swin t5 vit wav2vec2 whisper xglm zamba2
+    """.split()
 )
 """Folders of transformers.models that are mined; most others copy a module of one of these."""
 VECTOR, IMAGE = "torch.randn({batch}, {length}, {hidden})", "torch.randn({batch}, {hidden}, {side}, {side})"
 INPUTS = frozenset(
-    "hidden_states x hidden_state inputs input hidden features input_tensor hidden_states_gate residual pixel_values query embeddings".split()
+    (
+        "hidden_states x hidden_state inputs input hidden features input_tensor hidden_states_gate "
+        "residual pixel_values query embeddings"
+    ).split()
 )
 MADE_WITH = {
     "config": "config",
@@ -43,7 +51,10 @@ MADE_WITH = {
     "eps": "1e-6",
     "dtype": "torch.float32",
     **dict.fromkeys(
-        "hidden_size dim d_model normalized_shape in_features embed_dim num_features channels in_channels num_channels".split(),
+        (
+            "hidden_size dim d_model normalized_shape in_features embed_dim num_features channels "
+            "in_channels num_channels"
+        ).split(),
         "{hidden}",
     ),
     **dict.fromkeys("intermediate_size hidden_features ffn_dim out_channels".split(), "{twice}"),
@@ -55,7 +66,10 @@ SIZE = {"batch": 2, "length": 16, "hidden": 256}
 
 
 def mine() -> tuple[list[TransformersModule], list[Skipped]]:
-    """Return modules in the order of families, and the classes left out. Takes about a minute of one core."""
+    """Return modules in the order of families, and the classes that are left out.
+
+    Mining takes about a minute of one core.
+    """
     modules: list[TransformersModule] = []
     left_out: list[Skipped] = []
     meanings: dict[str, str] = {}
@@ -97,7 +111,10 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _config(family: str) -> Any:
-    """Return the family's default configuration, the text model's where there are several; None without one."""
+    """Return the family's default configuration; None when it has none.
+
+    The configuration of the text model is taken when there are several.
+    """
     try:
         library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
         classes = [
@@ -112,7 +129,10 @@ def _config(family: str) -> Any:
 
 
 def _module(library: LibraryFile, family: str, name: str, config: Any) -> TransformersModule:
-    """Return the module with the first inputs on which it runs; raises CannotExtract with the reason if none does."""
+    """Return the module with the first inputs on which it runs.
+
+    Raises CannotExtract with the reason when it runs on none.
+    """
     code = library.extract(name)
     node = library.defined[name]
     assert isinstance(node, ast.ClassDef)
@@ -172,7 +192,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
-    """Return the names of arguments without a default, and position_embeddings, which attention always needs."""
+    """Return the names of the arguments that are needed.
+
+    These are the arguments without a default, and position_embeddings, which attention always needs.
+    """
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:
             names = [argument.arg for argument in item.args.args[1:]]
@@ -218,7 +241,10 @@ def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
 
 
 def _find_defect(module: TransformersModule) -> str:
-    """Return why the module makes no task; empty when it runs, is deterministic and depends on its inputs."""
+    """Return the reason why the module makes no task; empty when it makes one.
+
+    A task's module runs, is deterministic and depends on its inputs.
+    """
     scope: dict[str, Any] = {"__name__": "mined"}
     try:
         exec(compile(write_module_source(module, **SIZE), module.name, "exec"), scope)
@@ -227,7 +253,7 @@ def _find_defect(module: TransformersModule) -> str:
         inputs = scope["get_inputs"]()
         out, again = model(*inputs), model(*inputs)
         other = model(*scope["get_inputs"]())
-    except Exception as error:  # library code on guessed arguments may raise anything
+    except Exception as error:  # Library code may raise any exception on guessed arguments.
         return (
             f"does not run on guessed arguments ({type(error).__name__}: {' '.join(str(error).split())[:90]})"
         )

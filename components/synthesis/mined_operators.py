@@ -30,7 +30,7 @@ FIT_ERRORS = (
     AttributeError,
     ZeroDivisionError,
 )
-"""What torch raises where arguments do not fit."""
+"""Exceptions that torch raises when arguments do not fit."""
 NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
@@ -44,8 +44,7 @@ class OperatorTemplate:
     ranks: tuple[int, ...]
     """Ranks of the inputs on which it works."""
     init: str = ""
-    """The expression in `__init__` that makes its module or parameter; empty for a function of its inputs
-    alone."""
+    """The expression in `__init__` that makes its module or parameter; empty when it needs neither."""
 
     @property
     def second(self) -> bool:
@@ -54,10 +53,10 @@ class OperatorTemplate:
 
 @dataclass(frozen=True)
 class TransformersModule:
-    """A self-contained module of transformers: its source with everything it uses, its construction and its call.
+    """A self-contained module of transformers: its source, its construction and its call.
 
-    `inputs` are expressions with the sizes `{batch}`, `{length}`, `{hidden}` and others that follow from
-    them.
+    The source contains all definitions that it uses. `inputs` are expressions with the sizes `{batch}`,
+    `{length}`, `{hidden}` and others that follow from them.
     """
 
     name: str
@@ -65,7 +64,7 @@ class TransformersModule:
     """The folder of its model in the library."""
     code: str
     config: dict[str, Any]
-    """Default values of the configuration that the source reads."""
+    """Default values of those configuration fields that the source reads."""
     init: str
     call: str
     inputs: tuple[str, ...]
@@ -73,7 +72,7 @@ class TransformersModule:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A public name that was not mined, and why."""
+    """A public name that was not mined, and the reason."""
 
     name: str
     reason: str
@@ -81,7 +80,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """What was mined from one version of torch and of transformers."""
+    """Table of the operators mined from one version of torch and of transformers."""
 
     torch: str
     transformers: str
@@ -91,7 +90,7 @@ class OperatorTable:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Distinct operators: nn.LeakyReLU and F.leaky_relu are one."""
+        """Return the distinct operators; nn.LeakyReLU and F.leaky_relu are one."""
         return tuple(sorted({canonical(template.name) for template in self.templates}))
 
 
@@ -117,7 +116,7 @@ def fill_template(
 
 
 class Holder:
-    """Stands for the task's module while a template is tried: `self.op` is what its `init` makes."""
+    """Substitute for the task's module while a template is tried; `op` is what its `init` makes."""
 
     def __init__(self, op: Any = None):
         self.op = op
@@ -125,12 +124,18 @@ class Holder:
 
 @functools.lru_cache(maxsize=65536)
 def function_of(call: str) -> Any:
-    """The call as a function of (x, y, self). Our own templates alone come here, so they may be evaluated."""
+    """Return a call as a function of (x, y, self).
+
+    The call is evaluated, so it must come from a template of this project.
+    """
     return eval(f"lambda x, y, self: {call}", dict(NAMESPACE))
 
 
 def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
-    """What the template's `init` makes for an input like `x`, on its device and in its dtype; equal parameters each time."""
+    """Return a holder of what the template's `init` makes for an input like `x`.
+
+    Device and dtype are those of `x`. The parameters are equal in every call.
+    """
     init, _ = fill_template(template, x.shape)
     if not init:
         return Holder()
@@ -149,7 +154,10 @@ def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
 
 @torch.no_grad()
 def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Fill parameters with fixed random values, from a separate generator: other threads use the global one."""
+    """Fill parameters with fixed random values.
+
+    They come from a separate generator, because other threads use the global one.
+    """
     generator = torch.Generator().manual_seed(20260227)
     for name, parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator)
@@ -158,7 +166,7 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
         elif "bias" in name:
             values = 0.1 * noise
         else:
-            # The scale of a norm is near 1, the slope of a PReLU near its default.
+            # The scale of a norm stays near 1, and the slope of a PReLU near its default.
             constant = parameter.numel() > 0 and bool((parameter == parameter[0]).all())
             values = (parameter[0].item() if constant else 0.25) * (1 + 0.1 * noise)
         parameter.copy_(values)
@@ -175,10 +183,10 @@ def apply_template(
 def output_layout(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shape and strides of the output for a float32 input of this layout, by meta tensors.
+    """Return the shape and strides of the output for a float32 input of this layout.
 
-    None where the template does not fit: it raises, changes the dtype, or returns a tensor whose rank is not
-    2 to 5.
+    The template is applied to meta tensors. The result is None when it does not fit: it raises, changes the
+    dtype, or returns a tensor whose rank is not 2 to 5.
     """
     x = torch.empty_strided(shape, stride, device="meta")
     y = torch.empty(shape, device="meta") if template.second else None

@@ -1,8 +1,8 @@
 """Composition of tasks by a language model behind an OpenAI-compatible server.
 
 Each request names operators of the mined table, as many as data.operator_mix says, and depends on the
-parameters and its number alone. Answers are journalled before they are parsed: a build that is started again
-repeats no answered request and makes the same data set, a finished build even without a server.
+parameters and its number alone. Answers are journalled before they are parsed, so a build that is started
+again repeats no answered request and makes the same data set; after a finished build it needs no server.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from components.synthesis.compose import is_held_out
 from components.synthesis.dataset_summary import Rejection
 
 AHEAD = 8
-"""Requests in flight."""
+"""Largest number of requests in flight."""
 MAX_EMPTY_IN_A_ROW = 60
-"""Answers in a row without a source before the build gives up."""
+"""Number of answers in a row without a source after which the build fails."""
 MAX_NEW_TOKENS = 4096
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
-QUESTION = """Write one self-contained PyTorch module that computes with exactly {count} of torch's operators, each used once, in an order that makes sense:
+QUESTION = """\
+Write one self-contained PyTorch module that computes with exactly {count} of torch's operators, \
+each used once, in an order that makes sense:
 {operators}
 
 - `class Model(nn.Module)` has `__init__` and `forward`; weights are made in `__init__`.

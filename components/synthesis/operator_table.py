@@ -1,4 +1,4 @@
-"""The table of mined operators as files, made once for each pair of torch and transformers versions."""
+"""Files of the table of mined operators, made once for each pair of versions of torch and transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES = (
     "torch_rules.py",
     "transformers_source.py",
 )
-"""Files that decide what is mined: a change of one of them makes the table anew."""
+"""Source files that decide what is mined; the table is made anew after a change of one of them."""
 
 
 def library_versions() -> tuple[str, str]:

@@ -1,6 +1,7 @@
-"""Checks of a task's source without running it: forbidden imports and calls, and operators that its labels name.
+"""Checks of a task's source without running it.
 
-A source that passes is still untrusted: only the sandbox executes it.
+They find forbidden imports and calls, and wrong operators in the labels. A source that passes is still
+untrusted: only the sandbox executes it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,30 @@ from collections.abc import Sequence
 from components.synthesis.core_operators import BY_NAME, canonical
 
 ALLOWED_MODULES = frozenset(
-    "torch math typing types collections functools itertools dataclasses enum abc numbers operator copy warnings numpy einops".split()
+    (
+        "torch math typing types collections functools itertools dataclasses enum abc numbers operator "
+        "copy warnings numpy einops"
+    ).split()
 )
-"""What a task may import, submodules included."""
+"""Modules that a task may import, submodules included."""
 FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ globals breakpoint".split())
 FORBIDDEN_ATTRIBUTES = frozenset(
-    "__globals__ __builtins__ __subclasses__ __code__ __class__ __bases__ __mro__ __dict__ __loader__ __reduce__ __getattribute__".split()
+    (
+        "__globals__ __builtins__ __subclasses__ __code__ __class__ __bases__ __mro__ __dict__ __loader__ "
+        "__reduce__ __getattribute__"
+    ).split()
 )
 FORBIDDEN_TORCH = re.compile(
-    r"torch\.(load|save|hub|compile|ops|classes|_C|multiprocessing|distributed|utils\.cpp_extension|cuda\.(synchronize|Event|Stream))\b"
+    r"torch\.(load|save|hub|compile|ops|classes|_C|multiprocessing|distributed"
+    r"|utils\.cpp_extension|cuda\.(synchronize|Event|Stream))\b"
 )
 
 
 def find_forbidden(code: str) -> str:
-    """Return the first forbidden import, name or attribute of the source; empty without one. `code` must parse."""
+    """Return the first forbidden import, name or attribute of the source; empty without one.
+
+    `code` must be valid Python.
+    """
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.Import(names=names):
@@ -47,9 +58,10 @@ def find_forbidden(code: str) -> str:
 
 
 def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
-    """Return what is wrong with the labels of a task; empty when they are right.
+    """Return a description of the first wrong label of a task; empty when the labels are right.
 
-    Wrong are an operator that the source lacks, and a number of operators other than that of torch#N.
+    A label is wrong when it names an operator that the source lacks, or when the number of operators is not
+    that of torch#N.
     """
     number = re.fullmatch(r"torch#(\d+)", data_source)
     if not ops and (number or data_source == "transformers"):
@@ -70,7 +82,10 @@ def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
 
 
 def identifiers(code: str) -> set[str]:
-    """Return the names and attributes that the source uses, without imports and strings, in canonical form."""
+    """Return the names and attributes that the source uses, in canonical form.
+
+    Imports and strings do not count.
+    """
     names = {
         node.id if isinstance(node, ast.Name) else node.attr
         for node in ast.walk(ast.parse(code))

@@ -1,7 +1,7 @@
-"""Extraction of a class or function from one file of transformers, together with everything of that file that it uses.
+"""Extraction of a class or function from one file of transformers.
 
-Annotations, decorators and docstrings are removed. A source that needs another part of the library cannot be
-extracted.
+The result contains all definitions of that file that the class or function uses. Annotations, decorators and
+docstrings are removed. A source that needs another part of the library cannot be extracted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 MINED_CLASSES = re.compile(
-    r"\w*(Norm|MLP|Mlp|FeedForward|FFN|ActDense|RotaryEmbedding|PositionalEmbedding|Attention|Router|Gate|Experts|MoeBlock|MoE|GLU|Activation|Intermediate|Output"
+    r"\w*(Norm|MLP|Mlp|FeedForward|FFN|ActDense|RotaryEmbedding|PositionalEmbedding|Attention"
+    r"|Router|Gate|Experts|MoeBlock|MoE|GLU|Activation|Intermediate|Output"
     r"|LayerScale|GRN|Pooling|Pooler|Mixer|SquizeExcite|ConvLayer|Gelu|GELU)(\w{0,3})"
 )
 ACTIVATIONS = {
@@ -45,7 +46,7 @@ STANDARD = {
 
 
 class CannotExtract(Exception):
-    """The source cannot be extracted: it needs another part of the library, or an argument without a rule."""
+    """Error of a source that needs another part of the library, or an argument without a rule."""
 
 
 class LibraryFile:
@@ -79,7 +80,7 @@ class LibraryFile:
         ]
 
     def rotations(self) -> list[str]:
-        """Names of the functions that rotate queries and keys by cosine and sine."""
+        """Return the names of the functions that rotate queries and keys by cosine and sine."""
         return [
             name
             for name, node in self.defined.items()
@@ -87,7 +88,10 @@ class LibraryFile:
         ]
 
     def extract(self, name: str) -> str:
-        """Return the self-contained source of a definition; raises CannotExtract with the name that it lacks."""
+        """Return the self-contained source of a definition.
+
+        Raises CannotExtract with the name of a definition that the file lacks.
+        """
         order: list[str] = []
         outside: set[str] = set()
 
@@ -110,16 +114,19 @@ class LibraryFile:
         visit(name)
         parts = [ast.unparse(self.defined[dependency]) for dependency in self.defined if dependency in order]
         body = "\n\n\n".join(parts)
-        # The order of the file defines a base class before its child.
+        # Definitions keep the order of the file, so a base class comes before its subclass.
         head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
         head.sort(key=lambda line: (not line.startswith(("import", "from")), line))
         return "\n".join(head) + "\n\n\n" + body
 
 
 class SourceCleaner(ast.NodeTransformer):
-    """Removal of annotations, docstrings and decorators; attention falls back to the eager function of the file."""
+    """Transformer that removes annotations, docstrings and decorators.
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    Attention calls the eager function of the file.
+    """
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         node.returns = None
         for argument in [
             *node.args.posonlyargs,
@@ -133,7 +140,7 @@ class SourceCleaner(ast.NodeTransformer):
         ]
         return self._undocumented(node)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
         node.decorator_list = []
         node.bases = [
             ast.parse("nn.Module", mode="eval").body
@@ -164,7 +171,7 @@ class SourceCleaner(ast.NodeTransformer):
         if function == "nn.Parameter" and ast.unparse(node.args[0]).startswith(
             ("torch.empty(", "torch.zeros(")
         ):
-            # The library initialises such weights later; here they would be uninitialised or constant memory.
+            # The library initialises such weights later; in a task they would stay uninitialised or constant.
             shape = [ast.unparse(argument) for argument in getattr(node.args[0], "args", [])]
             return ast.parse(f"nn.Parameter(torch.randn({', '.join(shape)}) * 0.02)", mode="eval").body
         return node

@@ -1,8 +1,9 @@
 """The task filter: which candidates become tasks, and the reason for each refusal.
 
 `check_source` runs nothing: contract, forbidden code, labels, duplicates, similarity to evaluation programs.
-`check_admission` decides by the judge's admission, which ran the task in the sandbox: it is deterministic,
-its outputs depend on its inputs, trivial answers fail, and its eager time lies in data.eager_seconds.
+`check_admission` decides by the judge's admission, which ran the task in the sandbox. An admitted task is
+deterministic, its outputs depend on its inputs, trivial answers fail, and its eager time lies in
+data.eager_seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MIN_SPREAD = 1e-3
 
 
 class TaskFilter:
-    """Filter with a memory of all sources that it has checked, so the order of candidates matters."""
+    """Filter that remembers all sources that it has checked, so the order of candidates matters."""
 
     def __init__(self, data: Data):
         self.data = data
@@ -38,7 +39,7 @@ class TaskFilter:
         """Highest similarity to any evaluation program, and that program, by task."""
 
     def check_source(self, task: KernelTask) -> tuple[str, str]:
-        """Return the reason and detail of a refusal by the source alone; empty strings without one."""
+        """Return the reason and detail of a refusal because of the source; empty strings without one."""
         try:
             check_contract(task.code, "candidate")
             return self._find_refusal(task)

@@ -22,9 +22,10 @@ PUBLIC = ("ops", "data_source", "code")
 
 
 def read_public(path: Path, seed: int) -> list[KernelTask]:
-    """Return every row as a task named by its number, without evidence; `seed` decides which ones are held out.
+    """Return every row as a task named by its number, without evidence.
 
-    Raises UserError for a file that is not a parquet or lacks a public column.
+    `seed` decides which tasks are held out. Raises UserError for a file that is not a parquet or lacks a
+    public column.
     """
     try:
         table = pyarrow.parquet.read_table(path)
@@ -60,7 +61,10 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
 
 
 def parse_operators(value: Any) -> tuple[str, ...]:
-    """Return the operators of a value of the column `ops`: a list, or its text as JSON, Python or comma-separated."""
+    """Return the operators of a value of the column `ops`.
+
+    The value is a list, or a text of JSON, of Python, or of names with commas between them.
+    """
     if isinstance(value, str):
         for read in (json.loads, ast.literal_eval):
             try:

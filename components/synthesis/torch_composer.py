@@ -1,8 +1,8 @@
 """Composition of tasks from the mined table: chains of torch operators, and modules of transformers.
 
-What fits is decided on meta tensors: each template is applied to the shape and strides that the one before it
+Whether a template fits is decided on meta tensors, with the shape and strides that the template before it
 returned. A chain is kept when its output on small tensors varies, and changes when any operator is left out.
-Its size is chosen so that the estimated eager time falls into data.eager_seconds.
+The size of its inputs is chosen so that the estimated eager time falls into data.eager_seconds.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
 MAX_SIZES_TRIED = 5
 MAX_TENSOR_BYTES = 1 << 30
-"""Limit for each tensor of a chain, parameters included: those of nn.Bilinear grow with the product of its
-sides."""
+"""Limit for each tensor of a chain, parameters included.
+
+The parameters of nn.Bilinear grow with the product of its sizes.
+"""
 FEATURES = (256, 512, 768, 1024, 2048)
 
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]
-"""Shape and strides."""
+"""Type of a layout: shape and strides."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A composed task, the templates or module that it consists of, and the shape of its first input."""
+    """A composed task, the templates or the module in it, and the shape of its first input."""
 
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
@@ -100,9 +102,9 @@ class TorchComposer:
                 return draft
 
     def resize(self, draft: Draft, seconds: float) -> Draft | None:
-        """Return the task at the size that should bring its measured eager time into the middle of the window.
+        """Return the task at a size whose eager time should lie in the middle of the window.
 
-        None where no other size is near.
+        `seconds` is the measured eager time. The result is None when no other size is near.
         """
         low, high = self.data.eager_seconds
         factor = math.sqrt(low * high) / max(seconds, 1e-7)
@@ -144,7 +146,10 @@ class TorchComposer:
         return None
 
     def _likely(self, chain: tuple[OperatorTemplate, ...], rank: int) -> list[Shape]:
-        """Return a few random shapes whose extrapolated eager time falls into the window, or any where there is none."""
+        """Return a few random shapes whose extrapolated eager time falls into the window.
+
+        When no shape's time does, any shapes are returned.
+        """
         fixed, growing = self._estimate(chain, SMALL[rank])
         each = growing / math.prod(SMALL[rank])
         low, high = self.data.eager_seconds
@@ -158,7 +163,10 @@ class TorchComposer:
         return 1.3 * low <= sum(self._estimate(chain, shape)) <= high / 1.3
 
     def _estimate(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> tuple[float, float]:
-        """Estimate the eager seconds that do not depend on the size, and those that do; infinite where nothing fits."""
+        """Estimate the eager seconds that do not depend on the size, and those that do.
+
+        Both are infinite when the chain does not fit.
+        """
         walked = _walk(chain, shape)
         if walked is None:
             return math.inf, math.inf
@@ -216,7 +224,7 @@ def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape
 
 
 def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> bool:
-    """Return whether the output varies and changes by more than 1 % (RMS) when any one operator is left out."""
+    """Return whether the output varies and every operator changes it by more than 1 % (RMS)."""
 
     def run(templates: Sequence[OperatorTemplate], dtype: torch.dtype) -> Tensor:
         x, _ = probe(shape, dtype)
@@ -230,7 +238,7 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
-    """Return the layout before each operator, and its cost there; None where one does not fit at this size."""
+    """Return the layout before each operator, and its cost; None when one does not fit at this size."""
     layout, walked = (shape, _contiguous(shape)), []
     for template in chain:
         cost = operator_cost(template, *layout)
@@ -242,7 +250,7 @@ def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout,
 
 
 def _too_large(shape: Shape, start: Shape) -> bool:
-    """Return whether a tensor of a chain has more than four times the elements of the chain's input `start`."""
+    """Return whether a tensor has more than four times the elements of the chain's input `start`."""
     return math.prod(shape) > 4 * math.prod(start)
 
 
@@ -251,7 +259,10 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:
-    """Return input shapes of this rank inside data.numel: rows, sequences, images with equal sides, volumes."""
+    """Return input shapes of this rank inside data.numel.
+
+    They are rows, sequences, images with equal sides, or volumes.
+    """
     axes: list[tuple[int, ...]]
     match rank:
         case 2:

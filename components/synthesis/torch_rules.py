@@ -1,4 +1,4 @@
-"""Rules by which torch is mined: values of arguments, templates that no signature tells, and excluded names."""
+"""Rules for the mining of torch: values of arguments, written templates, and excluded names."""
 
 from __future__ import annotations
 
@@ -82,10 +82,13 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "maxnorm": ("1.0",),
     "align_corners": ("True",),
 }
-"""Values by argument name. The first is used where the argument is required; each of the others, and each value of an
-optional argument, makes another template."""
+"""Values by argument name.
+
+The first is used when the argument is required. Each of the others, and each value of an optional argument,
+makes another template.
+"""
 FORCED = {"reduction": '"none"', "batch_first": "True", "dropout": "0.0"}
-"""Arguments that are always passed: without a reduction of the loss to one number, and without randomness."""
+"""Arguments that are always passed, so that losses are not reduced and nothing is random."""
 SECOND_INPUTS = frozenset("other target y input2 x2 end tensor2 mat2 tensor1 batch2 vec2".split())
 FIRST_INPUTS = frozenset("self input x x1 input1 tensor a".split())
 
@@ -159,26 +162,38 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "nn.Conv1d": (("nn.Conv1d({channels}, {channels}, 7, padding=3, groups={channels})", "{self}({x})"),),
     "nn.Bilinear": (("nn.Bilinear({last}, {last}, {half_last})", "{self}({x}, {y})"),),
 }
-"""(init, call) of operators whose signature does not tell how they are called."""
+"""Pairs (init, call) for operators whose signature is not enough to write a call."""
 EXCLUDED: dict[str, str] = {
     "works in place; its form without the underscore stands for it": r"\w+_",
     "a backend's own form of another operator": (
-        r"(mkldnn|cudnn|miopen|fbgemm|quantized|native|sparse|fused|sym)_\w+|\w+_(copy|scatter)|convolution|batch_norm_\w+"
+        r"(mkldnn|cudnn|miopen|fbgemm|quantized|native|sparse|fused|sym)_\w+"
+        r"|\w+_(copy|scatter)|convolution|batch_norm_\w+"
     ),
-    "quantised tensors; tasks are float32": r"(q_per|q_|quantize_|fake_quantize|choose_q|int_repr|dequantize)\w*",
+    "quantised tensors; tasks are float32": (
+        r"(q_per|q_|quantize_|fake_quantize|choose_q|int_repr|dequantize)\w*"
+    ),
     "takes its sizes from the first input; its eager form stands for it": r"Lazy\w+",
     "a container or base class, no operator": (
-        r"Module|ModuleList|ModuleDict|ParameterList|ParameterDict|Sequential|Container|DataParallel|RNNBase|RNNCellBase|SyncBatchNorm"
+        r"Module|ModuleList|ModuleDict|ParameterList|ParameterDict|Sequential|Container"
+        r"|DataParallel|RNNBase|RNNCellBase|SyncBatchNorm"
     ),
-    "a stack of many operators, or a loop over time steps; the cells are mined": r"LSTM|GRU|RNN|Transformer\w*",
+    "a stack of many operators, or a loop over time steps; the cells are mined": (
+        r"LSTM|GRU|RNN|Transformer\w*"
+    ),
     "no operator": (
-        r"(handle|has)_torch_function\w*|assert_int_or_pair|boolean_dispatch|Optional|Tensor|torch|save|\w*seed|from_file|wait|range"
+        r"(handle|has)_torch_function\w*|assert_int_or_pair|boolean_dispatch|Optional"
+        r"|Tensor|torch|save|\w*seed|from_file|wait|range"
     ),
     "a decomposition, ill-conditioned on random matrices": (
-        r"(cholesky|lu|qr|svd|logdet|slogdet|inverse|pinverse|orgqr|ormqr|geqrf|triangular_solve|nuclear_norm)\w*|det"
+        r"(cholesky|lu|qr|svd|logdet|slogdet|inverse|pinverse|orgqr|ormqr|geqrf"
+        r"|triangular_solve|nuclear_norm)\w*|det"
     ),
-    "jumps: rounding decides on which side": r"floor_divide|fmod|remainder|frac|round|nextafter|frexp|ceil|floor|trunc|fix|sgn|sign|copysign|mode",
-    "gives its input back, or a view of it": r"as_tensor|clone|detach|positive|real|conj\w*|resolve_\w+|atleast_\dd|adjoint",
+    "jumps: rounding decides on which side": (
+        r"floor_divide|fmod|remainder|frac|round|nextafter|frexp|ceil|floor|trunc|fix|sgn|sign|copysign|mode"
+    ),
+    "gives its input back, or a view of it": (
+        r"as_tensor|clone|detach|positive|real|conj\w*|resolve_\w+|atleast_\dd|adjoint"
+    ),
     "exposes memory and not values": r"as_strided\w*|resize_as\w*|empty_like|set_\w+|hash_tensor|unsafe_\w+",
 }
-"""Patterns of the names that are not mined, by reason."""
+"""Regular expressions of the names that are not mined, by reason."""

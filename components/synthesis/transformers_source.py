@@ -12,12 +12,18 @@ SCALED: dict[str, float] = {
         "hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0
     ),
     **dict.fromkeys(
-        "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size shared_expert_intermediate_size".split(),
+        (
+            "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size "
+            "shared_expert_intermediate_size"
+        ).split(),
         2.0,
     ),
     **dict.fromkeys("moe_intermediate_size mlp_intermediate_size".split(), 0.5),
     **dict.fromkeys(
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads".split(),
+        (
+            "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
+            "decoder_attention_heads attention_heads"
+        ).split(),
         1 / 64,
     ),
     **dict.fromkeys("num_key_value_heads num_kv_heads".split(), 1 / 128),

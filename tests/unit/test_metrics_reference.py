@@ -65,7 +65,7 @@ def counted(row: dict[str, Any], baseline: str) -> float | None:
 
 
 def expected(rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Straight from the definitions of DESIGN §9, with exact fractions for the shares."""
+    """Compute the metrics directly from their definitions, with exact fractions for the shares."""
     total, found = len(rows), {}
     found["pass_rate"] = (
         float(Fraction(sum(row["status"] == "correct" for row in rows), total)) if total else None
