@@ -1,9 +1,9 @@
 """Cold start: train a tokenizer and a small Qwen3 from scratch on demonstrations.
 
-The loss is that of next-token prediction on the assistant's turns. Muon updates the matrices and AdamW the
-other parameters. On cpu two processes, where there are two cores, compute the micro-batches of every step and
-sum their gradients in shared memory. The state is kept on disk, so a killed run continues and ends with the
-same numbers.
+The model learns to predict the assistant's tokens of the demonstrations. Muon trains the matrices, AdamW the
+other parameters. On a cpu with several cores a second process computes half of every step's micro-batches,
+and the processes sum their gradients in shared memory. The training state is stored on disk, so a killed run
+continues and gives the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -35,19 +35,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAVE_SECONDS = 60.0
+"""Minimum time between two saves of the training state."""
 WARMUP_SHARE = 0.05
+"""Share of the steps in which the learning rate rises."""
 
 
 class _Gone(Exception):
-    """The other process has ended."""
+    """Error raised if the other process has ended."""
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """One of the processes that share the micro-batches of a step.
+    """The number of this process (`rank`) and its connections to the other process, if there is one.
 
-    `grads` [ranks, parameters + 2] is in shared memory. The processes wait for each other over a pipe, which
-    closes when either of them ends; with a semaphore a process would wait for a killed one without end.
+    `grads` is [processes, parameters + 2]: each process writes its gradients, loss and number of own tokens
+    to one row. The memory is shared. The processes wait for each other with messages over a pipe (`other`),
+    because a pipe closes when either process ends, while a semaphore would block forever if the other process
+    was killed.
     """
 
     rank: int
@@ -59,7 +63,7 @@ class _Ranks:
         return len(self.grads)
 
     def wait(self) -> None:
-        """Block until the other process calls `wait` as well; raise _Gone when it has ended."""
+        """Block until the other process has called `wait` as often; raise _Gone if it has ended."""
         if self.other is None:
             return
         try:
@@ -74,8 +78,8 @@ def coldstart(
 ) -> Manifest:
     """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
 
-    `dataset` and `code` are versions for the manifest. Resumes from `state` beside `out`, which is removed at
-    the end.
+    `dataset` and `code` are versions that the manifest records. The function continues from the folder
+    `state` beside `out` if an earlier call with the same inputs left one. It removes that folder at the end.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -108,10 +112,10 @@ def coldstart(
 
 @contextlib.contextmanager
 def _others(params: Params, state: Path) -> Iterator[_Ranks]:
-    """Start a second process, on cpu with at least two cores, and yield the `_Ranks` of this one.
+    """Start the second process, if training is on a cpu with several cores; yield this process's _Ranks.
 
-    It starts before the corpus is made, so that its imports overlap with that. When one process ends, the
-    other ends too.
+    The second process starts before the corpus is made, so that its imports run at the same time. If one
+    process ends, the other ends too. Raises RuntimeError if the second process has ended.
     """
     count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
     parameters = sum(
@@ -144,7 +148,7 @@ def _others(params: Params, state: Path) -> Iterator[_Ranks]:
 
 
 def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
-    """Train in the second process on the same corpus, until the last step or the end of the first process."""
+    """Run the second process: train on the same corpus to the last step, or until the first process ends."""
     with contextlib.suppress(_Gone):
         ranks.wait()
         train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
@@ -153,9 +157,9 @@ def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
 def new_model(
     params: Params, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedModel:
-    """Return a Qwen3 with random weights that depend on coldstart.seed alone.
+    """Return a Qwen3 with random weights that depend only on the model's shape and coldstart.seed.
 
-    The vocabulary is padded to a multiple of 64.
+    The vocabulary is padded to a multiple of 64. `tokenizer` provides the ids of the special tokens.
     """
     policy = params.policy
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -180,7 +184,7 @@ def new_model(
 
 
 def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices and AdamW for embeddings and norms."""
+    """Return two optimizers: Muon for the matrices, AdamW for the embeddings and the norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -190,15 +194,15 @@ def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optim
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at a step: linear warm-up, then linear decay to zero."""
+    """Return the learning rate of a step as a share of its peak: linear warm-up, then linear decay to 0."""
     warmup = max(1, round(WARMUP_SHARE * steps))
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the sum of next-token losses (nats) over the assistant's tokens.
+    """Return the sum of the next-token losses (nats) over the assistant's tokens.
 
-    Both tensors have the shape [rows, length].
+    Both tensors are [rows, length]; `action_mask` is True on the assistant's tokens.
     """
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
     own = action_mask[:, 1:]
@@ -210,8 +214,8 @@ def train(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Run the remaining optimizer steps and return the model and its figures.
 
-    The figures are the loss (running mean, nats per token of the assistant), the tokens without padding, and
-    the number of parameters.
+    The figures are "loss" (nats per assistant's token, an exponential moving average over steps), "tokens"
+    (number of all tokens in the batches of all steps, without padding) and "parameters" (their number).
     """
     settings = params.coldstart
     if params.device == "cpu":
@@ -264,7 +268,11 @@ def train(
 
 
 def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_tokens: float) -> float:
-    """Sum the processes' gradients, divide by the step's trained tokens and clip; return the mean loss."""
+    """Replace the gradients by the clipped gradients of the step's mean loss, and return that loss.
+
+    The gradients of all processes are summed and divided by the number of the step's own tokens. Their norm
+    is limited to 1. `own_loss` and `own_tokens` are the sums of this process.
+    """
     mine = ranks.grads[ranks.rank]
     offset = 0
     for parameter in parameters:
@@ -274,7 +282,7 @@ def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float
     mine[-2], mine[-1] = own_loss, own_tokens
     ranks.wait()
     total = ranks.grads.sum(dim=0)
-    # No process may write the next step's gradients before all of them have read these.
+    # Both processes must have read these gradients before either writes the gradients of the next step.
     ranks.wait()
     total[:-2] /= total[-1]
     norm = total[:-2].norm()
@@ -306,7 +314,10 @@ def _save_state(
 def _load_state(
     path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Restore what `_save_state` wrote; return the number of finished steps and the running loss."""
+    """Restore the state that `_save_state` wrote; return the number of finished steps and the loss.
+
+    Returns (0, 0.0) if there is no such file.
+    """
     if not path.is_file():
         return 0, 0.0
     saved: dict[str, Any] = torch.load(path, weights_only=True)

@@ -1,8 +1,8 @@
-"""Muon in float32.
+"""The optimizer Muon, computed in float32.
 
-Formulas, defaults and state are those of torch.optim.Muon (Jordan, "Muon: an optimizer for hidden layers",
-2024), which orthogonalises in bfloat16. A CPU without bfloat16 multiplication is many times faster in
-float32.
+It uses the same formulas, constants and state as torch.optim.Muon (Jordan, "Muon: an optimizer for hidden
+layers", 2024), without weight decay. torch's version is not used, because it orthogonalises in bfloat16,
+which is many times slower than float32 on a CPU without bfloat16 instructions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ EPSILON = 1e-7
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return the nearest matrix of the same shape whose singular values are about 1 (0.7 to 1.2).
+    """Return `matrix` with its singular values replaced by values of about 1 (0.7 to 1.2).
 
-    It is computed by five quintic Newton-Schulz iterations.
+    The result is computed with five quintic Newton-Schulz iterations.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -36,7 +36,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer for matrices that steps along the orthogonalised Nesterov momentum."""
+    """Optimizer for matrices whose steps are the orthogonalised Nesterov momentum times a learning rate.
+
+    The learning rate is larger for matrices with more rows than columns.
+    """
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float):
         super().__init__(matrices, {"lr": lr})

@@ -1,4 +1,5 @@
 """The four training stages on one engine: warm-up, rejection fine-tuning, critic pretraining, agentic PPO.
 
-Imports everything below it, `agent` and `judge` included. Start with `run_stage.py`.
+This package imports the other component packages, including `agent` and `judge`. Start reading with
+`run_stage.py`.
 """

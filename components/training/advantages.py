@@ -1,7 +1,7 @@
-"""Generalised advantage estimation over a stream that interleaves the policy's tokens with observations.
+"""Generalised advantage estimation for token sequences in which observations follow the policy's tokens.
 
-Only tokens of the policy are transitions: an observation of ten thousand tokens costs no decay, and what the
-critic says about observation tokens never enters.
+Only own tokens, the tokens that the policy sampled, are time steps. So a long observation does not discount
+the rewards after it, and the critic's values at observation tokens are not used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [batch, seq], unwhitened, 0 where `action_mask` is 0.
 
-    All tensors are [batch, seq]. `values[:, t]` is the value of the state before token t is emitted; the
-    state after the last own token has the value 0, also in a truncated episode, which counts as a failure.
-    Computed backward over the own tokens (paper, section 4.2), leaving (V', A') unchanged at masked
-    positions: delta = r + gamma V' - V;  A = delta + gamma lam A';  return = A + V.
+    All tensors are [batch, seq]. `values[:, t]` is the value of the state before token t is emitted. The
+    state after the last own token has the value 0, also in a truncated episode. The result is computed
+    backward over the own tokens (paper, section 4.2): delta = r + gamma V' - V, A = delta + gamma lam A', and
+    return = A + V, where V' and A' are the value and the advantage of the next own token.
     """
     mask = action_mask.bool()
     advantages = torch.zeros_like(values)
@@ -29,7 +29,7 @@ def gae(
     for t in reversed(mask.any(0).nonzero().flatten().tolist()):
         own = mask[:, t]  # [batch]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        # torch.where, not multiplication: a masked value may be anything, NaN included.
+        # torch.where instead of a multiplication, because a masked value may be NaN.
         next_advantage = torch.where(own, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(own, values[:, t], next_value)
         advantages[:, t] = torch.where(own, next_advantage, 0.0)
@@ -38,9 +38,10 @@ def gae(
 
 
 def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return advantages of zero mean and unit (biased) variance over the own tokens; 0 elsewhere.
+    """Return the advantages scaled to zero mean and unit (biased) variance over the own tokens, 0 elsewhere.
 
-    Both tensors are [batch, seq] and hold the rows of all ranks. Compute returns from unwhitened advantages.
+    Both tensors are [batch, seq] and contain the rows of all ranks. Returns must be computed from the
+    advantages before whitening.
     """
     mask = action_mask.bool()
     own = advantages[mask]  # [own tokens]
@@ -51,7 +52,10 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> float:
-    """Return 1 - Var(G - V) / (Var(G) + 1e-5) over the own tokens; NaN when the returns are all equal."""
+    """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over the own tokens, [batch, seq] each.
+
+    Returns NaN if the returns are all equal or there is no own token.
+    """
     mask = action_mask.bool()
     own_returns, own_values = returns[mask].double(), values[mask].double()
     if own_returns.numel() == 0 or own_returns.var(correction=0) < 1e-8:

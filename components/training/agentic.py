@@ -14,7 +14,11 @@ TOKENIZER = "tokenizer.json"
 
 
 def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Train `stage.actor` with `stage.critic`; `episodes` replaces the agent loop in tests."""
+    """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic`.
+
+    Tests replace the agent loop by `episodes`. Raises UserError if there is no critic, or if its tokenizer
+    differs from the actor's.
+    """
     params, critic = stage.params, stage.critic
     if critic is None:
         raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")

@@ -1,7 +1,7 @@
 """Trajectories as padded tensors, and the micro-batches that each rank computes.
 
-Rows are padded on the right only: attention is causal, so padding needs no attention mask and no position
-ids.
+Rows are padded only on the right. Because attention is causal, tokens do not see the padding after them, so
+no attention mask and no position ids are needed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from components.agent.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows of token ids; every tensor is [batch, seq] and in host memory until `to` moves it."""
+    """Padded rows of token ids; every tensor is [batch, seq] and is made in host memory."""
 
     ids: Tensor
     action_mask: Tensor
-    """True on the policy's own tokens; never on the first position, which no state precedes."""
+    """True on own tokens, the tokens that the policy sampled.
+
+    It is never True at the first position, because no hidden state precedes that token.
+    """
     valid: Tensor
     """True on tokens, False on padding."""
 
     def rows(self, index: Sequence[int]) -> Self:
-        """Return the rows of that index, cut to the longest of them."""
+        """Return the rows at the positions `index`, without the columns that are padding in all of them."""
         chosen = torch.tensor(index)
         width = int(self.valid[chosen].sum(1).max())
         fields = {field.name: getattr(self, field.name)[chosen, :width] for field in dataclasses.fields(self)}
@@ -45,22 +48,26 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of the policy's own tokens."""
+        """Number of own tokens in all rows."""
         return int(self.action_mask.sum())
 
 
 @dataclass(frozen=True)
 class Rollout(Batch):
-    """Sampled batch: the sampler's log-probabilities (nats), and the reward at each row's last own token."""
+    """Batch of sampled trajectories with the sampler's log-probabilities (nats) and the rewards.
+
+    `rewards` is the trajectory's reward at each row's last own token and 0 elsewhere.
+    """
 
     sampler_logprob: Tensor
     rewards: Tensor
 
 
 def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Return (ids, action mask) pairs as one batch.
+    """Return pairs of token ids and action mask as one padded batch.
 
-    Raises ValueError for a row without own tokens, or with one at the first position.
+    Raises ValueError if the lengths of a pair differ, or if a row has no own token or has one at the first
+    position.
     """
     width = max(len(ids) for ids, _ in rows)
     batch = Batch(
@@ -81,10 +88,10 @@ def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 
 
 def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None = None) -> Rollout:
-    """Return trajectories as one batch, with `rewards` in place of their own where given.
+    """Return trajectories as one batch; `rewards`, if given, replace the trajectories' own rewards.
 
-    The reward is at the last own token: advantages skip observation tokens, so one after it would lose the
-    reward.
+    The reward is placed at the last own token, because advantages skip all other tokens and would ignore a
+    reward there.
     """
     earned = [trajectory.reward for trajectory in trajectories] if rewards is None else rewards
     batch = pad([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
@@ -98,23 +105,22 @@ def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Rows of one forward and backward pass."""
+    """Row numbers of a batch that one forward and backward pass computes."""
 
     rows: tuple[int, ...]
     counted: bool = True
-    """False for a pass with loss 0, made only because the other ranks make one."""
+    """False for a pass whose loss is not used; it keeps the number of passes equal on all ranks."""
 
 
 def plan(
     lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1
 ) -> list[Microbatch]:
-    """Return this rank's micro-batches of `rows`, longest first.
+    """Return this rank's micro-batches of `rows`, beginning with the longest rows.
 
-    Each has at most `tokens_per_microbatch` padded tokens, or a single row.
-
-    Rows are dealt by length, so ranks get equal work. Every rank gets the same number of micro-batches, since
-    forward and backward passes are collective under ZeRO 3. All ranks compute the same plan, so it needs no
-    communication.
+    Each micro-batch has at most `tokens_per_microbatch` tokens, padding included, or a single row. Rows are
+    sorted by length and dealt to the ranks in turn, so that all ranks get about equal work. Every rank gets
+    the same number of micro-batches, because forward and backward passes are collective under ZeRO 3. The
+    result depends only on the arguments, so the ranks need not communicate.
     """
     by_length = sorted(rows, key=lambda row: (-lengths[row], row))
     plans = []

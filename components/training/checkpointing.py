@@ -1,9 +1,9 @@
-"""Resumable states on disk: parameters, optimizer and random state of a stage's engines after so many steps.
+"""Resumable states on disk: parameters, optimizer and random state of a stage's engines after a step.
 
-A state is written to a temporary folder and renamed, so a kill leaves the previous one. The folder's name
-holds precision, ZeRO stage and number of ranks, because DeepSpeed's shards of one layout cannot be loaded
-under another. A stage that resumes under another layout trains again from its stored trajectories, without
-sampling anew.
+A state is written to a temporary folder that is renamed when it is complete, so a killed process leaves the
+previous state intact. The folder's name contains precision, ZeRO stage and number of ranks (the layout),
+because DeepSpeed cannot load shards of another layout. A stage that resumes with another layout repeats its
+training on its stored trajectories and does not sample them again.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from components.training.engine import DeepSpeedEngine, World
 
 @dataclass(frozen=True)
 class StateStore:
-    """States of a stage's engines in its folder; `save` and `load` are collective."""
+    """States of a stage's engines in the stage's folder; every rank must call `save` and `load`."""
 
     stage_folder: Path
     engines: Mapping[str, DeepSpeedEngine]
     settings: config.Engine
     world: World
     kept: int
-    """Number of states on disk; `save` deletes the oldest ones beyond it."""
+    """Maximum number of states on disk; `save` deletes the oldest ones if there are more."""
 
     @property
     def layout(self) -> str:
         return f"{self.settings.dtype}-zero{self.settings.zero_stage}-world{self.world.size}"
 
     def complete(self) -> list[tuple[int, Path]]:
-        """Return (steps done, folder) of every complete state of this layout, oldest first."""
+        """Return (finished steps, folder) of every complete state of this layout, oldest first."""
         pattern = re.compile(rf"step-(\d+)-{re.escape(self.layout)}")
         folders = (self.stage_folder / "state").glob("step-*")
         matches = [(pattern.fullmatch(folder.name), folder) for folder in folders]
         return sorted((int(match[1]), folder) for match, folder in matches if match)
 
     def save(self, steps: int) -> None:
-        """Write the state after `steps` steps."""
+        """Save the engines' present state as the state after `steps` steps, and delete the oldest states."""
         folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
         if self.world.rank == 0:
@@ -64,7 +64,10 @@ class StateStore:
         self.world.barrier()
 
     def load(self, *, before: float = float("inf")) -> int:
-        """Load the newest state of fewer than `before` steps and return its steps; 0 when there is none."""
+        """Load the newest state after fewer than `before` steps and return its number of steps.
+
+        Returns 0 and changes nothing if there is no such state.
+        """
         states = [state for state in self.complete() if state[0] < before]
         self.world.barrier()
         if not states:

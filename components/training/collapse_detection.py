@@ -1,8 +1,8 @@
-"""When training stops early: signs that the policy has collapsed, and SIGTERM.
+"""The two reasons to stop training early: a collapsed policy, and SIGTERM.
 
-Collapse shows in the figures of a step before anything is learnt from it (paper, Fig. 5): entropy leaves its
-band, answers run into the length limit, the sampler's distribution is no longer the trainer's, the critic
-explains nothing.
+The figures of a step show a collapse before the step's updates are made (paper, Fig. 5): the entropy is too
+high or too low, too many answers reach the length limit, the sampler's probabilities differ too much from the
+trainer's, or the critic explains too little of the returns.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from components.training.engine import World
 from components.training.metrics_file import Figures
 
 PATIENCE = 3
-"""Steps in a row on which the critic must fail: its explained variance on one batch is noisy."""
+"""Number of successive steps with a low explained variance that make a collapse.
+
+It is more than 1 because the explained variance of a single batch is noisy.
+"""
 
 
 class Collapsed(Exception):
-    """The policy that sampled a step has collapsed; the message is one clause that says how."""
+    """Error raised if the policy that sampled a step has collapsed; the message is one clause."""
 
 
 def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
-    """Return how the policy that sampled this step has collapsed, as one clause; empty when it has not.
+    """Return a clause that states how the policy that sampled this step has collapsed, "" if it has not.
 
-    `earlier` holds the metrics of the steps before it.
+    `figures` are the metrics of this step, `earlier` the metrics of the steps before it.
     """
     entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
     limit = ppo.min_explained_variance
@@ -66,13 +69,16 @@ def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | 
 
 
 class Terminated(StageFailed):
-    """A stage that ended because of SIGTERM with its state saved; the message is one sentence."""
+    """Error raised when a stage has saved its state and ends because of SIGTERM.
+
+    The message is one sentence.
+    """
 
 
 class SigtermRequest:
     """Context in which SIGTERM only sets a flag, so that the running step can be finished and saved.
 
-    Python delivers signals to the main thread alone; in any other thread the context changes nothing.
+    Python handles signals only in the main thread; in any other thread the context changes nothing.
     """
 
     def __init__(self) -> None:
@@ -94,5 +100,5 @@ class SigtermRequest:
         self.received = True
 
     def received_by_any(self, world: World) -> bool:
-        """Return whether any rank received SIGTERM; collective."""
+        """Return whether any rank received SIGTERM; every rank must call this."""
         return bool(world.sum(torch.tensor(float(self.received))) > 0)

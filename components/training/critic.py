@@ -1,9 +1,9 @@
-"""Stage 3: value pretraining. A critic learns the values of all trajectories so far, the failures too.
+"""Stage 3: value pretraining. A critic learns values from all stored trajectories, including failed ones.
 
-Without it the critic of stage 4 explains nothing at first and the policy collapses (paper, section 4.2 and
-Fig. 5). Targets are Monte Carlo returns at lambda 1; at a lower lambda they are computed from the critic
-itself before every pass, because frozen targets of an untrained critic would be zero a hundred tokens from
-the end.
+Without this stage the critic of stage 4 would explain nothing at first, and the policy would collapse (paper,
+section 4.2 and Fig. 5). If critic.lam is 1, the targets are Monte Carlo returns. If it is lower, the targets
+are computed again from the current critic before every pass, because targets computed once from an untrained
+critic would hardly depend on a reward that comes a hundred tokens later.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from components.training.stage import Stage, StageResult, load_result
 
 @dataclass(frozen=True)
 class Targets(Rollout):
-    """Trajectories with the values that the critic learns; [batch, seq], units of the reward."""
+    """Trajectories with the returns that the critic learns, [batch, seq], in units of the reward."""
 
     returns: Tensor
 
 
 def run(stage: Stage) -> StageResult:
-    """Make a critic from `stage.actor` and fit it to `stage.trajectories`.
+    """Make a critic from the checkpoint `stage.actor` and train it on the trajectories of the stage.
 
-    Raises StageFailed when it explains less of the held-out returns than critic.min_explained_variance.
+    Raises StageFailed if the explained variance of the held-out returns is below
+    critic.min_explained_variance.
     """
     if (done := load_result(stage.out)) is not None:
         return done
@@ -82,7 +83,8 @@ def run(stage: Stage) -> StageResult:
     state = resume(stage, {"critic": critic}, kept_states=settings.epochs)
     fit(state, settings.epochs, critic_pass, shown=("value_loss",))
 
-    # The pass that explained most counts, since a small set of trajectories is soon memorised.
+    # Use the weights of the pass with the highest held-out explained variance, because later passes may only
+    # memorise a small set of trajectories.
     passes = [(record["explained_variance_held_out"], record["step"]) for record in state.metrics.records]
     measured = [(value, int(epoch)) for value, epoch in passes if value is not None and epoch is not None]
     if measured:
@@ -117,9 +119,10 @@ def run(stage: Stage) -> StageResult:
 
 
 def read_trajectories(folders: Sequence[Path]) -> list[Trajectory]:
-    """Return every trajectory below the folders on which the judge did not fail.
+    """Return every trainable trajectory stored below the folders (see `rollouts.trainable`).
 
-    Raises UserError for one whose mask or log-probabilities do not fit its tokens.
+    Raises UserError if there is no trajectory, or if the mask or the log-probabilities of a trajectory do not
+    fit its tokens.
     """
     trajectories: list[Trajectory] = []
     for folder in sorted({file.parent for root in folders for file in root.rglob("trajectories.jsonl")}):
@@ -144,9 +147,10 @@ def read_trajectories(folders: Sequence[Path]) -> list[Trajectory]:
 def split_by_task(
     trajectories: Sequence[Trajectory], share: float, *, seed: int
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Return trajectories to learn from, and held-out ones of about that share of the tasks.
+    """Return the trajectories to learn from and the held-out trajectories.
 
-    No task is on both sides, and each side has at least one task.
+    About `share` of the tasks are held out, with all of their trajectories. Each part has at least one task.
+    Raises UserError if there are fewer than two tasks.
     """
     tasks = sorted(
         {trajectory.task_id for trajectory in trajectories},
@@ -170,7 +174,7 @@ def _loss(network: nn.Module, rows: Targets) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _monte_carlo(batch: Rollout, gamma: float) -> Tensor:
-    """Return the discounted sum of rewards from each own token on, [batch, seq]."""
+    """Return the discounted sum of rewards from each own token to the end, [batch, seq]."""
     return gae(batch.rewards, torch.zeros_like(batch.rewards), batch.action_mask, gamma, 1.0)[1]
 
 
@@ -180,12 +184,12 @@ def _values(engine: DeepSpeedEngine, batch: Rollout) -> Tensor:
 
 
 def _returns(engine: DeepSpeedEngine, batch: Rollout, gamma: float, lam: float) -> Tensor:
-    """Return the targets of a pass, [batch, seq]."""
+    """Return the returns that the critic is to learn in the next pass, [batch, seq]."""
     if lam == 1:
         return _monte_carlo(batch, gamma)
     return gae(batch.rewards, _values(engine, batch), batch.action_mask, gamma, lam)[1]
 
 
 def _explained(engine: DeepSpeedEngine, batch: Rollout, gamma: float) -> float:
-    """Return the explained variance of the Monte Carlo returns."""
+    """Return the share of the variance of the Monte Carlo returns that the critic's values explain."""
     return explained_variance(_values(engine, batch), _monte_carlo(batch, gamma), batch.action_mask)

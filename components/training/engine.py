@@ -1,7 +1,7 @@
-"""The training engine: DeepSpeed behind four methods, the same on one core and on many GPUs.
+"""The training engine: DeepSpeed behind a few methods, used in the same way on one core and on many GPUs.
 
-One process needs no launcher; under torchrun every rank runs the same stage and computes its part of each
-step. DeepSpeed is imported only when the first engine is made, because that takes seconds.
+A single process needs no launcher. With several ranks, every rank runs the same stage and computes its part
+of each step. DeepSpeed is imported only when the first engine is made, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Loss = Callable[[nn.Module, Microbatch], Tensor]
 
 
 class NotFinite(Exception):
-    """A loss or gradient is not a number, so the weights in memory are lost; the message is one clause."""
+    """Error raised if a loss or gradient is NaN or infinite; the weights in memory must not be used then.
+
+    The message is one clause.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class World:
     device: torch.device
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks; exact where all ranks but one hold zeros. Collective."""
+        """Return the sum of `tensor` over all ranks; every rank must call this.
+
+        The sum is exact for elements that are 0 on all ranks but one.
+        """
         if self.size == 1:
             return tensor
         moved = tensor.to(self.device)
@@ -58,10 +64,10 @@ class World:
 
 
 def join_world(device: config.Device, timeout_seconds: float) -> World:
-    """Join the process group of the launcher, or make one of this process alone.
+    """Join the launcher's process group, or make a group of only this process if there is no launcher.
 
-    The other ranks wait in a collective while rank 0 samples, for which DeepSpeed's default of 10 minutes is
-    too short.
+    `timeout_seconds` limits every collective. DeepSpeed's default of 10 minutes is too short, because the
+    other ranks wait in a collective while rank 0 samples.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
     target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -77,7 +83,7 @@ def join_world(device: config.Device, timeout_seconds: float) -> World:
 
 
 def _deepspeed(device: config.Device) -> Any:
-    """Import DeepSpeed so that it logs to standard error and compiles nothing."""
+    """Import and return DeepSpeed, set up to log to standard error and to compile nothing."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import deepspeed.ops
@@ -85,8 +91,8 @@ def _deepspeed(device: config.Device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     if device == "cpu" and get_accelerator().device_name() != "cpu":
-        # Something else (accelerate, for instance) imported it before on a machine with a GPU, and it chose
-        # the GPU.
+        # If another package (accelerate, for instance) has imported DeepSpeed before on a machine with a GPU,
+        # DeepSpeed has chosen the GPU.
         set_accelerator(CPU_Accelerator())
     # On cpu DeepSpeed compiles a shared-memory all-reduce (about a minute) when it first communicates, unless
     # this table says that it cannot be built.
@@ -98,12 +104,15 @@ def _deepspeed(device: config.Device) -> Any:
 
 
 class DeepSpeedEngine:
-    """Network with its optimizer, spread over the ranks: ZeRO 0 to 3, gloo or NCCL, torch's AdamW."""
+    """Network with its optimizer (torch's AdamW), distributed over the ranks with DeepSpeed's ZeRO 0 to 3."""
 
     def __init__(
         self, module: nn.Module, engine: config.Engine, *, device: config.Device, gradient_clip: float
     ):
-        """Move `module` to the device, to be trained in place. Call on every rank with equal weights."""
+        """Move `module` to the device and prepare it for training in place.
+
+        Every rank must call this with equal weights.
+        """
         self.world = join_world(device, engine.collective_seconds)
         self.settings = engine
         self.deepspeed = _deepspeed(device)
@@ -136,7 +145,7 @@ class DeepSpeedEngine:
             "gradient_accumulation_steps": 1,
             # Micro-batches are packed by tokens, so their number varies and `step` decides when a step ends.
             "managed_gradient_accumulation": False,
-            # Explicit, because the default differs between versions (1.0 from 0.19.3 on, off before).
+            # Set explicitly, because DeepSpeed's default is 1.0 from version 0.19.3 on and was off before.
             "gradient_clipping": gradient_clip,
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
             "zero_optimization": zero,
@@ -147,24 +156,26 @@ class DeepSpeedEngine:
         }
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, ...]:
-        """Return the network's outputs, without gradients."""
+        """Return the network's outputs, computed without gradients."""
         self.engine.eval()
         with torch.no_grad():
             outputs: tuple[Tensor, ...] = self.engine(ids, action_mask)
         return outputs
 
     def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
-        """Take one optimizer step and return the gradient norm before clipping, NaN where it is unknown.
+        """Take one optimizer step and return the gradient norm before clipping.
 
-        `loss` returns a micro-batch's share of the step's loss: a sum over its own tokens divided by the own
-        tokens of the whole step on all ranks. Nothing is divided again. Raises NotFinite.
+        `loss` must return a micro-batch's share of the step's loss: the sum over its own tokens divided by
+        the number of own tokens of the whole step on all ranks. This method does not divide it again. The
+        norm is NaN under ZeRO 0 with several ranks if DeepSpeed does not report it. Raises NotFinite if the
+        norm is known and not finite.
         """
         self.engine.train()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         for microbatch in microbatches:
             share = loss(self.engine, microbatch)
-            # DeepSpeed averages over ranks; the loss is normalised by all ranks' tokens already.
+            # DeepSpeed averages gradients over ranks, but the shares of all ranks must be summed.
             self.engine.backward(share * (self.world.size if microbatch.counted else 0))
         norm, is_known = self._local_norm(), self.settings.zero_stage > 0 or self.world.size == 1
         self.engine.step()
@@ -176,7 +187,10 @@ class DeepSpeedEngine:
         return norm
 
     def _local_norm(self) -> float:
-        """Return the gradient norm, which DeepSpeed does not report under ZeRO 0; NaN for several ranks."""
+        """Return the norm of this process's gradients, because DeepSpeed may report no norm under ZeRO 0.
+
+        Returns NaN under ZeRO 1 to 3 and with several ranks, when one process does not know the norm.
+        """
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan
         gradients = [
@@ -188,7 +202,10 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Return a context in which this process holds every parameter in full, also under ZeRO 3."""
+        """Return a context in which this process has all parameters complete, also under ZeRO 3.
+
+        Every rank must enter it.
+        """
         if self.settings.zero_stage < 3:
             yield
             return
@@ -196,10 +213,11 @@ class DeepSpeedEngine:
             yield
 
     def save(self, folder: Path) -> None:
-        """Write parameters, optimizer and random state below `folder`, which must be new."""
+        """Write parameters, optimizer state and random state below the new folder `folder`."""
         self.engine.save_checkpoint(str(folder), tag="state", client_state={"rng": torch.get_rng_state()})
 
     def load(self, folder: Path) -> None:
+        """Load what `save` wrote below `folder`; raise UserError if DeepSpeed finds no state there."""
         path, client = self.engine.load_checkpoint(str(folder), tag="state")
         if path is None:
             raise UserError(f"{folder}: the resumable state is damaged; delete the folder and run again.")

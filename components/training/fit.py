@@ -1,7 +1,8 @@
-"""Training loop of all stages: where a killed stage resumes, when it stops, what each step writes.
+"""Training loop of all stages: resuming a killed stage, running its steps, writing its result.
 
-A stage builds its engines, calls `resume` on them and then `fit` with a function that trains one step. What a
-step computes depends on the state and the step's number alone, so a resumed stage ends with the same bits.
+A stage builds its engines, calls `resume` on them, then `fit` with a function that trains one step, and then
+`finish`. What a step computes depends only on the state and on the step's number, so a resumed stage ends
+with bitwise the same weights as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEPT_STATES = 2
-"""Number of states kept on disk; the weights of the newest may prove collapsed once they sample."""
+"""Number of states kept on disk.
+
+It is 2 because the newest weights may turn out to be collapsed in the next step, which then needs older ones.
+"""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Progress of a stage in training, from the step where an interrupted run of it left off."""
+    """A stage in training, with its stored states, its metrics and the step at which this process began."""
 
     stage: Stage
     world: World
@@ -40,6 +44,7 @@ class TrainState:
     """Number of steps that were done when this process began."""
     metrics: MetricsFile
     rolls_back: bool
+    """Whether the stage ends with earlier weights, instead of failing, when its policy has collapsed."""
 
 
 def resume(
@@ -49,10 +54,10 @@ def resume(
     kept_states: int = KEPT_STATES,
     rolls_back: bool = False,
 ) -> TrainState:
-    """Load the newest state of the stage's folder into the engines; without one, training starts at step 0.
+    """Load the newest state in the stage's folder into the engines and return the stage's progress.
 
-    With `rolls_back`, the weights before the first step are saved as well, so that a stage whose policy
-    collapses can go back even to those.
+    If there is no state, training starts at step 0. With `rolls_back`, the state before the first step is
+    saved too, so that a stage whose policy collapses in its first steps can go back to that state.
     """
     world = next(iter(engines.values())).world
     saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states)
@@ -65,14 +70,14 @@ def resume(
 
 @dataclass
 class StepRecord:
-    """Metrics that a running step has gathered so far, with times and throughputs of its phases."""
+    """Metrics that a running step has collected so far, with times and throughputs of its phases."""
 
     figures: Figures = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     phase_started: float = field(default_factory=time.monotonic)
 
     def end_phase(self, phase: str, tokens: int = 0) -> None:
-        """Record the seconds since the phase before ended, and the throughput where `tokens` are given."""
+        """Record the seconds since the previous phase ended, and the throughput if `tokens` is given."""
         now = time.monotonic()
         seconds, self.phase_started = now - self.phase_started, now
         self.figures[f"seconds_{phase}"] = seconds
@@ -88,12 +93,13 @@ def fit(
     shown: Sequence[str],
     save_every: int = 1,
 ) -> str:
-    """Run the steps that are left, up to `steps`, and return why training stopped early ("" when it did not).
+    """Run the remaining steps, up to `steps`, and return why training stopped early.
 
-    After each step its metrics are written, the figures named in `shown` go to the progress display, and
-    every `save_every` steps (and after the last one) the state is saved. When a step raises Collapsed or
-    NotFinite, a stage that rolls back ends at the last good weights; any other stage fails with that error.
-    After SIGTERM the running step is finished and saved, then Terminated is raised.
+    Returns "" if training did not stop early. After each step its metrics are written and the figures named
+    in `shown` are sent to the progress display. The state is saved every `save_every` steps and after the
+    last step. If a step raises Collapsed or NotFinite, a stage that rolls back loads older weights and ends;
+    any other stage raises that error. After SIGTERM the running step is finished, its state is saved, and
+    Terminated is raised.
     """
     stage = state.stage
     with SigtermRequest() as sigterm:
@@ -104,7 +110,7 @@ def fit(
             except (Collapsed, NotFinite) as error:
                 if not state.rolls_back:
                     raise
-                # The update before may have made weights that only now show: go back beyond it.
+                # This step shows that the weights of the previous update may be bad: load an older state.
                 state.saved.load(before=max(1, step))
                 reason = f"{error} in update {step + 1}; the last good weights were kept"
             state.metrics.write(step, record.figures | {"seconds": time.monotonic() - record.started})
@@ -135,12 +141,12 @@ def finish(
     stopped: str = "",
     extra: Callable[[], dict[str, dict[str, Tensor]]] = dict,
 ) -> StageResult:
-    """Write the checkpoint of `model` and then stage.json; every rank returns the result.
+    """Write the checkpoint of `model` and then stage.json, and return the result on every rank.
 
-    `started` is the time.monotonic() at which this process began the stage; the seconds of the steps before a
-    resume are added. `rewards` are the means before and after training. `extra` makes the tensors of further
-    files of the checkpoint. `figures` must be equal after a resume (no times): they are part of the
-    checkpoint's manifest.
+    `started` is the time.monotonic() at which this process began the stage. The seconds of steps that earlier
+    processes ran are added to the result. `rewards` are the mean rewards before and after training. `extra`
+    returns the tensors of additional checkpoint files, by file name. `figures` must not contain times,
+    because they are part of the checkpoint's manifest, which must be the same after a resume.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}

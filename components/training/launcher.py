@@ -1,8 +1,9 @@
-"""Several ranks of one command on this host: when a rank dies the others end too, and one sentence says why.
+"""Launcher that runs one command as several ranks on this host.
 
-torchrun does the same across hosts, but after SIGTERM it kills the ranks within 30 seconds
-(`shutdown_timeout`), while a stage first finishes its update and saves its state, however long that takes.
-Errors of ranks are exchanged as with torchrun: in the file that TORCHELASTIC_ERROR_FILE names.
+If a rank fails, the launcher ends the other ranks and raises one error that states the cause. torchrun is not
+used, because after SIGTERM it kills the ranks within 30 seconds (`shutdown_timeout`), while a stage may need
+longer to finish its update and save its state. As with torchrun, a rank writes its error to the file that the
+environment variable TORCHELASTIC_ERROR_FILE names.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from types import FrameType
 from components.core.errors import StageFailed, UserError
 
 LAUNCHED = "CUDA_AGENT_RANKS"
-"""Environment variable of ranks that `launch` started: it reports what ends one of them, they do not."""
+"""Environment variable that marks a rank started by `launch`; its value is the number of ranks.
+
+Such a rank does not print its error, because `launch` reports it.
+"""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable that names the file for a rank's error."""
+"""Environment variable that names the file to which a rank writes its error."""
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a rank that saved its state because of SIGTERM."""
+"""Exit code of a rank that saved its state and ended because of SIGTERM."""
 GRACE_SECONDS = 5.0
-"""Wait for the other ranks after one ended badly: a rank that lost another ends by itself."""
+"""Seconds to wait for the other ranks after one failed, because most of them then end by themselves."""
 TAIL_LINES = 10
-"""Lines of a rank's log in the message about its death."""
+"""Maximum number of lines of a failed rank's log that are quoted in the error message."""
 CONTINUES = "the last good state is kept, and the same command continues from it."
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,9 +52,10 @@ def clear_errors(logs: Path) -> None:
 
 
 def raise_first_error(logs: Path, ranks: int) -> None:
-    """Raise the first error that a rank recorded, other than the loss of another rank, if there is one.
+    """Raise the earliest error that a rank recorded in `logs`, ignoring errors of the kind RankLost.
 
-    A rank's UserError stays one; anything else becomes StageFailed and names the rank.
+    A UserError of a rank is raised as UserError, any other error as StageFailed with the rank's number.
+    Returns if no such error was recorded.
     """
     for path in sorted(logs.glob("rank-*.error.json"), key=lambda path: path.stat().st_mtime_ns):
         kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
@@ -66,11 +71,11 @@ def raise_first_error(logs: Path, ranks: int) -> None:
 
 
 def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
-    """Run `command` as `ranks` ranks; return 0, or TERMINATED when SIGTERM ended them.
+    """Run `command` as `ranks` ranks; return 0, or TERMINATED if ranks ended because of SIGTERM.
 
-    Rank 0 has this process's outputs, the others write to `logs`/rank-N.log. SIGTERM is forwarded to all.
-    When a rank ends badly, the others are ended and the error of the first is raised: StageFailed, or
-    UserError where it raised that.
+    Rank 0 writes to the outputs of this process, each other rank N to `logs`/rank-N.log. SIGTERM is forwarded
+    to all ranks. If a rank fails, the other ranks are ended. Raises UserError if the earliest recorded error
+    is one, and StageFailed for any other failure.
     """
     clear_errors(logs)
     with socket.socket() as probe:
@@ -112,7 +117,10 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
-    """Wait until all ranks have ended, or soon after the first that ended badly; see `launch`."""
+    """Wait until all ranks have ended, or until GRACE_SECONDS after one failed.
+
+    Returns and raises the same as `launch`.
+    """
     first: list[int] = []
     while not first and any(process.poll() is None for process in processes):
         codes = [process.poll() for process in processes]
@@ -125,7 +133,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     if all(code == TERMINATED for code in bad.values()):
         return TERMINATED if bad else 0
     raise_first_error(logs, len(processes))
-    # A signal is a cause, and an ordinary failure beside it a consequence; so is one that came later.
+    # The loss of a rank makes the others fail. So a rank that a signal ended is reported before ranks with an
+    # error code, and a rank that ended first before ranks that ended later.
     rank = min(bad, key=lambda rank: (bad[rank] > 0, rank not in first, rank))
     how = f"signal {signal.Signals(-bad[rank]).name}" if bad[rank] < 0 else f"exit code {bad[rank]}"
     where, tail = "its output is above", ""
@@ -137,5 +146,5 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the launcher dies."""
+    """Make the kernel kill this rank when the launcher ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

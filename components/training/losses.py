@@ -1,9 +1,9 @@
-"""The losses of PPO and of supervised fine-tuning, over the policy's own tokens.
+"""The losses of PPO and of supervised fine-tuning, over own tokens (tokens that the policy sampled).
 
-Each is computed as a sum over own tokens, because `microbatching.train_step` divides once by the own tokens
-of all micro-batches on all ranks: a mean per micro-batch would weigh tokens of small micro-batches more.
-`policy_loss` and `value_loss` are the token means. All tensors are [batch, seq]; values at masked positions
-change nothing.
+The functions named *_sum return sums over own tokens. `microbatching.train_step` divides these sums by the
+number of own tokens in all micro-batches on all ranks, because a mean per micro-batch would give more weight
+to tokens of small micro-batches. `policy_loss` and `value_loss` return token means. All tensors are
+[batch, seq]. Values at masked positions do not influence any loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TokenSums = dict[str, Tensor]
 
 
 def masked_sum(x: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the sum over own tokens; a NaN at a masked position stays out of it."""
+    """Return the sum of `x` over own tokens; a NaN at a masked position does not influence the sum."""
     return torch.where(action_mask.bool(), x, 0.0).sum()
 
 
@@ -31,12 +31,12 @@ def policy_loss_sum(
 ) -> tuple[Tensor, TokenSums]:
     """Return PPO's clipped surrogate, summed over own tokens, and the sums of its metrics.
 
-    loss = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, rho = pi_actor / pi_old.
-    `importance` holds the detached truncated weights between sampler and trainer (`importance_weights`).
+    The loss of a token is max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, where A is the
+    advantage and rho = pi_actor / pi_old. `importance` holds the weights from `importance_weights`.
     """
     mask = action_mask.bool()
-    # Masked positions get a ratio of 1 before exp, so that neither the loss nor its gradient can be infinite
-    # there.
+    # Set the difference to 0 at masked positions before exp, so that neither the loss nor its gradient can
+    # be infinite there.
     difference = torch.where(mask, actor_logprob - old_logprob, 0.0)  # [batch, seq], nats
     ratio = torch.exp(difference.clamp(-20.0, 20.0))  # [batch, seq], rho
     unclipped = -advantages * ratio  # [batch, seq]
@@ -59,7 +59,8 @@ def value_loss_sum(
 ) -> tuple[Tensor, TokenSums]:
     """Return PPO's value loss, 0.5 * max(error^2, clipped_error^2), summed over own tokens.
 
-    The clipped error is that of the value clipped to `clip` around the old value; `clip` None is off.
+    clipped_error is the error of the value after limiting its distance from the old value to `clip`. If
+    `clip` is None, values are not clipped.
     """
     error = (values - returns).square()  # [batch, seq]
     active = torch.zeros_like(action_mask, dtype=torch.bool)
@@ -80,10 +81,10 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the token mean of the clipped surrogate, and of its metrics.
+    """Return the mean of PPO's clipped surrogate over own tokens, and the means of its metrics.
 
-    All tensors are [batch, seq]. The metrics are the clip fractions and the mean of old - actor
-    log-probability.
+    All tensors are [batch, seq]. The metrics are the clip fractions, and approx_kl, the mean of old minus
+    actor log-probability.
     """
     total, sums = policy_loss_sum(actor_logprob, old_logprob, advantages, action_mask, clip_low, clip_high)
     return _mean(total, sums, action_mask)
@@ -92,7 +93,7 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the token means of the value loss and its metrics; `clip` is in units of the reward."""
+    """Return the means of the value loss and its metrics over own tokens; `clip` has the reward's unit."""
     total, sums = value_loss_sum(values, old_values, returns, action_mask, clip)
     return _mean(total, sums, action_mask)
 
@@ -103,7 +104,7 @@ def _mean(total: Tensor, sums: TokenSums, action_mask: Tensor) -> tuple[Tensor, 
 
 
 def likelihood_loss_sum(actor_logprob: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the negative log-likelihood of the own tokens, summed."""
+    """Return the negative log-likelihood (nats), summed over own tokens."""
     return -masked_sum(actor_logprob, action_mask)
 
 
@@ -112,17 +113,18 @@ def importance_weights(
 ) -> Tensor:
     """Return min(pi_old / mu, cap) for each own token and 1 elsewhere, [batch, seq], without gradient.
 
-    Truncated importance sampling: it corrects for the sampler mu computing other probabilities than the
-    trainer.
+    These weights of truncated importance sampling correct for the sampler, which computes slightly different
+    probabilities (mu) than the trainer (pi_old) from the same weights.
     """
     difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
 
 
 def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
-    """Return the effective sample size as a share of the n own tokens: 1 when sampler and trainer agree.
+    """Return the effective sample size as a share of the n own tokens.
 
-    (sum w)^2 / (n sum w^2) of the untruncated weights w = pi_old / mu.
+    It is (sum w)^2 / (n sum w^2) for the untruncated importance weights w = pi_old / mu, where pi_old is the
+    trainer's and mu the sampler's probability. It is 1 if both always agree.
     """
     mask = action_mask.bool()
     weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))  # [n]
@@ -130,11 +132,19 @@ def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_m
 
 
 def kl_k2(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return half the squared log-ratio, [batch, seq]; its on-policy gradient is that of the KL."""
+    """Return half the squared log-ratio, [batch, seq].
+
+    For tokens sampled from the actor, its expected gradient is the gradient of the KL divergence of the actor
+    from the reference.
+    """
     return 0.5 * (actor_logprob - reference_logprob).square()
 
 
 def kl_k3(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return exp(-d) + d - 1 for d = actor - reference, [batch, seq]: an unbiased estimate of the KL."""
+    """Return exp(-d) + d - 1 for d = actor_logprob - reference_logprob, [batch, seq].
+
+    For tokens sampled from the actor this is an unbiased estimate of the KL divergence of the actor from the
+    reference.
+    """
     difference = actor_logprob - reference_logprob  # [batch, seq], nats
     return torch.exp((-difference).clamp(-20.0, 20.0)) + difference - 1.0

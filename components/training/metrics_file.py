@@ -1,4 +1,7 @@
-"""metrics.jsonl of a stage: one JSON object a step, readable while the stage runs. No torch."""
+"""The file metrics.jsonl of a stage: one JSON object per step, readable while the stage runs.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The metrics of the steps so far; a resumed stage drops those of the steps that it repeats."""
+    """The metrics of the finished steps; a resumed stage drops the metrics of the steps that it repeats."""
 
     def __init__(self, stage_folder: Path, *, start: int, writes: bool):
-        """Read the records of the steps before `start`; only rank 0 `writes`."""
+        """Read the records of the steps before `start`; `writes` must be True only on rank 0."""
         self.path = stage_folder / METRICS
         self.writes = writes
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
@@ -26,7 +29,7 @@ class MetricsFile:
         ]
 
     def write(self, step: int, figures: Figures) -> None:
-        """Append the record of a step; a figure that is not finite becomes null."""
+        """Append the record of a step; a figure that is NaN or infinite becomes null."""
         self.records.append(
             {"step": step}
             | {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
@@ -35,13 +38,16 @@ class MetricsFile:
             atomic_write(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def mean(self, name: str, records: slice) -> float:
-        """Return the mean of a figure over some records; NaN when none of them has it."""
+        """Return the mean of the figure `name` over a slice of the records; NaN if no record has it."""
         values = [value for record in self.records[records] if (value := record.get(name)) is not None]
         return math.fsum(values) / len(values) if values else math.nan
 
 
 def newest_figures(home: Path, stage: str) -> Figures:
-    """Return the last record of the most recently written stage of that name, or an empty one."""
+    """Return the last record of the most recently written metrics file of that stage below `home`.
+
+    Null figures are left out. Returns an empty dictionary if there is no record.
+    """
     files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text().splitlines() if files else []
     record = json.loads(lines[-1]) if lines else {}

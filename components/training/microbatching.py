@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation without gradients, over a batch in micro-batches on all ranks."""
+"""An optimizer step and an evaluation without gradients, both in micro-batches that all ranks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = TypeVar("Rows", bound=Batch)
 
 
 class MetricSums:
-    """Metrics summed over own tokens, micro-batches and ranks."""
+    """Metrics of own tokens, summed over the micro-batches of this rank, and their means over all ranks."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -25,9 +25,9 @@ class MetricSums:
             self.values[name] = self.values.get(name, torch.zeros(())) + value.detach().float().cpu()
 
     def means(self, world: World, tokens: int) -> dict[str, float]:
-        """Return the sums over all ranks divided by `tokens`; raise NotFinite for one that is not a number.
+        """Return the sums over all ranks, divided by `tokens`.
 
-        Collective: every rank must have added the same names.
+        Raises NotFinite if a sum is NaN or infinite. Every rank must call this, after adding the same names.
         """
         total = world.sum(torch.stack(list(self.values.values())))
         for name, value in zip(self.values, total, strict=True):
@@ -37,7 +37,7 @@ class MetricSums:
 
 
 Loss = Callable[[nn.Module, Rows], tuple[Tensor, dict[str, Tensor]]]
-"""Function of a network and some rows that returns the loss and metrics, each summed over own tokens."""
+"""Function that takes a network and rows and returns loss and metrics, each summed over own tokens."""
 
 
 def train_step(
@@ -49,9 +49,10 @@ def train_step(
     *,
     learning_rate: float,
 ) -> float:
-    """Take one optimizer step on the rows of that index and return the gradient norm.
+    """Take one optimizer step on the rows of `batch` at the positions `index`; return the gradient norm.
 
-    The loss is divided by the own tokens of these rows, all ranks' together; its metrics are added to `sums`.
+    Every rank calls this with the same arguments. The loss is divided by the number of own tokens in all of
+    these rows. The metrics of the loss are added to `sums`.
     """
     world, tokens = engine.world, int(batch.action_mask[list(index)].sum())
     limit = engine.settings.tokens_per_microbatch
@@ -71,7 +72,10 @@ def evaluate(
     batch: Batch,
     tokens_per_microbatch: int,
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of a network, each [batch, seq], on every rank; the ranks share the work."""
+    """Return the outputs of `forward` on the whole batch, each [batch, seq].
+
+    Every rank computes some of the micro-batches, and every rank gets the complete outputs.
+    """
     results: list[Tensor] = []
     rows_of_all = range(len(batch.ids))
     for microbatch in plan(batch.lengths, rows_of_all, tokens_per_microbatch, world.rank, world.size):

@@ -1,6 +1,7 @@
-"""The two trained networks: the actor returns log-probabilities, the critic values, both of own tokens alone.
+"""The two trained networks: the actor returns log-probabilities and entropies, the critic returns values.
 
-What concerns token t is computed from the hidden state at t - 1, the state before the token is emitted.
+Both compute outputs only for own tokens, the tokens that the policy sampled. The output for token t is
+computed from the hidden state at position t - 1, before the token is emitted.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from components.core.errors import UserError
 
 VALUE_HEAD = "value_head.safetensors"
 LOGITS = 2**26
-"""Maximum number of logits in memory; larger batches are computed, and recomputed backward, in slices."""
+"""Maximum number of logits in memory.
+
+Larger batches are computed in slices, whose logits are computed again in the backward pass.
+"""
 
 
 class Actor(nn.Module):
-    """Causal language model that returns log-probability and entropy (nats) of the own tokens."""
+    """Causal language model that returns log-probability and entropy (nats) of the own tokens.
+
+    `temperature` is the sampling temperature, which divides the logits.
+    """
 
     def __init__(self, policy: PreTrainedModel, temperature: float):
         super().__init__()
@@ -31,12 +38,12 @@ class Actor(nn.Module):
         self.temperature = temperature
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, both [batch, seq], 0 where masked."""
+        """Return log-probabilities and entropies, both [batch, seq], 0 where `action_mask` is False."""
         hidden = self.policy.base_model(
             input_ids=ids, use_cache=False
         ).last_hidden_state  # [batch, seq, hidden]
         own = action_mask[:, 1:]
-        # Logits of own tokens only: most tokens of a rollout are prompt and observations.
+        # Compute logits of own tokens only, because most tokens of a rollout are prompt and observations.
         states, targets = hidden[:, :-1][own], ids[:, 1:][own]  # [own tokens, hidden], [own tokens]
         rows = max(1, LOGITS // self.policy.config.get_text_config().vocab_size)
         if len(states) <= rows:
@@ -60,7 +67,7 @@ class Actor(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """Linear layer to one value; it computes in float32 and starts at zero."""
+    """Linear layer with one output; it computes in float32, and its weights start at zero."""
 
     def __init__(self, hidden: int):
         super().__init__(hidden, 1)
@@ -72,10 +79,11 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Backbone with a value head: V_t from the hidden state at t - 1.
+    """Language model backbone with a value head, which computes V_t from the hidden state at t - 1.
 
-    `baseline` is the mean return of the first data. A head that starts at zero moves by about lr * width a
-    step, so without a baseline the first tens of updates would only learn that mean.
+    `baseline` is a constant that is added to every value, the mean return of the first training data. The
+    value head starts at zero and one update changes its output by about learning rate * width, so without the
+    baseline tens of updates would be needed to learn the mean return.
     """
 
     def __init__(self, backbone: nn.Module, hidden: int):
@@ -86,24 +94,27 @@ class Critic(nn.Module):
         self.baseline: Tensor
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
-        """Return values [batch, seq] in units of the reward, 0 where the mask is 0."""
+        """Return a tuple of one tensor: values [batch, seq] in units of the reward, 0 where masked."""
         hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
         values = self.value_head(hidden[:, :-1]).squeeze(-1) + self.baseline.float()
         return (torch.where(action_mask, functional.pad(values, (1, 0)), 0.0),)
 
     def extra(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint holds besides the backbone's."""
+        """Return the value head's weight and bias, and the baseline, which a checkpoint stores separately."""
         tensors = {"weight": self.value_head.weight, "bias": self.value_head.bias, "baseline": self.baseline}
         return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def critic_from_actor(policy: PreTrainedModel) -> Critic:
-    """Return a critic whose backbone starts as a copy of the actor's."""
+    """Return a critic whose backbone is a copy of the backbone of `policy`."""
     return Critic(copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size)
 
 
 def load_critic(folder: Path, dtype: torch.dtype) -> Critic:
-    """Load a critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`."""
+    """Load a critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`.
+
+    Raises UserError if `folder` has no such file.
+    """
     if not (folder / VALUE_HEAD).is_file():
         raise UserError(
             f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3."

@@ -1,9 +1,10 @@
 """Proximal policy optimisation, the loop of stages 1 and 4 (`run_ppo`).
 
-Each step samples trajectories, scores them with the trainer's actor, reference and critic, estimates
-advantages, and updates the critic and then the actor on minibatches. gamma is 1 and the reward terminal
-(paper, section 4.2). The actor's advantages and the critic's targets have lambdas of their own: at lambda .95
-a fresh critic would be taught nothing beyond about a hundred tokens from the end.
+Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
+updates first the critic and then the actor on minibatches. The reward is given at the last own token; the
+discount gamma is a parameter, 1 in the paper (section 4.2). The actor's advantages and the critic's targets
+use separate lambdas: with a lambda of 0.95 the targets of an untrained critic would hardly depend on a reward
+that comes more than about a hundred tokens later.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from components.training.rollouts import (
 from components.training.stage import Stage, StageResult, load_result
 
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
-"""Metrics of a step in the progress display."""
+"""Metrics of a step that the progress display shows."""
 SUMMARY = ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")
-"""Metrics whose means over the last two steps are the figures of the stage."""
+"""Metrics whose means over the last two steps are included in the figures of the stage."""
 
 
 @dataclass(frozen=True)
 class Experience(Rollout):
-    """Trajectories of a step with all that the updates need; every tensor is [batch, seq]."""
+    """Trajectories of a step with the tensors that the updates need; every tensor is [batch, seq]."""
 
     old_logprob: Tensor
     reference_logprob: Tensor
@@ -66,11 +67,15 @@ class Experience(Rollout):
     returns: Tensor
     importance: Tensor
     best: Tensor
-    """True on own tokens of trajectories that earned more than 0 and no less than any other of their task."""
+    """True on own tokens of the trajectories with the highest reward of their task, if it is positive."""
 
 
 def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes: RunEpisodes) -> StageResult:
-    """Train the actor of `stage` for `ppo.steps` updates, from the step where a killed run stopped."""
+    """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
+
+    `make_critic` returns the critic to start with, and `episodes` runs the agent loop. Returns the stored
+    result if the stage is already finished.
+    """
     if (done := load_result(stage.out)) is not None:
         return done
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
@@ -107,8 +112,8 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             critic_network.baseline.fill_(record.figures["reward"])
         best = best_of_task(trajectories, rewards)
         experience, scores = score(batch, best, actor, reference, critic, ppo)
-        # Advantages of a batch of equal rewards are the critic's errors alone, and whitening would make them
-        # large.
+        # If all rewards are equal, advantages are only errors of the critic, which whitening would scale up.
+        # The actor is not updated then.
         equal_rewards = len(set(rewards)) == 1
         record.figures |= scores | {"equal_rewards": float(equal_rewards)}
         tokens = int(batch.valid.sum())
@@ -147,9 +152,10 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
 def score(
     batch: Rollout, best: Tensor, actor: DeepSpeedEngine, reference: Actor, critic: DeepSpeedEngine, ppo: Ppo
 ) -> tuple[Experience, Figures]:
-    """Evaluate the trainer's networks on the whole batch before any update, on every rank.
+    """Return the experience and metrics of the networks on the whole batch, before the step's updates.
 
-    `best` is [batch], True for trajectories that the replay term of the loss learns from.
+    Every rank must call this. `best` is [batch] and True for the trajectories whose likelihood the actor's
+    loss also increases (with the weight ppo.replay_coefficient).
     """
     world, limit = actor.world, actor.settings.tokens_per_microbatch
     old_logprob, entropy = evaluate(actor.forward, world, batch, limit)
@@ -182,7 +188,7 @@ def score(
 
 
 def update_critic(experience: Experience, critic: DeepSpeedEngine, ppo: Ppo, seed: int) -> Figures:
-    """Fit the values to the returns and return the metrics."""
+    """Update the critic so that its values approach the returns, and return the metrics."""
 
     def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         (values,) = network(rows.ids, rows.action_mask)
@@ -196,9 +202,10 @@ def update_critic(experience: Experience, critic: DeepSpeedEngine, ppo: Ppo, see
 def update_actor(
     experience: Experience, actor: DeepSpeedEngine, ppo: Ppo, seed: int, updates: int
 ) -> Figures:
-    """Move the policy along the clipped surrogate and return the metrics.
+    """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
-    `updates` is the number of the actor's updates so far, for the warm-up of the learning rate.
+    `updates` is the number of steps since the actor's first possible update; the warm-up of the learning rate
+    depends on it.
     """
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 
@@ -233,7 +240,10 @@ def update(
     seed: int,
     learning_rate: float,
 ) -> Figures:
-    """Train `ppo.epochs` passes in `ppo.minibatches` shuffled steps each; return mean metrics."""
+    """Train for `ppo.epochs` passes over the rows and return mean metrics.
+
+    Each pass shuffles the rows and divides them into `ppo.minibatches` optimizer steps.
+    """
     order, norms, sums, shuffler = list(range(len(experience.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):
         shuffler.shuffle(order)
@@ -245,7 +255,7 @@ def update(
 
 
 def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:
-    """Return [batch], True where a trajectory earned more than 0 and no less than any other of its task."""
+    """Return a mask [batch], True if a trajectory has the highest reward of its task and it is positive."""
     highest: dict[str, float] = {}
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         highest[trajectory.task_id] = max(reward, highest.get(trajectory.task_id, 0.0))

@@ -1,8 +1,8 @@
-"""A stage as ranks that Ray Train places on the nodes of a cluster.
+"""Launcher that runs a stage as several ranks on the nodes of a Ray cluster, with Ray Train.
 
-Ray Train chooses the nodes, sets what torchrun would set and makes the process group; when a rank dies it
-ends the others. All nodes must see the stage's folder under the same path, since a stage continues from what
-it holds.
+Ray Train chooses the nodes, sets the same environment variables as torchrun and makes the process group. If a
+rank fails, Ray Train ends the other ranks. All nodes must see the stage's folder under the same path, because
+every rank reads and writes there.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageResult, load_result
 
 FOLLOW_SECONDS = 5.0
-"""Seconds between two looks at the metrics that rank 0 writes."""
+"""Seconds between two reads of the metrics file that rank 0 writes."""
 LOCAL_FIELDS = ("pool", "progress")
-"""Fields of a stage that are not sent to the ranks."""
+"""Fields of a stage that are not sent to the ranks, because each rank makes its own."""
 
 
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
     """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names.
 
-    `verdicts` is the folder of the ranks' journals.
+    `verdicts` is the folder of the journals of the ranks. Raises StageFailed, or a rank's UserError.
     """
     connect()
     logs = stage.out / "logs"
@@ -55,8 +55,8 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
             backend="nccl" if cuda else "gloo", timeout_s=int(engine.collective_seconds)
         ),
         scaling_config=ScalingConfig(num_workers=engine.ranks, use_gpu=cuda, resources_per_worker=resources),
-        # A stage with a lost rank is continued by its next run, not by Ray, so that there is one way to
-        # resume.
+        # Ray must not restart a failed stage (max_failures=0): the user's next run continues it, as without
+        # Ray.
         run_config=RunConfig(
             name=stage.name, storage_path=str(stage.out / "ray"), failure_config=FailureConfig(max_failures=0)
         ),
@@ -76,9 +76,12 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
 
 @contextmanager
 def _reported_progress(stage: Stage) -> Iterator[None]:
-    """Report the steps that rank 0 writes to the metrics file to the stage's progress, which stays here."""
+    """Return a context in which a thread reports finished steps to the stage's progress display.
+
+    The thread counts the steps in the metrics file, because the progress display is not sent to the ranks.
+    """
     params, done = stage.params, threading.Event()
-    # The number of steps of stage 2 is known only once it has sampled.
+    # 0 for stage 2, whose number of steps is known only after it has sampled.
     total = {
         "warmup": params.warmup.steps,
         "critic": params.critic.epochs,
@@ -106,7 +109,7 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 
 
 def _rank(config: dict[str, Any]) -> None:
-    """Run one rank of the stage."""
+    """Run one rank of the stage; Ray Train calls this with `train_loop_config`."""
     os.environ[ERROR_FILE] = str(error_file(config["logs"], get_context().get_world_rank()))
     pool = open_pool(config["stage"]["params"], config["verdicts"])
     try:

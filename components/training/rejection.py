@@ -1,9 +1,10 @@
 """Stage 2: rejection fine-tuning of the stage-1 policy on its own good trajectories in the agent loop.
 
-Kept are those with a reward above the limit and no redundant or invalid calls (paper, section 4.2), a few per
-task, best first: otherwise easy tasks dominate. Cold-start demonstrations are mixed in where the parameters
-say so, because a small policy otherwise memorises the tasks it is tuned on and forgets the others. Every
-trajectory is stored, the rejected ones too: stage 3 learns values from all.
+A trajectory is kept if its reward is above the limit and it has no redundant or invalid calls (paper, section
+4.2). Only the best few trajectories of each task are kept, because easy tasks would dominate otherwise. The
+parameters may ask to mix in cold-start demonstrations, because without them a small policy memorises the
+tasks that it is tuned on and forgets other tasks. Rejected trajectories are stored too, because stage 3
+learns values from all trajectories.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ from components.training.stage import Stage, StageResult, load_result
 from components.training.stage_checks import replayed_rows
 
 Row = tuple[Sequence[int], Sequence[int]]
-"""Ids and action mask of a trajectory or demonstration."""
+"""Token ids and action mask of a trajectory or demonstration."""
 MAX_TASKS_AFTER = 32
-"""Maximum number of tasks that are sampled once more after the fine-tuning."""
+"""Maximum number of tasks that are sampled again after the fine-tuning, to measure its effect."""
 
 
 def run(
     stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int], list[Row]] | None = None
 ) -> StageResult:
-    """Fine-tune `stage.actor`; `replay` makes that many cold-start demonstrations, the same at every call."""
+    """Fine-tune the policy of the checkpoint `stage.actor`.
+
+    Tests replace the agent loop by `episodes`. `replay` takes a count and returns that many cold-start
+    demonstrations, the same ones at every call.
+    """
     if (done := load_result(stage.out)) is not None:
         return done
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
@@ -97,14 +102,17 @@ def run(
 
 
 def likelihood_loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood of the own tokens, summed; `network` is an Actor."""
+    """Return the negative log-likelihood summed over own tokens, and as a metric; `network` is an Actor."""
     logprob, _ = network(rows.ids, rows.action_mask)
     total = likelihood_loss_sum(logprob, rows.action_mask)
     return total, {"loss": total}
 
 
 def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
-    """Return the trajectories to learn from, in their order, and the count of each reason."""
+    """Return the trajectories to learn from, in their given order, and the number of trajectories by reason.
+
+    The reasons are "kept" and the reasons for which trajectories were rejected.
+    """
     reasons: Counter[str] = Counter(kept=0)
     candidates: list[tuple[int, Trajectory]] = []
     seen: set[tuple[int, ...]] = set()
@@ -131,7 +139,7 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
 
 
 def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
-    """Return why a trajectory is not learnt from; empty when it may be."""
+    """Return the reason why a trajectory is rejected, or "" if it may be learned from."""
     if trajectory.reward <= rejection.min_reward:
         return "low_reward"
     if trajectory.finish_reason == "length":
@@ -143,7 +151,7 @@ def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
 
 
 def has_loop(calls: Sequence[str]) -> bool:
-    """Return whether a call is repeated without a new call in between."""
+    """Return whether a call is repeated and no call was made for the first time in between."""
     latest_new = 0
     last: dict[str, int] = {}
     for index, call in enumerate(calls):
@@ -163,11 +171,10 @@ def _speedup(trajectory: Trajectory) -> float:
 def schedule(
     kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]] | None, *, seed: int
 ) -> list[list[Row]]:
-    """Return the rows of every optimizer step: shuffled passes over the kept trajectories.
+    """Return the rows of every optimizer step, made by shuffled passes over the kept trajectories.
 
-    Every batch is filled up with demonstrations.
-
-    `replay` may be None only where rejection.replay_share asks for no demonstration (`stage_checks`).
+    rejection.replay_share sets the share of demonstrations that are added to each batch. `replay`, which
+    makes them, may be None only if that share gives no demonstrations; `stage_checks` enforces this.
     """
     replayed = replayed_rows(rejection)
     kept_rows = max(1, rejection.batch - replayed)
@@ -179,7 +186,7 @@ def schedule(
     if not replayed:
         return batches
     assert replay is not None, "stage_checks refuses the parameters before"
-    # The last batch of a pass may be small; its demonstrations shrink alike, so that the share holds.
+    # A smaller last batch of a pass gets fewer demonstrations, so that their share stays the same.
     counts = [math.ceil(replayed * len(batch) / kept_rows) for batch in batches]
     demonstrations = iter(replay(sum(counts)))
     return [

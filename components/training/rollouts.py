@@ -1,4 +1,4 @@
-"""Rollouts of a training step: which tasks, and trajectories that are sampled only once."""
+"""Rollouts of a training step: the choice of its tasks, and its trajectories, which are sampled only once."""
 
 from __future__ import annotations
 
@@ -26,47 +26,50 @@ if TYPE_CHECKING:
 
 
 RunEpisodes = Callable[[RolloutRequest, Sampler, "PreTrainedTokenizerBase"], list[Trajectory]]
-"""Type of `components.agent.token_rollout.run_episodes`: one trajectory per task of the request, in order."""
+"""Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop.
+
+They return one trajectory for each task of the request, in order.
+"""
 
 
 def agent_loop() -> RunEpisodes:
-    """Return the agent loop that stages run unless a test gives a smaller one."""
+    """Return the agent loop that stages use unless a test replaces it."""
     from components.agent.token_rollout import run_episodes
 
     return run_episodes
 
 
 def derived_seed(*parts: object) -> int:
-    """Return a seed that depends on every part and on nothing else, so that a resumed step draws the same."""
+    """Return a seed that depends only on `parts`, so that a repeated step draws the same random numbers."""
     return int(digest_json([str(part) for part in parts])[:15], 16)
 
 
 class SolveRateTracker:
-    """How often the policy solved each task when this stage last sampled it."""
+    """Record of how often the policy solved each task when this stage last sampled the task."""
 
     def __init__(self) -> None:
         self.solved: dict[str, list[bool]] = {}
-        """By task id, for each trajectory of the task's latest step whether its reward was positive."""
+        """By task id: for each trajectory of the task's latest step, whether its reward was positive."""
 
     @classmethod
     def before(cls, out: Path, step: int) -> SolveRateTracker:
-        """Return the tracker of a stage that is about to run `step`, from its stored trajectories."""
+        """Return the tracker of a stage that will run `step` next, made from its stored trajectories."""
         tracker = cls()
         for earlier in range(step):
             tracker.add(trainable(load_trajectories(step_folder(out, earlier))))
         return tracker
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Replace the records of the tasks of one step's trajectories."""
+        """Replace the records of those tasks that the trajectories of one step belong to."""
         latest: dict[str, list[bool]] = {}
         for trajectory in trajectories:
             latest.setdefault(trajectory.task_id, []).append(trajectory.reward > 0)
         self.solved |= latest
 
     def weight(self, task: KernelTask) -> float:
-        """Return p (1 - p) for the task's solve rate p, with one success and one failure added.
+        """Return p (1 - p), where p is the task's solve rate with one success and one failure added.
 
-        It is largest for a task that is solved half the time or was never sampled.
+        The weight is largest for tasks that are solved half the time and for tasks that were never sampled.
         """
         solved = self.solved.get(task.task_id, [])
         p = (sum(solved) + 1) / (len(solved) + 2)
@@ -84,14 +87,15 @@ def choose_tasks(
 ) -> list[KernelTask]:
     """Return the `count` tasks of a step.
 
-    They continue shuffled passes over all tasks, which depend on seed and step alone. With a tracker, a
-    `share` of them is drawn by its weights instead.
+    They are the next tasks in repeated shuffled passes over all tasks, which depend only on `seed` and
+    `step`. With a tracker, the share `share` of them is drawn with the tracker's weights instead.
     """
     drawn = round(count * share) if tracker is not None else 0
     chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
     if tracker is not None and drawn:
         rng = random.Random(derived_seed(seed, "solved", step))
-        # Weighted, without replacement (Efraimidis and Spirakis, 2006); repeated where there are fewer tasks.
+        # Weighted sampling without replacement (Efraimidis and Spirakis, 2006). The order is repeated if
+        # there are fewer tasks than draws.
         order = sorted(tasks, key=lambda task: rng.random() ** (1 / tracker.weight(task)), reverse=True)
         chosen += itertools.islice(itertools.cycle(order), drawn)
     return chosen
@@ -112,7 +116,10 @@ class TrainedPolicy:
     """The policy that a stage trains, with its tokenizer and the sampler of its current weights."""
 
     def __init__(self, stage: Stage, rollouts: config.Rollouts, run_episodes: RunEpisodes):
-        """Load the stage's actor; make the engine that trains `model` afterwards, which may shard it."""
+        """Load the stage's actor and make its sampler.
+
+        Make the engine that trains `model` only afterwards, because the engine may shard the weights.
+        """
         params = stage.params
         digest = verify_checkpoint(stage.actor, params.device).digest
         self.stage, self.rollouts, self.run_episodes = stage, rollouts, run_episodes
@@ -131,13 +138,15 @@ class TrainedPolicy:
         self.sampler: Sampler | None = None
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
-        """Give the sampler the weights after `updates` updates; call on every rank."""
+        """Give the sampler the weights after `updates` updates; every rank must call this."""
         self.sampler = self.backend.publish(engine, updates)
 
     def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
-        """Return the trajectories of a step, those on disk or else `samples` new ones for each task.
+        """Return the trajectories of step `step` of `steps`; every rank must call this.
 
-        A step on which the judge failed on every trajectory is not stored, so the next run samples it again.
+        If they are not on disk yet, rank 0 samples `samples` trajectories for each task and stores them.
+        Raises UserError if no trajectory is trainable. Nothing is stored then, so the next run samples the
+        step again.
         """
         stage, rollouts = self.stage, self.rollouts
         folder = step_folder(stage.out, step)
@@ -161,17 +170,21 @@ class TrainedPolicy:
             save_trajectories(folder, sampled)
         self.world.barrier()
         self.backend.sleep()
-        # Read back even when just written: a fresh and a resumed step compute from the same bytes.
+        # Read them from disk even if they were just written, so that a resumed step computes from the same
+        # values as a fresh one.
         return load_trajectories(folder)
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """Return the folder of a step's trajectories."""
+    """Return the folder of the trajectories of a step; `out` is the stage's folder."""
     return out / "trajectories" / f"step-{step:04d}"
 
 
 def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories with tokens of the policy and a verdict that the judge reached."""
+    """Return the trajectories that have own tokens and whose judge did not fail.
+
+    Raises UserError if there is no such trajectory.
+    """
     kept = [
         trajectory
         for trajectory in trajectories
@@ -186,7 +199,12 @@ def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
-    """Return mean reward and turns, and shares of milestones, clipped episodes and equal rewards."""
+    """Return metrics of the trajectories of a step.
+
+    They are the mean reward, the share of each milestone (m_-1 to m_3), the share of trajectories cut off at
+    the length limit, the share of tasks whose trajectories all have the same reward, and the mean number of
+    turns.
+    """
     count = len(trajectories)
     by_task: dict[str, set[float]] = {}
     for trajectory in trajectories:

@@ -1,4 +1,4 @@
-"""One function that runs a stage by name, for the command, the pipeline and every rank."""
+"""The function that runs a stage by its name, used by the command line, the pipeline and every rank."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
     from components.training.rollouts import RunEpisodes
 
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
-"""What torch says when a collective fails because another process is gone."""
+"""Pattern of torch's error messages when a collective fails because another process has ended."""
 
 
 class RankLost(StageFailed):
-    """Another rank of the stage died; the message is one sentence."""
+    """Error of a rank that lost the connection to another rank; the message is one sentence."""
 
 
 def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Run the stage that `stage.name` names, on every rank alike.
+    """Run the stage that `stage.name` names; every rank calls this function.
 
-    `episodes` replaces the agent loop in tests.
-
-    A launcher that sets TORCHELASTIC_ERROR_FILE (torchrun, `launcher`) finds there what this rank raised.
-    Whatever that is, the states and the trajectories in `stage.out` are complete, and the next call continues
-    from them.
+    Tests replace the agent loop by `episodes`. If this rank raises an error, the error is also written to the
+    file that TORCHELASTIC_ERROR_FILE names, which torchrun and `launcher` set. The states and trajectories in
+    `stage.out` are complete even after an error, and the next call continues from them.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -51,7 +49,8 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
 
 def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
-    # Imported here because they take seconds, and a pipeline run whose stages are all cached runs none.
+    # Imported here because the imports take seconds, and a pipeline run does not need them if all of its
+    # stages are cached.
     from components.training import agentic, critic, rejection, warmup
     from components.training.engine import NotFinite
 
@@ -80,7 +79,7 @@ def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
 
 
 def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
-    """Yield composed tasks without end, none of whose operator sequences is held out."""
+    """Return an endless iterator of composed tasks, without held-out operator sequences."""
     from components.synthesis.compose import compose_tasks, is_held_out
 
     tasks = compose_tasks(seed, params.data, params.device)
@@ -88,16 +87,17 @@ def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
 
 
 def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
-    """Return a function that makes that many cold-start demonstrations as rows, the same ones at every call.
+    """Return a function that takes a count and returns that many cold-start demonstrations as rows.
 
-    None for a policy that was never shown any.
+    The function returns the same demonstrations at every call. `policy` is the folder of the checkpoint whose
+    tokenizer encodes them. Returns None if the policy was not made by the cold start.
     """
     if policy_kind(params) != "scratch":
         return None
 
     def rows(count: int) -> list[Row]:
         tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
-        # A shifted seed gives other tasks than those of the cold start.
+        # With another seed the tasks differ from the tasks of the cold start.
         sources = islice(training_sources(params, params.coldstart.seed + 1), count)
         return [
             encode_messages(tokenizer, make_demonstration(source, rng, params.coldstart, params.device))

@@ -1,10 +1,12 @@
 """A training stage: its inputs, its result, and the folder from which a killed run continues.
 
-checkpoint/         the result: a Hugging Face folder with its manifest
-trajectories/       step-NNNN, every trajectory that the stage sampled
-metrics.jsonl       one JSON object a step
+The folder contains:
+
+checkpoint/         the trained checkpoint: a Hugging Face folder with its manifest
+trajectories/       folders step-NNNN with every trajectory that the stage sampled
+metrics.jsonl       one JSON object per step
 state/              resumable states
-stage.json          the result's figures; written last, so its presence means that the stage is finished
+stage.json          the StageResult; it is written last, so a stage with this file is finished
 """
 
 from __future__ import annotations
@@ -39,24 +41,25 @@ class Stage:
     name: StageName
     params: Params
     actor: Path
-    """Checkpoint that the stage starts from."""
+    """Folder of the checkpoint that the stage starts from."""
     dataset: Path
-    """Folder with tasks.parquet."""
+    """Folder of the data set, which contains tasks.parquet."""
     out: Path
-    """Folder of the stage."""
+    """Folder of the stage, to which it writes its state and its result."""
     pool: JudgePool
     progress: Progress
     code: str
     """Revision of this project's source."""
     critic: Path | None = None
-    """Checkpoint of stage 3, for stage 4."""
+    """Folder of the checkpoint of stage 3; only stage 4 needs it."""
     trajectories: tuple[Path, ...] = ()
-    """Folders of earlier stages' trajectories, for stage 3."""
+    """Folders with the trajectories of earlier stages; only stage 3 needs them."""
 
     def tasks(self) -> list[KernelTask]:
         """Return the tasks of the training split.
 
-        With data.weigh_by_headroom, tasks with much headroom appear several times.
+        If data.weigh_by_headroom is set, tasks with much headroom (possible speedup) are repeated. Raises
+        UserError if there is no training task.
         """
         path = self.dataset / TASKS
         tasks = [task for task in read_tasks(path) if task.split == "train"]
@@ -66,7 +69,7 @@ class Stage:
 
 
 class StageResult(BaseModel):
-    """The result of a finished stage, as stage.json holds it."""
+    """The result of a finished stage; stage.json contains its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,19 +78,21 @@ class StageResult(BaseModel):
     """Path relative to the stage's folder."""
     digest: str
     reward_before: float | None
-    """Mean reward of the first steps; None for stage 3, which changes no policy."""
+    """Mean reward before training or in its first steps; None for stage 3, which does not train a policy."""
     reward_after: float | None
+    """Mean reward after training or in its last steps; None for stage 3."""
     seconds: float
     figures: Figures
-    """Summary of the metrics; one that has no value is absent."""
+    """Summary of the stage's metrics; figures that are NaN or infinite are left out."""
     stopped: str = ""
-    """Why the stage ended early; empty when it did not."""
+    """Remark on a stage that did not run as intended, such as the reason of an early end; "" otherwise."""
 
 
 def load_result(out: Path) -> StageResult | None:
-    """Return the result of a finished stage after verifying its checkpoint.
+    """Return the result of the stage with the folder `out`, after verifying its checkpoint.
 
-    None when the stage is not finished, or when its checkpoint was deleted since.
+    Returns None if the stage is not finished, or if its checkpoint was deleted. Raises UserError if
+    stage.json is damaged.
     """
     if not (out / RESULT).is_file():
         return None
@@ -104,9 +109,10 @@ def load_result(out: Path) -> StageResult | None:
 
 
 def check_finished(stage: Stage) -> None:
-    """Raise UserError when `stage.out` holds the result of another stage or of other inputs.
+    """Raise UserError if `stage.out` contains the result of another stage or of other inputs.
 
-    Compared are the stage's name, input checkpoint, data set, section of the parameters, seed and device.
+    The comparison includes the stage's name, input checkpoint, data set, section of the parameters, seed and
+    device.
     """
     if (result := load_result(stage.out)) is None:
         return

@@ -1,4 +1,7 @@
-"""Parameters that each stage requires, checked before anything is sampled. No torch."""
+"""Checks of the parameters of each stage, made before anything is sampled.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from components.core.errors import UserError
 from components.training.stage import STAGES, StageName
 
 PolicyKind = Literal["scratch", "huggingface"]
-"""A policy that the cold start makes, or a Hugging Face model that is adopted as it is."""
+"""Kind of policy: made by the cold start ("scratch"), or an unchanged Hugging Face model."""
 
 
 def policy_kind(params: Params) -> PolicyKind:
@@ -18,12 +21,12 @@ def policy_kind(params: Params) -> PolicyKind:
 
 
 def replayed_rows(rejection: Rejection) -> int:
-    """Return the number of cold-start demonstrations in a full batch of stage 2."""
+    """Return the number of cold-start demonstrations in a full batch of stage 2, rejection fine-tuning."""
     return round(rejection.batch * rejection.replay_share)
 
 
 def check_ppo(params: Params, kind: PolicyKind) -> None:
-    """Raise UserError unless the sampling backend of stages 1, 2 and 4 can be opened."""
+    """Raise UserError if policy.backend is vllm-server and policy.server, its address, is empty."""
     if params.policy.backend == "vllm-server" and not params.policy.server:
         raise UserError(
             "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
@@ -31,7 +34,10 @@ def check_ppo(params: Params, kind: PolicyKind) -> None:
 
 
 def check_rejection(params: Params, kind: PolicyKind) -> None:
-    """Raise UserError when stage 2 is to replay demonstrations that its policy was never shown."""
+    """Raise UserError if `check_ppo` does, or if demonstrations are to be mixed in but cannot be made.
+
+    Only a policy that the cold start made has demonstrations.
+    """
     check_ppo(params, kind)
     if kind != "scratch" and replayed_rows(params.rejection):
         raise UserError(
@@ -40,7 +46,7 @@ def check_rejection(params: Params, kind: PolicyKind) -> None:
 
 
 def check_critic(params: Params, kind: PolicyKind) -> None:
-    """Accept all parameters: what stage 3 refuses depends on its trajectories."""
+    """Accept all parameters, because stage 3 only refuses trajectories and they are not known yet."""
 
 
 CHECKS: Mapping[StageName, Callable[[Params, PolicyKind], None]] = {
@@ -52,12 +58,12 @@ CHECKS: Mapping[StageName, Callable[[Params, PolicyKind], None]] = {
 
 
 def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
-    """Raise UserError for the first setting that one of the stages would refuse with this kind of policy."""
+    """Raise UserError for the first setting that one of `stages` refuses for the policy of `params`."""
     for stage in stages:
         CHECKS[stage](params, policy_kind(params))
     tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
     if set(stages) == set(STAGES) and max(tasks) < 2 and not params.warmup.solve_rate_share:
-        # Both stages begin with the same task, so stage 3 would get trajectories of that one alone.
+        # Both stages then sample the same task, so stage 3 would get trajectories of only one task.
         raise UserError(
             "warmup.rollouts.tasks: stages 1 and 2 sample a single task, and stage 3 cannot hold one out; "
             "raise it to 2 or more."

@@ -1,6 +1,7 @@
 """Stage 1: single-turn PPO, which teaches the policy to write kernels that build.
 
-Its critic is made from the actor; `warmup.critic_warmup_steps` train it alone before the actor moves.
+The critic starts as a copy of the actor. During the first `warmup.critic_warmup_steps` steps only the critic
+is trained.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from components.training.stage import Stage, StageResult
 
 
 def run(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Train `stage.actor`; `episodes` replaces the agent loop in tests."""
+    """Train the policy of the checkpoint `stage.actor`; tests replace the agent loop by `episodes`."""
     params = stage.params
     return run_ppo(
         stage,

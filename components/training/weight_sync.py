@@ -1,4 +1,4 @@
-"""Sampling backends of a policy in training, and how the weights of each update reach them."""
+"""Samplers of a policy in training, and how they receive the weights after each update."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def open_policy_sampler(
     digest: str,
     out: Path,
 ) -> InProcessSampler | SyncedSampler:
-    """Return the sampler of `policy` that policy.backend names; rank 0 samples.
+    """Return the sampler of `policy` for the backend that policy.backend names; only rank 0 samples.
 
-    `policy` was loaded from `checkpoint`. Call this before the engine that trains it is made.
+    `policy` was loaded from `checkpoint`, whose digest is `digest`. `out` is the stage's folder. Call this
+    before making the engine that trains `policy`, because that engine may shard the weights.
     """
     settings = params.policy
     if settings.backend == "transformers":
@@ -41,10 +42,10 @@ def open_policy_sampler(
 
 
 class InProcessSampler:
-    """Sampler with transformers in this process.
+    """Sampler that uses transformers in this process.
 
-    It shares the trained weights, so publishing an update only changes the version. ZeRO 3 shards the
-    weights, so there it holds a copy that each update is copied into.
+    The sampler uses the trained weights themselves, so publishing an update only changes the version. Under
+    ZeRO 3, which shards the weights, the sampler has a full copy of the weights, which `publish` updates.
     """
 
     def __init__(
@@ -68,18 +69,21 @@ class InProcessSampler:
         return self.sampler
 
     def sleep(self) -> None:
-        """Do nothing: the weights are those that are trained."""
+        """Do nothing; this sampler keeps its memory while the policy is trained."""
 
 
 class SyncedSampler:
-    """Sampler with vLLM, to which rank 0 sends every update's weights."""
+    """Sampler that uses vLLM, to which rank 0 sends the weights after every update.
+
+    `sampler` is None on the other ranks, which only help to gather the weights.
+    """
 
     def __init__(self, policy: PreTrainedModel, sampler: VllmSampler | None, digest: str, out: Path):
         self.policy = policy
         self.sampler = sampler
         self.digest = digest
         self.folder = out / "published"
-        """Checkpoint of the newest weights, for policy.weight_transfer = disk."""
+        """Folder for a checkpoint of the newest weights, used if policy.weight_transfer is disk."""
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> Sampler | None:
         with engine.gathered_parameters():
@@ -97,5 +101,8 @@ class SyncedSampler:
 
 
 def version(digest: str, updates: int) -> str:
-    """Return the name of weights in trajectories: the stage's first checkpoint and the updates since."""
+    """Return the name by which trajectories refer to the weights that sampled them.
+
+    It consists of the digest of the checkpoint that the stage started from and the number of updates since.
+    """
     return f"{digest[:16]}+{updates}"
