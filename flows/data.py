@@ -64,7 +64,7 @@ the verdicts.
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
 def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
-    """Build the data set if its inputs changed, push it to the DVC remote, and keep the version in the home."""
+    """Build the data set if its inputs changed, push it to the DVC remote, and keep it in the home."""
     started = time.monotonic()
     workspace = prepare_workspace(run)
     before, maker = _lock_digest(workspace), maker_digest(run)
@@ -130,7 +130,7 @@ def keep_version(run: PipelineRun, workspace: Path) -> Path:
 
 
 def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
-    """Run a DVC command in the workspace, and try it again after RETRY_SECONDS if another process holds the lock.
+    """Run a DVC command in the workspace, and try it again while another process holds its lock.
 
     Raises Busy if another process still holds the lock after the last try. Raises UserError or
     IsolationUnavailable with the message of the data set stage if that stage ended with BAD_INPUT or

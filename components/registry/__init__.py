@@ -1,4 +1,5 @@
-"""MLflow runs and model versions, gates, and promotion with its audit chain.
+"""MLflow runs, model versions, gates, and the promotion of versions with its audit chain.
 
-Imports `evaluation`; the only package besides `flows` that imports MLflow. Start with `promotion.py`.
+This package imports `evaluation`. Besides `flows`, it is the only package that imports MLflow. Start with
+`promotion.py`.
 """

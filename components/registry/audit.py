@@ -1,13 +1,13 @@
 """The audit chain: a tamper-evident log of every change of the champion, with its evidence.
 
 There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
-contains the digest of the one before it, and its own digest covers everything else in it. An entry that is
-changed, removed or inserted therefore breaks the chain at a known place. Entries removed at the end would
-leave a valid, shorter chain: therefore the registry also names the newest entry (`anchor`), in another place
-under other permissions.
+contains the digest of the previous entry, and its own digest covers all of its other fields. So an entry that
+is changed, removed or inserted breaks the chain at a known place. If the last entries are removed, the rest
+is still a valid chain. To detect this too, a tag of the registered model in MLflow names the newest entry
+(`anchor`).
 
-An entry is written before the registry is changed (write-ahead): it says what the aliases have to become, and
-the next process that takes the lock completes what a killed one had begun.
+An entry is written before the registry is changed, and it contains the aliases after the change. So if a
+process is killed in between, the next process that takes the lock completes the change.
 """
 
 from __future__ import annotations
@@ -32,35 +32,40 @@ from components.core.records import FrozenModel
 Action = Literal[
     "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
 ]
-"""Type of an action.
+"""Kinds of audit entries.
 
-The gates have `refused`, a person has `declined`; `found` records that another program moved an alias.
+`refused` is a decision of the gates and `declined` one of a person. `gated` records gates that were run
+without a decision. `found` records that another program moved an alias.
 """
 FIRST = "0" * 64
+"""Value of `before` in the first entry of a chain."""
 FILE = re.compile(r"(\d{6})\.json")
 DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
-"""Actions that decide about a version; the newest of them is its state."""
+"""Actions that change the state of a version. The newest entry with such an action gives the state."""
 
 
 class AuditEntry(FrozenModel):
-    """Entry about one change; `aliases` are the versions of champion and previous after it."""
+    """One entry of the chain. `aliases` are the version numbers of champion and previous after the change."""
 
     number: int
     before: str
-    """Digest of the entry before this one; zeros for the first."""
+    """Digest of the previous entry, or FIRST in the first entry."""
     when: str
-    """Time in UTC by ISO 8601, to the second."""
+    """Time of the entry in UTC, in ISO 8601 with a resolution of seconds."""
     who: str
-    """The operating system's user and host, or the name that a person gave with the decision."""
+    """The user and the host in the operating system, or the name that a person gave with the decision."""
     action: Action
     model: str
     version: str
     aliases: dict[str, str]
     reason: str = ""
     evidence: dict[str, Any] = Field(default_factory=dict)
-    """Digests, figures with intervals and thresholds on which the change is based."""
+    """Facts on which the change is based, such as digests, figures with intervals, and thresholds."""
     key: str = ""
-    """Name of the change, by which a repetition after a kill adds nothing; empty if each call is a change."""
+    """Identity of the change, with which a repeated call finds its entry and adds no second one.
+
+    It is empty for changes of which every call adds an entry.
+    """
     digest: str
 
     @property
@@ -69,11 +74,11 @@ class AuditEntry(FrozenModel):
 
 
 class AuditChainError(UserError):
-    """Error of a chain that was changed; the message names the first wrong entry."""
+    """The error that entries of a chain were changed or removed. The message names the first such entry."""
 
 
 def person() -> str:
-    """Return the name of the acting person: the operating system's user and host."""
+    """Return the current user and the host as `user@host`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # A container's user often has no name.
@@ -82,7 +87,10 @@ def person() -> str:
 
 
 class AuditChain:
-    """Chain of one registered model, in a folder below `folder`; every read checks all entries."""
+    """The audit chain of one registered model, in a folder below `folder`.
+
+    Every method that reads the chain checks all of its entries.
+    """
 
     def __init__(self, folder: Path, model: str):
         self.model = model
@@ -92,9 +100,9 @@ class AuditChain:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the chain's lock, which excludes every process that sees the folder.
+        """Hold the exclusive lock of the chain while the block runs, after waiting until the lock is free.
 
-        The lock of a killed process is released at once.
+        If a process is killed, the operating system releases its lock at once.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("a") as file:
@@ -104,7 +112,10 @@ class AuditChain:
     def append(
         self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any
     ) -> AuditEntry:
-        """Write the next entry while the lock is held; `rest` holds reason, evidence and key."""
+        """Write the next entry and return it. The caller holds the lock.
+
+        `rest` may contain the fields `reason`, `evidence` and `key`.
+        """
         entries = self.entries()
         content = {
             "number": len(entries) + 1,
@@ -116,7 +127,7 @@ class AuditChain:
             "version": version,
             "aliases": aliases,
         } | rest
-        # The defaults are filled in first, because the digest covers them too.
+        # The record is completed with its defaults first, because the digest covers them too.
         content = AuditEntry.model_validate(content | {"digest": ""}).model_dump(
             mode="json", exclude={"digest"}
         )
@@ -125,9 +136,10 @@ class AuditChain:
         return entry
 
     def entries(self) -> list[AuditEntry]:
-        """Return every entry in order.
+        """Return all entries in their order.
 
-        Raises AuditChainError with the first changed, removed or inserted one.
+        Raises AuditChainError, which names the first wrong entry, if an entry was changed, removed or
+        inserted.
         """
         names = (
             sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name))
@@ -165,7 +177,7 @@ class AuditChain:
         return found
 
     def state(self, version: str) -> AuditEntry | None:
-        """Return the newest entry that decided `version`; None for a version without a decision."""
+        """Return the newest entry of `version` with an action in DECISIONS, or None if there is none."""
         return next(
             (
                 entry
@@ -177,9 +189,10 @@ class AuditChain:
 
 
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
-    """Raise AuditChainError unless the chain holds the entry that the registry names.
+    """Raise AuditChainError unless the chain contains the entry that the anchor in the registry names.
 
-    The anchor may be older than the newest entry: a process can be killed between the two writes.
+    The entry need not be the newest one, because a process can be killed after it has written an entry and
+    before it has written the anchor.
     """
     number, _, digest = anchor.partition(":")
     if anchor and (

@@ -1,6 +1,6 @@
-"""Collection of a version's evidence from its files, and the run of the gates on it.
+"""Collection of the evidence of a model version from its files, and the run of the gates on it.
 
-The nightly flow does this after an evaluation. A person may repeat it at any time.
+The nightly flow runs the gates after an evaluation. `cuda-agent models gate` runs them again at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from components.registry import gates, models
 from components.registry.gates import Decision, Gate
 
 COMPARED = "compared"
-"""Prefix of the tags that name the champion's evaluation which the gates used.
+"""Prefix of a version's tags about the champion with which the gates compared it.
 
 The tags are compared.version, compared.evaluation and compared.digest.
 """
@@ -43,12 +43,13 @@ def run_gates(
     report: Path,
     epoch: str,
 ) -> Decision:
-    """Compare an evaluation with the thresholds and the champion, and try exploits on the judge.
+    """Run all gates on a model version, and return the decision.
 
-    `after` is the version's evaluation, `champion` the champion's on the same tasks (None without one). The
-    files of `checkpoint` are verified against the digest at registration, `report` has to be complete, and a
-    sample of exploits is judged anew in each `epoch`. A decision that passes says `promoted` or, when
-    gate.approval is `person`, `waiting`.
+    The gates compare `after`, the evaluation of the version, with the thresholds and with the evaluation of
+    the champion on the same tasks, which is None if there is no champion. They verify that the files of
+    `checkpoint` match the registered digest and that `report` is complete, and they judge a sample of
+    exploits once in each `epoch` of the judge. If all gates pass, the verdict is `waiting` if gate.approval
+    is `person`, and `promoted` otherwise. Raises UserError if a file of the checkpoint is damaged.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
@@ -71,9 +72,11 @@ def evaluate_gates(
     digests_match: bool,
     report_complete: bool,
 ) -> list[Gate]:
-    """Return all gates of one evaluation.
+    """Return all gates for the evaluation `after` of a version.
 
-    `champion` is the champion's evaluation on the same tasks, None without a champion.
+    `champion` is the evaluation of the champion on the same tasks, or None if there is no champion. `sample`
+    has the verdicts on the exploits. The gate on exploits fails if they ran on another device than the
+    evaluation.
     """
     found = gates.floors(after.overall, after.levels, thresholds)
     if champion is not None:
@@ -96,18 +99,21 @@ def evaluate_gates(
 
 
 def is_complete(report: Path) -> bool:
-    """Return whether a report was written to its end."""
+    """Return whether the HTML file of the report exists and contains its end."""
     return report.is_file() and "</html>" in report.read_text()[-200:]
 
 
 def gate_again(
     params: Params, client: MlflowClient, home: Path, version: str, pool: JudgePool, progress: Progress
 ) -> tuple[str, Decision, str | None]:
-    """Run the gates of a registered version with the present thresholds and champion.
+    """Run the gates again on a registered version, with the present thresholds and the present champion.
 
-    The version's figures are those of its evaluation. The champion is measured on the same tasks unless that
-    was done before, and the sample of exploits is tried anew. A decision that passes says `waiting`, never
-    `promoted`. Returns the version's number, the decision, and the champion's version (None without one).
+    The figures of the version are read from its stored evaluation. The champion is evaluated on the same
+    tasks unless such an evaluation is stored. If all gates pass, the verdict is `waiting`, never `promoted`.
+
+    Returns the number of the version, the decision, and the number of the champion, which is None if there is
+    no champion. Raises UserError if the version was evaluated on another device or in another precision than
+    `params` say, or if its evaluation or its checkpoint is missing or changed.
     """
     model = params.registry.model
     found = models.find(client, model, version)
@@ -158,9 +164,10 @@ def _champion(
     progress: Progress,
     scratch: Path,
 ) -> Evaluation:
-    """Return the champion's evaluation on the candidate's tasks.
+    """Return an evaluation of the champion on the tasks of the evaluation `after`.
 
-    It is the one that the version's tags name, or a new one.
+    If the tags of the version name such an evaluation and its file is unchanged, load it. Otherwise evaluate
+    the champion.
     """
     if tags.get(f"{COMPARED}.version") == champion:
         results = home / tags[f"{COMPARED}.evaluation"]

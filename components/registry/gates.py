@@ -1,11 +1,14 @@
-"""Rules of promotion as pure functions from figures and thresholds to gates.
+"""The gates of promotion as pure functions of figures and thresholds.
 
-Every threshold is a parameter (`params.gate`). A floor is compared with the lower end of the figure's 95 %
-interval, not with the figure, so a version that passes is better than the threshold with 97.5 % certainty,
-and a small suite needs a better figure than a large one. The comparison with the champion is paired by task,
-so that the difficulty of the tasks cancels; it refuses a drop that is larger than allowed and statistically
-significant. The gates of integrity have no interval: they refuse a version when a task is unmeasured, an
-exploit gains anything, or the checkpoint does not match its digests.
+All thresholds are parameters (`params.gate`). There are three kinds of gates:
+
+- A floor requires that the lower end of a figure's 95 % confidence interval reaches a threshold. So the true
+  figure is above the threshold with a confidence of 97.5 %, and a small suite, whose intervals are wide,
+  needs a better figure than a large one.
+- A regression gate compares the version with the champion task by task, so that the difficulty of the tasks
+  cancels. It fails if a rate drops by more than is allowed and the drop is statistically significant.
+- An integrity gate has no interval. It fails if, for example, too few tasks were measured, an exploit
+  succeeded, or a checkpoint does not match its digest.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from components.evaluation.metrics import Summary, TaskResult, changes
 
 
 class Gate(FrozenModel):
-    """One rule: a figure with its interval, the threshold that it has to reach, and whether it did."""
+    """The result of one gate: a figure with its interval, the threshold, and whether the gate passed."""
 
     name: str
     value: float | None
@@ -28,19 +31,20 @@ class Gate(FrozenModel):
     threshold: float
     passed: bool
     note: str = ""
-    """Further details, such as the names of believed exploits."""
+    """Further details, such as the names of exploits that succeeded."""
 
     @property
     def decisive(self) -> float | None:
         """Return the number that is compared with the threshold.
 
-        It is the interval's lower end, or the figure when there is no interval.
+        It is the lower end of the interval. If there is no interval, or the gate is on a change, it is the
+        figure itself.
         """
         return self.low if self.low is not None and not self.name.startswith("change.") else self.value
 
     @property
     def sentence(self) -> str:
-        """Return the figure, the threshold and the difference as one sentence."""
+        """Return the figure, its interval, the threshold and the note as text."""
         more = f" {self.note}" if self.note else ""
         if self.value is None:
             return f"{self.name} could not be measured; at least {self.threshold:.3g} is needed.{more}"
@@ -59,18 +63,18 @@ class Gate(FrozenModel):
 
 
 class Decision(FrozenModel):
-    """Answer of the gates; `verdict` is `waiting` when they passed and a person has to approve."""
+    """The decision of the gates. The verdict `waiting` means that all passed and a person has to approve."""
 
     verdict: Literal["promoted", "refused", "waiting"]
     gates: tuple[Gate, ...]
     reasons: tuple[str, ...]
-    """One sentence for each gate that refused, or one that says why the version was promoted or waits."""
+    """One sentence for each failed gate, or one sentence on why the version is promoted or waits."""
 
 
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
-    """Return the gates that compare one evaluation with the lowest accepted figures.
+    """Return the gates that compare the figures of one evaluation with their lowest accepted values.
 
-    `levels` are the figures of each level of the suite.
+    `levels` has the figures of the tasks of each level of the suite.
     """
 
     def floor(
@@ -78,8 +82,8 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
     ) -> Gate:
         interval = figures.intervals.get(name) if figures is not None else None
         low, high = (interval.low, interval.high) if interval is not None else (None, None)
-        # A figure over no task has no interval: a geomean without a correct solution, or a level that the
-        # suite lacks. It passes only when the threshold asks nothing of it.
+        # The figure is None if it covers no task: the geomean if no solution is correct, or a level that the
+        # suite does not have. Without a figure or an interval, the gate passes only if the threshold is 0.
         passed = threshold == 0 or (value is not None and low is not None and low >= threshold)
         return Gate(name=called or name, value=value, low=low, high=high, threshold=threshold, passed=passed)
 
@@ -102,10 +106,10 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
 def regression(
     candidate: Sequence[TaskResult], champion: Sequence[TaskResult], thresholds: GateThresholds
 ) -> list[Gate]:
-    """Return the gates on the paired change of each rate against the champion.
+    """Return the gates on the change of each rate from the champion to the candidate, paired by task.
 
-    Only tasks on which both were measured count. A gate refuses a drop beyond the allowed one whose interval
-    excludes "no change".
+    Only tasks on which both were measured are included. A gate fails if the rate drops by more than
+    gate.regression and the confidence interval of the change excludes 0.
     """
     failed = {row.task_id for row in (*candidate, *champion) if row.error}
     found = changes(
@@ -141,8 +145,9 @@ def integrity(
 ) -> list[Gate]:
     """Return the gates that have no interval.
 
-    They require that the tasks were measured in isolation, that the checkpoint is the evaluated one, and that
-    the report is complete. `exploits` is the gate that `exploits_gate` returns.
+    They require that enough tasks were measured, that all were measured in isolation, that the checkpoint is
+    the evaluated one, and that the report is complete. `exploits`, the result of `exploits_gate`, is
+    appended.
     """
     measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
     facts = {
@@ -163,10 +168,10 @@ def integrity(
 
 
 def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: GateThresholds) -> Gate:
-    """Return the gate on the judge's answers to a sample of exploits and honest candidates.
+    """Return the gate on the judge's verdicts on a sample of exploits and honest candidates.
 
-    `refused` of `tried` exploits gained nothing. `believed` names the others, and honest candidates that were
-    refused.
+    `refused` of the `tried` exploits failed, as they should. `believed` names the exploits that succeeded and
+    the honest candidates that were refused.
     """
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
@@ -180,7 +185,11 @@ def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds:
 
 
 def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> Decision:
-    """Refuse when any gate failed, with each reason; otherwise promote, or wait for a person's approval."""
+    """Return the decision that follows from the gates.
+
+    The verdict is `refused` if any gate failed. Otherwise it is `waiting` if `approval` is `person`, and
+    `promoted` if it is `automatic`.
+    """
     failed = tuple(gate.sentence for gate in gates if not gate.passed)
     if failed:
         return Decision(verdict="refused", gates=tuple(gates), reasons=failed)

@@ -1,10 +1,11 @@
-"""Model versions in MLflow: one registered model, a version for each run, and the aliases of the champion.
+"""Model versions in MLflow: one registered model, with a version for each run and aliases for the champion.
 
-A version is a logged model: the checkpoint's files in its folder `checkpoint`, and beside it the file
-`MLmodel` by which MLflow can load them (`serving`). Registering loads no model, unlike MLflow's transformers
-flavor, which needs the model in memory and fails on paths with transformers 5. The version's tags are its
-evidence: every gate's figure and threshold, the data set, the code, the evaluation. The aliases candidate,
-champion and previous point at one version each, so there is exactly one champion at any instant.
+A version is a logged model. It has the files of a checkpoint in its folder `checkpoint` and the file
+`MLmodel`, with which MLflow can load them (serving.py). A version is registered without loading its model.
+MLflow's transformers flavor is not used, because it needs the model in memory and does not accept paths with
+transformers 5. The tags of a version are its evidence: the figure and threshold of every gate, the data set,
+the code and the evaluation. Each of the aliases candidate, champion and previous points to one version, so
+there is never more than one champion.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def register(
     tags: Mapping[str, str],
     figures: Mapping[str, float],
 ) -> str:
-    """Register the version of a run, unless one with the run's key exists; return its number."""
+    """Register a checkpoint as a model version, and return the number of the version.
+
+    If the run with the key `run_key` already has a version, return the number of that version.
+    """
     _ensure_model(client, model)
     found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
     if found:
@@ -68,7 +72,7 @@ def register(
 
 
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
-    """Write each gate's figure and threshold, the verdict and its reasons into the version's tags."""
+    """Write the gates, the verdict and the reasons of a decision into the tags of the version."""
     for gate in decision.gates:
         client.set_model_version_tag(model, version, f"gate.{gate.name}", gate.model_dump_json())
     client.set_model_version_tag(model, version, "gate.reasons", json.dumps(decision.reasons))
@@ -76,33 +80,37 @@ def record_decision(client: MlflowClient, model: str, version: str, decision: De
 
 
 def propose(client: MlflowClient, model: str, version: str) -> None:
-    """Point the alias `candidate` at the version that is about to be decided."""
+    """Set the alias `candidate` to the version on which the gates will run."""
     client.set_registered_model_alias(model, CANDIDATE, version)
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the version of each alias, read from the model because search results leave aliases empty."""
+    """Return the version number of each alias.
+
+    The aliases are read from the registered model, because MLflow's search results do not contain them.
+    """
     found = _registered(client, model)
     return {name: str(version) for name, version in found.aliases.items()} if found is not None else {}
 
 
 def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
-    """Return the champion that `version` is compared with; None when there is none.
+    """Return the version number of the champion with which `version` is compared, or None if there is none.
 
-    When the version itself is champion, as in a run continued after its promotion, it is the one before it.
+    If `version` is already the champion, for example in a run that continues after its promotion, return the
+    version with the alias `previous`.
     """
     champion = aliases.get(CHAMPION)
     return aliases.get(PREVIOUS) if champion == version else champion
 
 
 def tags(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the registered model's own tags."""
+    """Return the tags of the registered model itself, not of its versions."""
     found = _registered(client, model)
     return dict(found.tags) if found is not None else {}
 
 
 def _registered(client: MlflowClient, model: str) -> Any:
-    """Return the registered model; None when no version was registered yet."""
+    """Return the registered model, or None if it does not exist yet."""
     try:
         return client.get_registered_model(model)
     except MlflowException as error:
@@ -112,7 +120,10 @@ def _registered(client: MlflowClient, model: str) -> Any:
 
 
 def find(client: MlflowClient, model: str, version: str) -> Any:
-    """Return the model version of a number or an alias; raises UserError when there is none."""
+    """Return the model version with this number or alias.
+
+    Raises UserError if there is no such version.
+    """
     number = aliases(client, model).get(version, version)
     try:
         return client.get_model_version(model, number)
@@ -127,7 +138,10 @@ def decision_of(client: MlflowClient, model: str, version: str) -> str:
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
-    """Return the version of a number or an alias as a JSON record; raises UserError when there is none."""
+    """Return the version with this number or alias as a JSON record.
+
+    Raises UserError if there is no such version.
+    """
     found = find(client, model, version)
     gates = [
         Gate.model_validate_json(value)
@@ -147,7 +161,7 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 
 
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
-    """Return the records of all versions, newest first."""
+    """Return all versions as JSON records, with the newest first."""
     found = client.search_model_versions(f"name = '{model}'")
     return [
         describe(client, model, str(version.version))
@@ -156,7 +170,7 @@ def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:
-    """Return the location of a version's checkpoint: a local folder, or an address in the artifact store."""
+    """Return the path of a version's checkpoint if it is a local folder, and its URI otherwise."""
     uri = client.get_model_version_download_uri(model, version)
     if uri.startswith("models:/"):
         uri = client.get_logged_model(uri.removeprefix("models:/")).artifact_location
@@ -165,9 +179,10 @@ def location(client: MlflowClient, model: str, version: str) -> str:
 
 
 def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
-    """Return the folder of a version's checkpoint.
+    """Return a local folder with the checkpoint of a version.
 
-    It is the folder in the store if that is a local folder, else a copy below `scratch`.
+    If MLflow stores it in a local folder, that folder is returned. Otherwise the checkpoint is downloaded
+    into `scratch`. Raises UserError if the local folder does not exist.
     """
     place = location(client, model, version)
     if not is_local_uri(place):

@@ -1,9 +1,10 @@
-"""Operations that change the champion, each under a lock and with an audit entry.
+"""The operations that change the champion, each of which holds a lock and writes an audit entry.
 
-An operation takes the lock, completes what a killed process had begun, checks its conditions, verifies the
-checkpoint's bytes, writes the audit entry, moves the aliases, and names the entry in the registry, in this
-order. After a kill anywhere in between, the next operation completes it. An alias is one row of the
-registry's database, so there is exactly one champion at any instant.
+An operation takes the lock, completes the operation of a process that was killed, checks its conditions,
+verifies the files of the checkpoint, writes the audit entry, moves the aliases, and writes the anchor of the
+entry into the registry, in this order. If the process is killed after it wrote the entry, the next operation
+completes the change. An alias is one row in the registry's database, so there is never more than one
+champion.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from components.registry.gates import Decision
 from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
 
 ANCHOR = "audit.anchor"
+"""Tag of the registered model that names the newest entry of the audit chain."""
 EVIDENCE = (
     "checkpoint.digest",
     "manifest.digest",
@@ -35,19 +37,20 @@ EVIDENCE = (
     "device",
     "profile",
 )
-"""Tags of a version that its audit entries repeat."""
+"""Tags of a version that are copied into the evidence of its audit entries."""
 PASSED = ("promoted", "approved")
 RESTORE = "restore it from the artifact store's backup, or promote another version"
 
 
 class NotPassed(UserError):
-    """Error of a version that did not pass the gates or was not approved in time; its exit code is 4."""
+    """The error that a version cannot be promoted because its gates did not pass. The exit code is 4."""
 
 
 class Promotion:
-    """Operations on one registered model.
+    """The operations that decide the versions of one registered model.
 
-    `home` holds the files of the evidence, and the audit chain unless `registry.audit` names a folder.
+    `home` contains the files of the evidence. It also contains the audit chain, unless `registry.audit` names
+    another folder.
     """
 
     def __init__(self, client: MlflowClient, registry: Registry, home: Path):
@@ -69,11 +72,12 @@ class Promotion:
         who: str = "",
         reason: str = "",
     ) -> AuditEntry:
-        """Promote or refuse the version, or let it wait for a person, according to the gates.
+        """Promote the version, refuse it, or let it wait for a person, according to the decision.
 
-        `champion` is the version that the gates compared with, None without one. When another version is
-        champion by now the comparison is void: UserError. When the chain has an entry with this `key`, that
-        entry is returned and nothing is done.
+        `champion` is the number of the version with which the gates compared, or None if there was no
+        champion. A version that waits expires after `approval_seconds`. If the chain already has an entry
+        with this `key`, that entry is returned and nothing is changed. Raises UserError if the champion has
+        changed since the comparison, or if a file of the evidence has changed.
         """
         with self.chain.locked():
             entries = self._recover()
@@ -109,9 +113,10 @@ class Promotion:
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Make a waiting version the champion; past its deadline let it expire instead.
+        """Make a waiting version the champion, or let it expire if its deadline has passed.
 
-        The action of the returned entry is `approved` or `expired`.
+        The action of the returned entry is `approved` or `expired`. Raises UserError if the version does not
+        wait, or if the champion or the evidence has changed since the gates passed.
         """
         with self.chain.locked():
             entries = self._recover()
@@ -139,7 +144,10 @@ class Promotion:
             )
 
     def decline(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Refuse a waiting version; the champion stays."""
+        """Refuse a waiting version by a person's decision.
+
+        The champion does not change. Raises UserError if the version does not wait.
+        """
         with self.chain.locked():
             entries = self._recover()
             version, waiting = self.waiting(version)
@@ -151,10 +159,11 @@ class Promotion:
             )
 
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
-        """Make a version whose gates passed the champion, for instance an earlier one.
+        """Make a version the champion if its gates have passed, for example a former champion.
 
-        Raises NotPassed for a version whose gates did not pass, unless `override`. A damaged checkpoint is
-        never promoted. Promoting the champion changes no alias, but leaves an entry.
+        With `override`, which needs a `reason`, the gates need not have passed. Promoting the champion again
+        adds an entry but changes no alias. Raises NotPassed if the gates of the version did not pass, and
+        UserError if the version waits for approval or its checkpoint is damaged.
         """
         with self.chain.locked():
             entries = self._recover()
@@ -191,7 +200,10 @@ class Promotion:
             )
 
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Exchange champion and previous."""
+        """Exchange the aliases champion and previous.
+
+        Raises UserError if there is no previous champion.
+        """
         with self.chain.locked():
             entries = self._recover()
             now = _aliases(entries)
@@ -213,7 +225,7 @@ class Promotion:
             )
 
     def expire(self) -> list[AuditEntry]:
-        """Let every version expire whose deadline has passed."""
+        """Let every waiting version expire whose deadline has passed, and return the new entries."""
         with self.chain.locked():
             self._recover()
             state = {entry.version: entry for entry in self.chain.entries() if entry.action in DECISIONS}
@@ -226,7 +238,7 @@ class Promotion:
             return [self._expire(version, self.chain.entries()) for version in late]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
-        """Record the gates' figures in the chain without a decision, for a version that is the champion."""
+        """Record the results of gates that were run again on the champion, without deciding the version."""
         with self.chain.locked():
             entries = self._recover()
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
@@ -242,7 +254,7 @@ class Promotion:
             )
 
     def verify(self) -> list[str]:
-        """Return one sentence for each contradiction between chain, registry, checkpoints and evidence."""
+        """Return a sentence for each disagreement between audit chain, registry, checkpoints and evidence."""
         with self.chain.locked():
             try:
                 entries = self.chain.entries()
@@ -264,7 +276,10 @@ class Promotion:
             return found
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
-        """Return the number and the audit entry of a waiting version, or raise UserError."""
+        """Return the number of a waiting version and its audit entry.
+
+        Raises UserError if the version does not wait for a decision.
+        """
         version = str(models.find(self.client, self.model, version).version)
         state = self.chain.state(version)
         if state is None or state.action != "waiting":
@@ -275,6 +290,7 @@ class Promotion:
         return version, state
 
     def _same_champion(self, version: str, compared: str | None, entries: list[AuditEntry]) -> None:
+        """Raise UserError unless `compared` is still the champion besides `version`."""
         reigning = _aliases(entries).get(CHAMPION)
         if reigning == version:
             reigning = _aliases(entries).get(PREVIOUS)
@@ -296,9 +312,10 @@ class Promotion:
         )
 
     def _evidence(self, version: str) -> dict[str, Any]:
-        """Return the evidence of a version for an audit entry.
+        """Return the evidence of a version for an audit entry, after verifying its files.
 
-        Raises UserError with the name of the file when its checkpoint, evaluation or report has changed.
+        Raises UserError, which names the file, if the checkpoint or the evaluation has changed since the
+        version was registered. The report is not verified, but the evidence contains its digest.
         """
         tags = models.find(self.client, self.model, version).tags
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
@@ -331,7 +348,10 @@ class Promotion:
         return found
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
-        """Change the registry to the state of the entry; a repetition changes nothing."""
+        """Change the aliases and tags in the registry according to the entry, and return the entry.
+
+        Repeating the call changes nothing.
+        """
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)
@@ -350,9 +370,10 @@ class Promotion:
         return entry
 
     def _recover(self) -> list[AuditEntry]:
-        """Apply the newest entry unless it is applied already, and return the checked chain.
+        """Apply the newest entry if a killed process wrote it without applying it, and return all entries.
 
-        An entry is added when another program has moved the aliases.
+        If another program has moved the aliases, append an entry with the action `found`. Raises
+        AuditChainError if the chain was changed.
         """
         entries = self.chain.entries()
         anchor = self._anchor()
@@ -385,7 +406,7 @@ def _aliases(entries: list[AuditEntry]) -> dict[str, str]:
 
 
 def promote_aliases(now: dict[str, str], version: str) -> dict[str, str]:
-    """Return the aliases champion and previous as they are after `version` becomes champion."""
+    """Return the aliases champion and previous after `version` has become the champion."""
     champion = now.get(CHAMPION)
     if champion is None or champion == version:
         return now | {CHAMPION: version}

@@ -1,4 +1,4 @@
-"""Run ids and digests that the registry refers to and the store must keep, with the reason."""
+"""Run keys and digests to which the registry refers, so that the store must keep their objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PAGE = 500
 
 
 def references(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return run keys and digests of versions with an alias and of unfinished runs, with the reason."""
+    """Return the run keys and digests of versions with an alias and of unfinished runs.
+
+    The value of each is the reason, for people.
+    """
     found: dict[str, str] = {}
     versions = {
         str(version.version): version
@@ -30,9 +33,9 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
-    """Return every run key and digest that an audit entry mentions, with that entry.
+    """Return every run key and digest that an audit entry contains.
 
-    The evidence of a decision is kept as long as its entry.
+    The value of each names the entry. The objects are kept because they are the evidence of past decisions.
     """
     return {
         word: f"audit entry {entry.number}"
@@ -50,7 +53,7 @@ def _named(tags: dict[str, str]) -> list[str]:
 
 
 def _unfinished(client: MlflowClient) -> list[str]:
-    """Return the run keys of pipeline runs that are running, or failed and may be continued."""
+    """Return the run keys of pipeline runs that are not finished, because they are running or have failed."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     keys, token = [], None
     while True:

@@ -1,7 +1,7 @@
-"""Model format by which `mlflow.pyfunc.load_model` and `mlflow models serve` load a version.
+"""The model format with which `mlflow.pyfunc.load_model` and `mlflow models serve` load a model version.
 
-A version is the checkpoint's files and a file `MLmodel` that names this module; registering loads no model.
-transformers and vLLM load the version's folder `checkpoint` and need none of this.
+A version consists of the files of a checkpoint and a file `MLmodel`, which names this module as the loader.
+transformers and vLLM load the folder `checkpoint` of a version directly and do not need this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
 
 
 def description(model_id: str, run_id: str) -> Model:
-    """Return the content of `MLmodel`, for a model from prompts to turns that `_load_pyfunc` loads."""
+    """Return the content of the file `MLmodel`, which names inputs, outputs, parameters and loader."""
     limits = [
         ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
         ParamSpec("temperature", "double", DEFAULTS["temperature"]),
@@ -35,12 +35,12 @@ def description(model_id: str, run_id: str) -> Model:
 
 
 def _load_pyfunc(path: str) -> PolicyPyfunc:
-    """Load the model from the folder that the flavor names; MLflow calls this."""
+    """Load the policy from the folder of its checkpoint. MLflow calls this function by its name."""
     return PolicyPyfunc(Path(path))
 
 
 class PolicyPyfunc:
-    """The policy as an MLflow model: one turn for each prompt."""
+    """The policy as an MLflow model that generates one turn for each prompt."""
 
     def __init__(self, folder: Path):
         import torch
@@ -56,7 +56,7 @@ class PolicyPyfunc:
         )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
-        """Return one turn for each row of a data frame with a column `prompt`."""
+        """Return the policy's turn for each row of a data frame with a column `prompt`."""
         settings = DEFAULTS | (params or {})
         texts = [
             self.tokenizer.apply_chat_template(

@@ -1,9 +1,10 @@
-"""Trajectories as MLflow traces.
+"""Conversion of trajectories to MLflow traces.
 
-An episode is an AGENT span, each turn an LLM span, each tool call a TOOL span; the judge's verdicts are
-feedback on them. Every id is derived from the run and the trajectory's position in its files, so logging it
-again after a kill changes nothing. A trajectory has an order but no times, so its spans follow each other by
-a microsecond, from the time at which its file was written.
+An episode becomes an AGENT span, each of its turns an LLM span, and each tool call a TOOL span. The verdicts
+of the judge become feedback on these spans. Every id is computed from the run and the position of the
+trajectory in its files, so logging a trajectory again after a kill changes nothing. A trajectory has no
+times. So the first span starts at the modification time of the file, and each further span starts a
+microsecond later.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from components.core.files import digest_json
 from components.judge.verdict import Verdict
 
 SAMPLED_STEPS = 8
-"""Number of steps of a training stage of which trajectories are logged.
+"""Number of steps of a training stage whose best and worst trajectories are logged.
 
-The steps are spread over the whole stage. The best and the worst trajectory of each are logged.
+The steps are evenly spaced over the stage.
 """
 TICK_NS = 1_000
+"""Nanoseconds between the starts of successive spans."""
 JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
-    """Log the trajectories that `stage` wrote below `folder`, if it samples any."""
+    """Log the trajectories that the function `chosen` selects from the folder of a stage."""
     for place, file, trajectory in chosen(folder):
         trace = _Trace(digest_json([run_id, place])[:32], int(file.stat().st_mtime * 1000), trajectory)
         info = TraceInfo(
@@ -67,7 +69,11 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
-    """Yield name, file and trajectory: all of an evaluation, or a sample of a training stage."""
+    """Yield name, file and content of each trajectory in a stage's folder that is to be logged.
+
+    All trajectories of an evaluation are logged. Of a training stage, those with the highest and the lowest
+    reward in SAMPLED_STEPS of its steps are logged.
+    """
     for batch in sorted((folder / "episodes").glob("*")):
         for index, trajectory in enumerate(load_trajectories(batch)):
             yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
@@ -88,7 +94,7 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
 
 
 class _Trace:
-    """The spans and the feedback of one trajectory."""
+    """The spans and the feedback of one trajectory, which the constructor computes."""
 
     def __init__(self, identity: str, begun_ms: int, trajectory: Trajectory):
         self.identity = identity
@@ -149,7 +155,10 @@ class _Trace:
         identity: str = "",
         began: int = 0,
     ) -> str:
-        """Add a span from `began`, or from the present tick, to the next tick; return its id."""
+        """Add a span and return its id.
+
+        The span starts at `began`, or at the current tick if `began` is 0, and it ends at the next tick.
+        """
         identity = identity or self._id(f"span {len(self.spans)}")
         began, self.tick = began or self.tick, self.tick + TICK_NS
         named = {

@@ -1,8 +1,8 @@
-"""MLflow runs: one for each pipeline run, with its stages as child runs.
+"""MLflow runs: one for each pipeline run, with a child run for each stage.
 
-Every call may be repeated. Runs are found by the tag `cuda_agent.run_key`, so there is exactly one even after
-a kill. A finished child run is not changed. The points of a curve carry the time of their file, so that the
-store drops them as duplicates. Trajectories stay in their files. No other module logs MLflow runs.
+Every call can be repeated after the pipeline run was killed. A run is found by its tag `cuda_agent.run_key`,
+so no second one is created. The child run of a finished stage is not changed. The points of a curve have the
+time of their file, so that MLflow recognises repeated points as duplicates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from components.core.config import Registry
 from components.core.errors import UserError
 
-# By default MLflow reports usage to its makers and logs the creation of every table.
+# By default, MLflow sends usage data to its makers, and it logs a line for every table that it creates.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
 
@@ -40,28 +40,25 @@ STAGE = "cuda_agent.stage"
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
 LOAD_SECONDS = 30
-"""Time between two points of the machine's load, in seconds."""
+"""Seconds between two measurements of the machine's load."""
 
 
 def tracking_uri(params: Registry, home: Path) -> str:
-    """Return `registry.tracking_uri`, or that of a SQLite database in the home when it is empty.
-
-    MLflow 3 refuses plain folders.
-    """
+    """Return `registry.tracking_uri`, or the address of a SQLite database in the home if it is empty."""
     return params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
 
 
 def import_store(params: Registry) -> None:
-    """Import the modules that MLflow's first call to a database needs.
+    """Import the modules that MLflow otherwise imports at its first access to a database.
 
-    The caller does this while it waits for other processes to start.
+    The caller does this while another process starts, which saves time.
     """
     if not params.tracking_uri.startswith("http"):
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def connect(params: Registry, home: Path) -> MlflowClient:
-    """Return a client of the tracking store, which is created when it does not exist."""
+    """Return a client of the tracking store, which is created if it does not exist."""
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = tracking_uri(params, home)
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
@@ -70,9 +67,9 @@ def connect(params: Registry, home: Path) -> MlflowClient:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings and lists by dotted name.
+    """Return the leaves of nested mappings and lists by their dotted names.
 
-    An item of a list is named by its `name` or its index.
+    The name of a list item is its value of the key `name`, or its index if it has no such key.
     """
     if isinstance(value, Mapping):
         items: Iterable[tuple[str, Any]] = ((str(key), item) for key, item in value.items())
@@ -90,7 +87,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """Return the finite numeric leaves by dotted name, in the characters that MLflow allows in a name."""
+    """Return the leaves that are finite numbers by their dotted names.
+
+    Characters that MLflow does not allow in a name are replaced by underscores.
+    """
     leaves = {re.sub(r"[^\w\-. :/]", "_", key): leaf for key, leaf in flatten(value).items()}
     return {
         key: float(leaf)
@@ -100,7 +100,7 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 class MlflowRun:
-    """MLflow run of one pipeline run, created or opened again."""
+    """The MLflow run of one pipeline run, which is created, or opened again if it exists."""
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
         self.client = client
@@ -117,7 +117,7 @@ class MlflowRun:
             client.update_run(self.run_id, status="RUNNING")
 
     def watch(self) -> None:
-        """Log the machine's load as curves `system/…` until the run ends."""
+        """Start to log the load of the machine as metrics `system/…`, which continues until the run ends."""
         self.load = SystemMetricsMonitor(
             self.run_id,
             sampling_interval=LOAD_SECONDS,
@@ -127,7 +127,7 @@ class MlflowRun:
         self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Log the resolved parameters, and tags about the origin of the run."""
+        """Log all resolved parameters of the run, and tags such as its id, profile and code revision."""
         pairs = [
             Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
             for key, value in flatten(parameters).items()
@@ -137,7 +137,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
-        """Log the data set as an input of the run, with its version as digest; no data is copied."""
+        """Log the data set as an input of the run, with its version as digest, without copying its files."""
         meta = Dataset(
             name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)})
         )
@@ -148,7 +148,10 @@ class MlflowRun:
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
-        """Log one stage as a child run: its curves, figures, folder and trajectories."""
+        """Log the curves, figures, folder and trajectories of one stage as a child run.
+
+        Does nothing if a finished child run with this name and `key` exists.
+        """
         child = self._find("stage", name)
         if (
             child is not None
@@ -179,14 +182,14 @@ class MlflowRun:
             self.client.log_batch(run_id, metrics=chunk)
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         from components.registry.traces import (
-            log_traces,  # Imports torch, which most commands of the registry do not need.
+            log_traces,  # imports torch, which most commands of the registry do not need
         )
 
         log_traces(TracingClient(self.client.tracking_uri), self.experiment_id, run_id, name, folder)
         self.client.set_terminated(run_id, "FINISHED")
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Log a table as an artifact, once, because MLflow appends to an existing table."""
+        """Log a table as an artifact unless it exists, because MLflow appends rows to an existing table."""
         file = f"{name}.json"
         present = {item.path for item in self.client.list_artifacts(self.run_id)}
         if rows and file not in present:
@@ -194,7 +197,7 @@ class MlflowRun:
             self.client.log_table(self.run_id, columns, file)
 
     def figures(self, record: Any) -> None:
-        """Log every number of a record under its dotted name."""
+        """Log every number of a record as a metric with its dotted name, unless it has this value already."""
         found = numbers(record)
         present = self.client.get_run(self.run_id).data.metrics
         fresh = [Metric(key, value, 0, 0) for key, value in found.items() if present.get(key) != value]
@@ -219,7 +222,7 @@ class MlflowRun:
         self.client.set_terminated(self.run_id, status)
 
     def _find(self, kind: str, stage: str = "") -> Any:
-        """Return the oldest run of this key and kind; None when there is none."""
+        """Return the oldest MLflow run with this run key, kind and stage, or None if there is none."""
         rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (
             f" and tags.`{STAGE}` = '{stage}'" if stage else ""
         )
@@ -230,9 +233,10 @@ class MlflowRun:
 
 
 def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
-    """Return the experiment's id, made if needed.
+    """Return the id of the experiment, which is created if it does not exist.
 
-    Its artifacts lie in the home folder unless a tracking server is used.
+    Its artifacts are stored in the home folder if `registry.tracking_uri` is empty. Raises UserError if the
+    experiment was deleted in MLflow.
     """
     found = client.get_experiment_by_name(params.experiment)
     if found is not None:
@@ -246,7 +250,7 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     try:
         return str(client.create_experiment(params.experiment, artifact_location=location))
     except MlflowException:
-        # Another run has created it in between.
+        # Another run may have created the experiment in between.
         found = client.get_experiment_by_name(params.experiment)
         if found is None:
             raise
@@ -262,9 +266,9 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 def _curve(path: Path) -> Iterable[Metric]:
-    """Yield the points of a stage's curves.
+    """Yield the points of all curves in a stage's metrics.jsonl.
 
-    They carry the time of the file, so that logging them again changes nothing.
+    Each point has the modification time of the file, so that logging it again changes nothing.
     """
     time = int(path.stat().st_mtime * 1000)
     for index, line in enumerate(path.read_text().splitlines()):
