@@ -32,7 +32,7 @@ Names = dict[str, ast.expr]
 
 
 class _NotAChain(Exception):
-    """The source is not a chain of known operators."""
+    """Error of a source that is not a chain of known operators."""
 
 
 def canonicalize(code: str) -> str | None:
@@ -129,7 +129,8 @@ def _returned_expression(body: list[ast.stmt], names: Names) -> ast.expr:
     """Return what straight-line code returns, as one expression in which `names` are substituted."""
     for statement in body:
         if isinstance(statement, ast.Return) and statement.value is not None:
-            return _Substitution(names).visit(statement.value)
+            returned: ast.expr = _Substitution(names).visit(statement.value)
+            return returned
         bound = _assigned_names(statement)
         if bound:
             names |= {name: _Substitution(names).visit(value) for name, value in bound.items()}

@@ -106,7 +106,7 @@ class Step:
 
 @dataclass(frozen=True)
 class OperatorChain:
-    """What a composed task computes.
+    """The computation of a composed task: its operators and their tensors.
 
     `tensors` names the kernel's arguments in the order of the binding: inputs, parameters in state-dict order
     (a module's own parameters come before its children's), output.

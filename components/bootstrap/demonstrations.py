@@ -42,8 +42,9 @@ def write_kernel(code: str, style: str, device: Device) -> str | None:
     chain = read_chain(code)
     if chain is None:
         return None
-    templates = kernel_templates_cpu if device == "cpu" else kernel_templates_cuda
-    return templates.write_kernel(chain, style)
+    if device == "cpu":
+        return kernel_templates_cpu.write_kernel(chain, style)
+    return kernel_templates_cuda.write_kernel(chain, style)
 
 
 def write_call(kernel: str, device: Device) -> str:

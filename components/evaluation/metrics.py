@@ -271,7 +271,10 @@ def _bootstrap_counts(tasks: int, seed: int) -> Array:
 def _apply(figure: tuple[Array, Array], counts: Array) -> Array:
     """Return the figure for each row of `counts`; NaN where the row holds no task that counts."""
     numerator, denominator = counts @ figure[0], counts @ figure[1]
-    return np.divide(numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0)
+    quotient: Array = np.divide(
+        numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0
+    )
+    return quotient
 
 
 def _bounds(name: str, samples: Array) -> dict[str, float | None]:

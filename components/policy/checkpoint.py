@@ -164,4 +164,5 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: st
     with explain_load_errors(folder, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.nn.Module.to(model, device)
-    return model.eval()
+    model.eval()
+    return model

@@ -63,7 +63,10 @@ def write_source(steps: Steps, rows: int, cols: int) -> str:
 def _function(name: str, constants: tuple[str, ...]) -> Callable[[Tensor, Tensor, SimpleNamespace], Tensor]:
     """Return the operator as a function, evaluated from its line in the table."""
     line = BY_NAME[name].line.format(*constants)
-    return eval(f"lambda x, y, self: {line}", {"torch": torch, "F": F})
+    function: Callable[[Tensor, Tensor, SimpleNamespace], Tensor] = eval(
+        f"lambda x, y, self: {line}", {"torch": torch, "F": F}
+    )
+    return function
 
 
 @functools.cache

@@ -66,7 +66,7 @@ class TaskCandidate:
     refused: Rejection | None = None
     judgement: Future[Admission] | None = None
     draft: Draft | None = None
-    """The templates or module of a task that is composed from the mined table."""
+    """Templates or module of the task, if it is composed from the mined table."""
     resized: bool = False
     """Whether its size was chosen after a measurement, which is done at most once."""
 

@@ -176,7 +176,9 @@ def apply_template(
     template: OperatorTemplate, x: Tensor, y: Tensor | None, holder: Holder | None = None
 ) -> Tensor:
     """Apply the template to real or meta tensors; without `holder`, `make_module` makes its module."""
-    return function_of(fill_template(template, x.shape)[1])(x, y, holder or make_module(template, x))
+    function = function_of(fill_template(template, x.shape)[1])
+    output: Tensor = function(x, y, holder or make_module(template, x))
+    return output
 
 
 @functools.lru_cache(maxsize=65536)
