@@ -1,4 +1,5 @@
-"""Foundations of every other package: parameters, the kernel task, files with digests, errors, progress.
+"""Definitions that all other packages use: parameters, kernel task, files with digests, errors, progress.
 
-Imports nothing else of this project. Start with `config.py` (all parameters) and `task.py` (the kernel task).
+This package imports no other package of the project. Start with `config.py` (all parameters) and `task.py`
+(the kernel task).
 """

@@ -1,6 +1,7 @@
-"""Parameters with their types, meanings and permitted values, and the resolution of a run's values.
+"""All parameters with their types, meanings and permitted values, and their resolution for a run.
 
-All values come from `params.yaml`: a base section, and profiles that overlay it. This file has no defaults.
+The values are read from `params.yaml`, which has a base section and profiles that override parts of it. No
+value has a default in this file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Immutable base class of the sections; unknown keys are errors."""
+    """Immutable base class of the sections of parameters. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -159,7 +160,7 @@ class Policy(Section):
 
 
 class Coldstart(Section):
-    """Parameters of the first training of a policy made from scratch."""
+    """Parameters of the cold start, which is the first training of a policy from scratch."""
 
     demonstrations: Count = Field(description="demonstrations written by the rule-based kernel writer")
     steps: Count = Field(description="optimizer steps")
@@ -179,7 +180,7 @@ class Coldstart(Section):
 
 
 class Rollouts(Section):
-    """Parameters of sampling trajectories."""
+    """Parameters of the sampling of trajectories."""
 
     tasks: Count = Field(description="tasks of one step")
     samples: Count = Field(description="trajectories per task")
@@ -322,7 +323,7 @@ class Registry(Section):
 
 
 class GateThresholds(Section):
-    """Thresholds of promotion."""
+    """Thresholds of the gates of promotion."""
 
     pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
     faster_rate_eager: Share = Field(description="least lower end of the share of tasks faster than eager")
@@ -363,7 +364,7 @@ class StoreParams(Section):
 
 
 class Params(Section):
-    """Every parameter of a run."""
+    """All parameters of a run."""
 
     device: Device = Field(description="what kernels run on")
     precision: Precision = Field(description="precision policy of candidate and both baselines alike")
@@ -385,7 +386,7 @@ class Params(Section):
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Return the field of every dotted key of the model, sections included."""
+    """Return the fields of the model and of its sections by dotted key."""
     keys: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         keys[prefix + name] = field
@@ -398,7 +399,7 @@ KNOWN = _known_keys(Params)
 
 
 def _accepts_any_key(dotted: str) -> bool:
-    """Return whether `dotted` lies inside a parameter that is a mapping, such as data.operator_mix.2."""
+    """Return whether `dotted` is a key of a parameter that is a mapping, such as data.operator_mix.2."""
     parent = dotted.rpartition(".")[0]
     return parent in KNOWN and get_origin(KNOWN[parent].annotation) is dict
 
@@ -432,7 +433,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Full parameters of one run, and the origin of each value by dotted key."""
+    """The resolved parameters of one run, and in `sources` the origin of each value by dotted key."""
 
     params: Params
     sources: dict[str, str]
@@ -440,9 +441,11 @@ class Resolved:
 
 
 def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT / "params.yaml") -> Resolved:
-    """Return the base values, overlaid by the profile's, then by each KEY=VALUE of `sets`.
+    """Return the parameters of a run, computed from params.yaml, a profile and KEY=VALUE options.
 
-    Raises UserError for the first invalid value, with its origin and the parameter's meaning.
+    The profile's values override the base values, and each KEY=VALUE in `sets` overrides all values before
+    it. Raises UserError, with the origin of the value, for an unknown parameter or the first value that is
+    not valid.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -469,10 +472,10 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
 
 
 def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (origin, values by dotted key) of each layer; a layer overlays those before it.
+    """Return origin and values of each layer. The values of a layer override those of the layers before it.
 
-    A profile PROFILE-DEVICE of the file, such as smoke-cuda, overlays PROFILE when the device is DEVICE,
-    because a GPU needs other sizes than a processor core.
+    If the device is DEVICE and the file has a profile PROFILE-DEVICE, such as smoke-cuda, this profile
+    overrides the profile PROFILE, because a GPU needs other sizes than a processor core.
     """
     base = _read(path)
     profiles = base.pop("profiles", {})
@@ -493,7 +496,7 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
 
 
 def _option(item: str) -> tuple[str, dict[str, Any]]:
-    """Return the layer of one `--set` option, which is KEY=VALUE with the value as YAML."""
+    """Return origin and values of one `--set` option, which is KEY=VALUE with the value as YAML."""
     key, equals, text = item.partition("=")
     if not equals:
         raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
@@ -504,9 +507,9 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
 
 
 def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
-    """Return values by dotted key as nested mappings.
+    """Convert values by dotted key to nested mappings.
 
-    Raises UserError for a section whose value is no mapping.
+    Raises UserError if the value of a section is not a mapping. `sources` gives the origins for the message.
     """
     nested: dict[str, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):
@@ -528,9 +531,9 @@ def _is_number(annotation: Any) -> bool:
 
 
 def _number(key: str, value: Any) -> Any:
-    """Return the value, converted to a number if the parameter is one.
+    """Return the value, converted to a number if it is a string and the parameter is a number.
 
-    YAML 1.1 reads 3e-6 as a string.
+    The conversion is needed because YAML 1.1 reads 3e-6 as a string.
     """
     if isinstance(value, str) and key in KNOWN and _is_number(KNOWN[key].annotation):
         with contextlib.suppress(ValueError):
@@ -539,7 +542,7 @@ def _number(key: str, value: Any) -> Any:
 
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:
-    """Raise UserError for values that are valid alone but not together."""
+    """Raise UserError if values that are valid on their own contradict each other."""
 
     def refuse(key: str, why: str) -> None:
         raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")

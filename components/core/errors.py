@@ -1,6 +1,6 @@
 """Exceptions that commands turn into one sentence and an exit code.
 
-This module imports no package, so that `--help` is fast.
+This module imports no other module of the project, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """Error that the user must mend; its exit code is 2.
+    """An error that the user can fix. The exit code is 2.
 
-    The message is one sentence that says what is wrong, in which file or field, and how to mend it.
+    The message is one sentence that says what is wrong, in which file or field, and how to fix it.
     """
 
 
 class IsolationUnavailable(UserError):
-    """Error of a machine on which no sandbox can be made; its exit code is 3."""
+    """The error that the machine cannot run the sandbox. The exit code is 3."""
 
 
 class InfrastructureError(Exception):
-    """Failure of the judge itself.
+    """A failure of the judge itself.
 
-    The job is tried again, and the candidate is never blamed.
+    The candidate is judged again, and its reward is not affected.
     """
 
 
 class TaskError(Exception):
-    """Failure of the task's own source: it is refused at admission, and no candidate is blamed for it.
+    """A failure of the task's own source, which has the effect that the task is not admitted.
 
-    `out_of_memory` is true when its runner ran out of memory.
+    It is never treated as a failure of a candidate. `out_of_memory` is true if the runner of the task ran out
+    of memory.
     """
 
     def __init__(self, text: str, *, out_of_memory: bool = False):
@@ -38,16 +39,16 @@ class TaskError(Exception):
 
 
 class StageFailed(Exception):
-    """Failure of a training stage, whose result must not be used.
+    """A failure of a stage, whose result must not be used.
 
-    The message is one sentence with the figure that fell short.
+    The message is one sentence with the reason, such as a figure that is too low.
     """
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then its cause, then the cause of that, and so on.
+    """Yield the error, then its cause, then the cause of the cause, and so on.
 
-    The context of an error counts as its cause when it has no explicit one.
+    If an error has no explicit cause, its context is used.
     """
     seen: set[int] = set()
     current: BaseException | None = error

@@ -1,7 +1,7 @@
 """Atomic writes, and digests of files and folders.
 
-Every output of the pipeline is written so that a kill at any moment leaves either the old state or the new
-one: it is written to a temporary file beside the target, flushed to the disk, and renamed.
+Every output of the pipeline is written to a temporary file beside the target, flushed to the disk and
+renamed. So if the process is killed, the target has either its old or its new content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from components.core.errors import InfrastructureError, UserError
 
 MANIFEST = "manifest.json"
-"""Name of the file of a checkpoint with the digest of each other file, and the digest of that list."""
+"""Name of a checkpoint's file with the digest of each other file, and the digest of this list."""
 
 
 def digest_bytes(data: bytes) -> str:
@@ -31,7 +31,7 @@ def digest_bytes(data: bytes) -> str:
 
 
 def digest_json(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, independent of key order and spacing."""
+    """Return the SHA-256 of a JSON value, which does not depend on the order of keys or on spacing."""
     return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
 
 
@@ -41,7 +41,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the digest of every regular file below `folder` by POSIX path, in the order of the paths."""
+    """Return the digest of every regular file below `folder` by relative POSIX path, in sorted order."""
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
         for path in sorted(folder.rglob("*"))
@@ -58,10 +58,10 @@ def _sync_directory(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """Create and return the cache folder of this user, which all homes share.
+    """Return the folder `name` in this user's cache, which all homes share, and create it if necessary.
 
-    Its files can be deleted at any time. They are loaded and executed, so UserError is raised when the folder
-    belongs to another user, cannot be written, or lies on a file system without execution.
+    Its files can be deleted at any time. Because they are loaded and executed, UserError is raised if the
+    folder belongs to another user, cannot be written, or is on a file system that forbids execution.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     mend = "name a folder of your own by the variable XDG_CACHE_HOME"
@@ -85,9 +85,9 @@ def user_cache(name: str) -> Path:
 
 
 def check_executable(folder: Path, mend: str) -> None:
-    """Raise UserError when programs and libraries in `folder` cannot be loaded.
+    """Raise UserError if the file system of `folder` forbids loading programs and libraries.
 
-    `mend` ends the message.
+    `mend` is the end of the message and says what the user can do.
     """
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise UserError(
@@ -98,14 +98,18 @@ def check_executable(folder: Path, mend: str) -> None:
 def scratch_folder() -> Path:
     """Return the folder for temporary programs.
 
-    It is the system's temporary folder, or the user's cache when that folder is mounted noexec.
+    It is the system's temporary folder, or a folder in the user's cache if the file system of the system's
+    folder forbids execution.
     """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Replace the content of `path` in one step; readers see the old content or the new, never a part."""
+    """Replace the content of `path` in one step.
+
+    A reader sees either the whole old content or the whole new content.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -123,7 +127,10 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `path` when the block succeeds and is removed otherwise."""
+    """Yield an empty folder that replaces `path` when the block ends.
+
+    If the block raises an exception, the folder is removed and `path` is not changed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -150,9 +157,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Write a text file unless it has this content already.
+    """Write a text file unless it already has this content.
 
-    An equal file keeps its modification time, which some programs compare.
+    An unchanged file keeps its modification time, which DVC and other programs compare.
     """
     if not path.is_file() or path.read_text() != text:
         atomic_write(path, text)
@@ -163,10 +170,10 @@ def read_json(path: Path) -> Any:
 
 
 def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
-    """Return the digest of a checkpoint whose files match its manifest.
+    """Return the digest of a checkpoint after checking that its files match its manifest.
 
-    Raises UserError with the name of the first file that does not match. `mend` ends the message and says
-    what the user can do.
+    Raises UserError, which names the first file that does not match. `mend` is the end of the message and
+    says what the user can do.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -191,13 +198,13 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of the folder's file system for this user, in bytes."""
+    """Return the number of bytes that this user can still write on the folder's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that untrusted code wrote, with any depth and any file modes."""
+    """Remove a folder that untrusted code wrote, whatever the depth and the modes of its files are."""
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
         if folder.exists():
             subprocess.run(
@@ -209,9 +216,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def remove_stale(folder: Path, seconds: float) -> None:
-    """Remove entries of a cache folder that were not modified for this many seconds.
+    """Remove the entries of a cache folder that were not modified for this many seconds.
 
-    Entries are removed in reverse order of their names, so `x.so` goes before `x.json`.
+    The entries are removed in the reverse order of their names, so that `x.so` is removed before `x.json`.
     """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # Another process may have removed it.
@@ -220,10 +227,10 @@ def remove_stale(folder: Path, seconds: float) -> None:
 
 
 def environment_fault(error: BaseException) -> str:
-    """Return one sentence for a fault of the machine, such as a full disk; empty for another error.
+    """Return one sentence about a fault of the machine, such as a full disk, or an empty string.
 
-    The text of errors is searched as well, because safetensors and torch keep only the text of the system's
-    error, and SQLite has its own text.
+    It is empty if neither `error` nor one of its causes is such a fault. The messages are searched as well,
+    because safetensors and torch keep only the text of the system's error, and SQLite has a text of its own.
     """
     seen: BaseException | None = error
     while seen is not None:

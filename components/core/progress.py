@@ -1,4 +1,4 @@
-"""The interface by which components report progress; they never print."""
+"""The interface with which components report progress. Components never print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A receiver of progress reports. `figures` are short names with numbers, such as reward=1.2."""
+    """A receiver of progress reports. `figures` are numbers with short names, such as reward=1.2."""
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None: ...
 

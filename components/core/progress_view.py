@@ -1,7 +1,7 @@
-"""Progress of a run, and the tables at its end, on standard error.
+"""The display of a run's progress and of the tables at its end, on standard error.
 
-On a terminal the progress is one live table of the stages. Elsewhere it is plain lines, at most one for each
-stage every few seconds.
+On a terminal, the progress is one table of the stages, which is updated in place. Elsewhere it is printed as
+lines, with at most one line for each stage every LINE_SECONDS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_SECONDS = 5.0
 
 @dataclass
 class Row:
-    """Last report of one stage; `started` and `updated` are monotonic seconds."""
+    """The last report of one stage. `started` and `updated` are in seconds of a monotonic clock."""
 
     step: int
     total: int
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return an estimate from the mean time of the finished steps; None before the first step."""
+        """Return the estimated seconds until the stage ends, or None before its first step has ended."""
         done = self.step - self.first_step
         return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
 
@@ -45,9 +45,9 @@ def duration(seconds: float | None) -> str:
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """Return the figures as text, "name value" each, with shares as percentages.
+    """Return the figures as text with their names, and shares as percentages.
 
-    The shares are the pass rate and the milestones m_-1 to m_3.
+    The shares are the pass rate and the figures m_-1 to m_3, which are the shares of the milestones.
     """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
@@ -56,7 +56,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 class ProgressView:
-    """A `Progress` that shows a table or prints lines, and is used as a context manager."""
+    """A `Progress` that shows a table or prints lines. Use it as a context manager."""
 
     def __init__(self, console: Console, *, clock: Any = time.monotonic):
         self.console = console
@@ -134,7 +134,7 @@ def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_table(overall: Any, console: Console) -> None:
-    """Print the figures of one evaluation.
+    """Print the figures of one evaluation as a table.
 
     `summary` is a components.evaluation.metrics.Summary.
     """
@@ -144,7 +144,11 @@ def evaluation_table(overall: Any, console: Console) -> None:
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
-    """Print a finished run: stages, both evaluations, the gates' verdict, and the paths of its files."""
+    """Print the record of a finished run.
+
+    It shows the stages, the figures of both evaluations, the decision of the gates, the path of the report,
+    and the `commands` that open further pages.
+    """
     data = record["dataset"]
     console.print(
         f"run {record['run_id']}  profile {record['profile']}  {record['device']}  "
@@ -190,7 +194,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
 
 
 def comparison_tables(found: Any, console: Console) -> None:
-    """Print the differences of two runs.
+    """Print the differences between two runs.
 
     `comparison` is a components.evaluation.compare.Comparison.
     """

@@ -1,4 +1,4 @@
-"""Base class of the records that modules exchange or store as JSON."""
+"""The base class of records that modules exchange or store as JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FrozenModel(BaseModel):
-    """Immutable record that refuses unknown keys."""
+    """An immutable record that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

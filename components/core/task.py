@@ -1,8 +1,8 @@
-"""The kernel task: a self-contained PyTorch module to make faster.
+"""The kernel task: a self-contained PyTorch module that a policy has to make faster.
 
-The contract is that of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
-CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. Sources are untrusted: this module
-parses them, and only a sandboxed runner executes them.
+A task has the form of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
+CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. The source of a task is untrusted:
+this module only parses it, and only a sandboxed runner executes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
 
 
 def normalise(code: str) -> str:
-    """Return the source without comments, docstrings and formatting: equal programs have equal text."""
+    """Return the source without comments, docstrings and formatting.
+
+    Sources that differ only in these have the same result.
+    """
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if (
@@ -36,7 +39,7 @@ def normalise(code: str) -> str:
 
 
 class KernelTask(BaseModel):
-    """A task and its evidence, identified by the digest of its normalised source."""
+    """A kernel task with its evidence. It is identified by the digest of its normalised source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,9 +58,9 @@ class KernelTask(BaseModel):
 
 
 def check_contract(code: str, origin: str) -> None:
-    """Raise UserError, naming `origin`, unless the source keeps the contract of a kernel task.
+    """Raise UserError, which names `origin`, unless the source has the parts of a kernel task.
 
-    It must define a class `Model` and the functions `get_inputs` and `get_init_inputs`.
+    The parts are a class `Model` and the functions `get_inputs` and `get_init_inputs`.
     """
     try:
         tree = ast.parse(code)
@@ -75,7 +78,10 @@ def check_contract(code: str, origin: str) -> None:
 
 
 def load_task(path: Path) -> KernelTask:
-    """Read one task from a Python file."""
+    """Return the task in a Python file.
+
+    Raises UserError if the file cannot be read or is not a kernel task.
+    """
     try:
         code = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,12 +93,15 @@ def load_task(path: Path) -> KernelTask:
 
 
 MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
-"""Keys of the evidence whose values are measured, so they differ from build to build."""
+"""Keys of a task's evidence whose values are measured and so differ each time the data set is built."""
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
-    """Write `tasks.parquet`: the public columns, then identity, split and the admission evidence as JSON."""
+    """Write `tasks.parquet`.
+
+    It has the columns of the public data set, and the columns task_id, split, name and evidence (as JSON).
+    """
     rows = [
         task.model_dump(include={"data_source", "code", "split", "name"})
         | {
@@ -109,7 +118,10 @@ def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
 
 
 def read_tasks(path: Path) -> list[KernelTask]:
-    """Read a parquet written by `write_tasks`, or one with the public columns alone."""
+    """Return the tasks in a parquet file of `write_tasks`, or in one with the public columns only.
+
+    Raises UserError if the file cannot be read, has no rows, or has a row that is not a task.
+    """
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowInvalid) as error:
@@ -143,9 +155,9 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
 
 
 def dataset_version(path: Path) -> str:
-    """Return the digest of a data set's rows in their order, without measured values.
+    """Return the version of a data set: the digest of its rows in their order, without measured values.
 
-    Equal parameters and verdicts therefore give the same version in every build and on every machine.
+    So equal parameters and verdicts give the same version each time and on every machine.
     """
     return digest_json(
         [

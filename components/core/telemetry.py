@@ -1,8 +1,8 @@
 """Prometheus metrics of the judge, the rollouts, the training and the store.
 
-Each process has one registry. It is written as a text file into the home, for node_exporter's textfile
-collector, or served with `--metrics PORT`. Names follow the conventions of Prometheus: base units, and
-`_total` for counters.
+Each process has one registry of metrics. It is written as a text file into the home, where the textfile
+collector of node_exporter reads it, or it is served with `--metrics PORT`. The names follow the conventions
+of Prometheus: base units, and the ending `_total` for counters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ STORE_FAULTS = Counter(
 
 @contextmanager
 def judging() -> Iterator[list[str]]:
-    """Measure the time of one judgement and count its status, which the caller appends to the list."""
+    """Measure the duration of one judgement, and count its status.
+
+    The block appends the status to the list that is yielded. Without it, the status is `raised`.
+    """
     started, status = time.monotonic(), ["raised"]
     try:
         yield status
@@ -63,9 +66,9 @@ def judging() -> Iterator[list[str]]:
 
 @contextmanager
 def transfer(direction: str) -> Iterator[list[int]]:
-    """Measure the time of one transfer, `put` or `get`.
+    """Measure the duration of one transfer in the direction `put` or `get`, and count its bytes and faults.
 
-    The caller appends the number of bytes to the list.
+    The block appends numbers of bytes to the list that is yielded.
     """
     started, moved = time.monotonic(), [0]
     try:
@@ -87,11 +90,11 @@ def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, flo
 
 
 def write(path: Path) -> None:
-    """Write the registry as a text file by an atomic replacement."""
+    """Write all metrics to a text file, which is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), REGISTRY)
 
 
 def serve(port: int, address: str = "127.0.0.1") -> None:
-    """Serve the registry over HTTP until the process ends."""
+    """Start a thread that serves all metrics over HTTP until the process ends."""
     start_http_server(port, addr=address, registry=REGISTRY)

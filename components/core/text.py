@@ -1,4 +1,4 @@
-"""Sanitisation of the output of untrusted programs for a terminal."""
+"""Removal of terminal escapes from the output of untrusted programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 def readable(text: str, limit: int) -> str:
     """Return `text` without terminal escapes and control characters.
 
-    It is shortened in the middle to `limit` characters.
+    If the result has more than `limit` characters, the middle of it is replaced by a note.
     """
     text = ESCAPE.sub("", text) if "\x1b" in text else text
     if not text.isprintable():

@@ -1,4 +1,4 @@
-"""Plans of capacity: memory per GPU, seconds per step, judges, GPU-hours and cost.
+"""Plans of the capacity that a training run needs: memory, time, judges, GPU-hours and cost.
 
-Imports `core`. Start with `capacity.py`.
+This package imports `core`. Start with `capacity.py`.
 """

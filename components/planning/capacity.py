@@ -1,10 +1,10 @@
-"""Capacity that a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
+"""The capacity that a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
-Every input is measured, a parameter of the profile, from a datasheet, or assumed, and says which. The
-formulas are ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes a parameter under mixed precision),
-activations under checkpointing (Korthikanti et al. 2022, table 2), and 2 FLOP per parameter and token in the
-forward pass and twice that in the backward pass. The rollouts are simulated (rollout_simulator.py), since a
-step ends with its slowest trajectory and not with the mean.
+Each input has an origin: it is measured, a parameter of the profile, taken from a datasheet, or assumed. The
+formulas are ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes for each parameter under mixed
+precision), activations under checkpointing (Korthikanti et al. 2022, table 2), and 2 FLOP for each parameter
+and token in the forward pass and twice that number in the backward pass. The rollouts are simulated
+(rollout_simulator.py), because a step ends with its slowest trajectory, whose duration a mean does not give.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from components.planning.rollout_simulator import Load, Rollout, enough_judges, 
 
 GIB = 2**30
 RESERVED = 6 * GIB
-"""Bytes per GPU for the CUDA context, NCCL's buffers and fragmentation."""
+"""Bytes per GPU that are reserved for the CUDA context, NCCL's buffers and fragmentation."""
 HEADROOM = 1.05
-"""Factor by which rollouts may last longer than with an unlimited number of judges."""
+"""Largest permitted duration of the rollouts, divided by their duration with unlimited judges."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its datasheet: memory in bytes, dense bfloat16 FLOP/s, memory bandwidth in bytes/s."""
+    """Datasheet values of a GPU: memory in bytes, dense bfloat16 FLOP/s, memory bandwidth in bytes/s."""
 
     name: str
     memory: float
@@ -46,7 +46,7 @@ Origin = Literal["parameter", "measured", "datasheet", "assumed"]
 
 @dataclass(frozen=True)
 class Input:
-    """One input of the plan: a number and its origin."""
+    """One input of the plan, with its origin and a text on the source of the value."""
 
     value: float
     unit: str
@@ -55,7 +55,10 @@ class Input:
 
 
 def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
-    """Return every input of a plan; `cuda-agent plan --assume NAME=VALUE` replaces one."""
+    """Return all inputs of a plan with their default values.
+
+    `cuda-agent plan --assume NAME=VALUE` replaces one of them.
+    """
     policy = params.policy
     parameters = (
         policy.layers
@@ -114,9 +117,10 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
 
 
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
-    """Return the inputs that are measured on a home's trajectories.
+    """Return the inputs that are computed from the trajectories in a home.
 
-    `turns` has the turns of each trajectory, `tokens` the policy's tokens in each turn.
+    `turns` has the number of turns of each trajectory, and `tokens` the number of tokens in each turn that
+    the policy sampled.
     """
     source = f"{len(turns)} trajectories of this home"
     found = {}
@@ -137,8 +141,9 @@ def zero_memory(
 ) -> float:
     """Return the bytes per GPU of weights, gradients and Adam's state under a ZeRO stage.
 
-    `trained` is the number of trained networks (actor, critic). Of the `frozen` ones (reference) only the
-    weights count.
+    `trained` is the number of trained networks (actor and critic). `frozen` is the number of networks that
+    are not trained (the reference), of which only the weights are included. With `offload`, Adam's state is
+    not included.
     """
     weights, gradients, state = 2.0 * parameters, 2.0 * parameters, 12.0 * parameters
     split = (stage >= 3, stage >= 2, stage >= 1)
@@ -149,25 +154,27 @@ def zero_memory(
 
 
 def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing: bool) -> float:
-    """Return the bytes per GPU while one micro-batch goes through one network.
+    """Return the bytes per GPU of the activations of one micro-batch in one network.
 
-    They hold the activations that every layer keeps, all activations of one layer, and the logits.
+    They consist of the activations that are kept for every layer, all activations of one layer, and the
+    logits. `tokens` is the number of tokens of the micro-batch.
     """
     full_layer = 34.0 * tokens * inputs["hidden"]
     kept = (
         2.0 * tokens * inputs["hidden"] * inputs["layers"] if checkpointing else full_layer * inputs["layers"]
     )
-    # Logits are kept in bfloat16, and once in float32, for a chunk of 8,192 tokens at a time.
+    # The logits are kept in bfloat16 and once in float32, for at most 8,192 tokens at a time.
     return kept + full_layer + 6.0 * min(tokens, 8192.0) * inputs["vocabulary"]
 
 
 def training_seconds(
     inputs: dict[str, float], tokens: float, context: float, *, checkpointing: bool, epochs: int
 ) -> dict[str, float]:
-    """Return the seconds of a step's scoring and update.
+    """Return the seconds of one step's scoring and update, with the keys `score` and `update`.
 
-    Scoring is the forward pass of actor, reference and critic; the update is forward and backward of actor
-    and critic.
+    Scoring consists of the forward passes of actor, reference and critic. The update consists of the forward
+    and backward passes of actor and critic. `tokens` is the number of tokens of the step, and `context` the
+    mean context length.
     """
     forward = (
         2.0 * inputs["active_parameters"] * tokens
@@ -180,7 +187,8 @@ def training_seconds(
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
     """Return the rollouts of one step as the input of the simulation.
 
-    For each token decoding reads the weights once for the batch, and the cache of every sequence.
+    The decoding rate is limited by the memory bandwidth: for each token, the weights are read once for a
+    batch of 128 sequences and the key-value cache once for each sequence.
     """
     read = 2.0 * inputs["active_parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
@@ -189,7 +197,8 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
         turns=1.0 if single_turn else inputs["turns"],
         turns_spread=0.0 if single_turn else inputs["turns_spread"],
         max_turns=rollouts.max_turns,
-        # A single answer contains all the reasoning.
+        # In an episode with a single turn, this turn contains the whole reasoning, so it is assumed to be
+        # longer.
         tokens=inputs["tokens_per_turn"] * (8 if single_turn else 1),
         tokens_spread=inputs["tokens_spread"],
         max_tokens=rollouts.max_new_tokens,
@@ -208,7 +217,10 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
 
 
 def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
-    """Return the whole plan as a JSON record."""
+    """Return the whole plan as a JSON record.
+
+    Raises UserError if the device of the profile is not `cuda`.
+    """
     if params.device != "cuda":
         raise UserError(
             "plan: the profile runs on the cpu, where there is nothing to plan; "
@@ -267,7 +279,7 @@ def _stage(
         checkpointing=params.engine.activation_checkpointing,
         epochs=ppo.epochs,
     )
-    # The judges' share of the time is what an unlimited number of judges would save.
+    # The time for judging is the time that an unlimited number of judges would save.
     parts = {"generation": free.seconds, "judging": max(0.0, rollout.seconds - free.seconds), **train}
     return {
         "steps": ppo.steps,
@@ -291,9 +303,10 @@ def _stage(
 
 
 def assume(inputs: dict[str, Input], choices: list[str]) -> dict[str, Input]:
-    """Return the inputs with each NAME=VALUE replaced.
+    """Return a copy of the inputs in which the value of each NAME=VALUE is replaced.
 
-    Raises UserError for an unknown name, or a value that is no positive number.
+    Raises UserError if a name is unknown or a value is not a positive number. The sign of a spread is not
+    checked.
     """
     changed = dict(inputs)
     for choice in choices:

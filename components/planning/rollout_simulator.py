@@ -1,8 +1,8 @@
-"""Simulation of one step's rollouts.
+"""A simulation of the rollouts of one training step.
 
-Sequences that are being generated share the samplers' rate, turns queue for the judges, first come first
-served, and the last trajectory ends the step. Time advances from event to event, or in small equal steps when
-events are close together. A training step waits for its slowest trajectory, which a mean hides.
+All sequences that are being generated share the decoding rate of the samplers. Turns that need a judge wait
+in a queue and are judged in the order of their arrival. The step ends with its last trajectory. The simulated
+time advances to the next event, or by a small fixed time step if the next event is closer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 TICKS = 4000
-"""Largest number of time steps in the expected duration of the rollouts."""
+"""Number of time steps in the expected duration of the rollouts, which sets the length of a time step."""
 GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one training step.
+    """The rollouts of one training step.
 
-    Medians and spreads (sigma of the logarithm) are of log-normal distributions; rates are in tokens/s.
+    `turns`, `tokens` and `judge_seconds` are medians of log-normal distributions, and the fields that end in
+    `_spread` are the standard deviations of the logarithm. Rates are in tokens/s.
     """
 
     trajectories: int
@@ -43,7 +44,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The result of a simulation. `ends` are the seconds at which each trajectory ends, in order."""
+    """The result of a simulation.
+
+    `ends` has the seconds at which the trajectories end, in increasing order. Waiting times are in seconds.
+    """
 
     ends: NDArray[np.float64]
     tokens: float
@@ -52,7 +56,7 @@ class Rollout:
     wait_p95: float
     longest_queue: int
     busy: float
-    """Share of the judges' time in which they are busy, 0 to 1."""
+    """Share of the judges' total time in which they judge, from 0 to 1."""
 
     @property
     def seconds(self) -> float:
@@ -63,9 +67,10 @@ class Rollout:
 
 
 def simulate(load: Load, judges: int, seed: int) -> Rollout:
-    """Simulate one step's rollouts with this number of judges.
+    """Simulate the rollouts of one step with this number of judges.
 
-    The random draws do not depend on the number of judges, so that two simulations are comparable.
+    The random numbers depend on the seed but not on the number of judges, so that simulations with different
+    numbers of judges can be compared.
     """
     rng, count = np.random.default_rng(seed), load.trajectories
     turns = np.clip(
@@ -141,9 +146,9 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
 
 
 def enough_judges(load: Load, headroom: float, seed: int) -> int:
-    """Return the fewest judges with which the rollouts last at most `headroom` times the least time.
+    """Return the least number of judges with which the rollouts last at most `headroom` times the least time.
 
-    The least time is that with one judge for each trajectory.
+    The least time is the duration with one judge for each trajectory.
     """
     limit = headroom * simulate(load, load.trajectories, seed).seconds
     few, many = 0, load.trajectories

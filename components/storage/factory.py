@@ -1,4 +1,4 @@
-"""The choice of an artifact store by its address."""
+"""The function that opens the artifact store of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from components.storage.store import Store
 def open_store(params: StoreParams, home: Path) -> Store:
     """Return the store that `store.url` names.
 
-    An empty URL names `<home>/store`, a path or file:// a folder, and s3://bucket/prefix a bucket in S3.
+    An empty URL names the folder `store` in the home, a path or a file:// URL names a folder, and
+    s3://bucket/prefix names a part of an S3 bucket. Raises UserError for any other URL.
     """
     url = params.url
     if url.startswith("s3://"):

@@ -1,4 +1,4 @@
-"""The artifact store as files below one folder."""
+"""An artifact store whose objects are files below one folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Error numbers of os.link on file systems without hard links."""
+"""Error numbers with which os.link fails on file systems without hard links."""
 
 
 class FolderStore:
-    """A store of objects as files, with the SHA-256 of each below `.sha256`.
+    """A store of objects as files, with the SHA-256 of each object in a file below `.sha256`.
 
-    When two processes write one key at once, only one of them succeeds: objects are created as hard links.
+    If two processes write one key at the same time, only one of them succeeds, because objects are created
+    with hard links.
     """
 
     def __init__(self, root: Path):
@@ -77,25 +78,28 @@ class FolderStore:
                 folder.rmdir()
 
     def _note(self, key: str) -> Path:
-        """Return the file with the object's SHA-256.
+        """Return the path of the file with the object's SHA-256.
 
-        It is not beside the object, since libraries load a checkpoint's folder in the store directly.
+        It is not in the same folder as the object, because libraries load the folder of a checkpoint in the
+        store directly and that folder must contain no other files.
         """
         return self.root / ".sha256" / check_key(key)
 
     def _recorded(self, key: str) -> str:
-        """Return the SHA-256 that the object was written with.
+        """Return the SHA-256 that was recorded when the object was written.
 
-        It is empty when the writer was killed before it recorded the digest, or was another program.
+        It is empty if the writer was killed before it recorded the digest, or if another program wrote the
+        object.
         """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
-    """Copy a file in one step; return False when the target exists and `replace` is not set.
+    """Copy a file so that the target appears in one step, and return whether it was written.
 
-    Raises UserError when the copy does not match `sha256`.
+    If `replace` is false and the target exists, nothing is written. Raises UserError if `sha256` is not empty
+    and the copy does not match it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
@@ -115,7 +119,7 @@ def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> boo
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # Without hard links two simultaneous writers are not told apart; the home's lock still
-            # orders runs.
+            # Without hard links, two processes that write at the same time both succeed. The lock of the home
+            # still prevents this for pipeline runs.
             copy.replace(target)
     return True

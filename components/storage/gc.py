@@ -1,8 +1,7 @@
-"""Retention: the objects of the store without references, and the damaged ones.
+"""Selection of the objects in an artifact store that can be removed or are damaged.
 
-Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole.
-Everything else in the bucket (DVC's remote, MLflow's artifacts) is managed by other programs and never
-touched.
+Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole. All
+other objects (of DVC's remote and of MLflow) are managed by other programs and are never removed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from components.storage.store import Store, StoredObject
 GROUPS = ("checkpoints", "runs")
 MANIFEST = "manifest.json"
 WORD = re.compile(r"[0-9a-f]{12,64}")
-"""Regular expression of a run's id or a digest within a text."""
+"""Pattern of a run id or a digest within a text."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class Group:
 
     @property
     def newest(self) -> datetime:
-        """Return when the last of the objects was modified."""
+        """Return the time at which the newest object of the group was modified."""
         return max(entry.modified for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups to remove, and the reason for each group to keep."""
+    """The groups that can be removed, and for every other group the reason to keep it."""
 
     remove: tuple[Group, ...]
     keep: dict[str, str]
@@ -65,12 +64,11 @@ def groups(entries: Iterable[StoredObject]) -> list[Group]:
 def plan(
     store: Store, references: dict[str, str], evidence: dict[str, str], now: datetime, older_than: timedelta
 ) -> Plan:
-    """Return a plan that removes each group without a reference that is older than the limit.
+    """Return a plan that removes the groups without a reference that are older than `older_than`.
 
-    `references` and `evidence` map run ids and digests to a description of the reference. A run that is kept
-    by a reference, or is young, keeps every checkpoint that its manifest names. A run that is kept as
-    evidence of a past decision keeps only the checkpoint that the decision names, not those of earlier
-    stages.
+    `references` and `evidence` map run ids and digests to a description of what refers to them. If a run is
+    kept because of `references` or its age, all checkpoints that its manifest names are kept too. If a run is
+    kept only because of `evidence` (a past decision), checkpoints that only its manifest names are not kept.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}
@@ -94,16 +92,20 @@ def plan(
 
 
 def remove(store: Store, group: Group) -> None:
-    """Delete a group, its manifest first, so that a partly deleted group no longer looks complete."""
+    """Delete all objects of a group.
+
+    The manifest is deleted first, so that a partly deleted group is not taken for a complete one.
+    """
     for entry in sorted(group.entries, key=lambda entry: (not entry.key.endswith(f"/{MANIFEST}"), entry.key)):
         store.remove(entry.key)
 
 
 def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, fault) for every object; the fault is empty when the object is undamaged.
+    """Yield (key, fault) for every object. The fault is empty if the object is undamaged.
 
-    Each object is read in full and compared with the digest that it was written with, and with its
-    checkpoint's manifest.
+    Each object is read in full. Its digest is compared with the digest that was recorded when it was written,
+    and with the manifest if the object belongs to a checkpoint. Objects that the manifest names and the store
+    does not have are yielded too.
     """
     found = list(store.entries(prefix))
     entries = [entry for entry in found if entry.key.split("/")[0] in GROUPS]
@@ -134,15 +136,15 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def words(text: str) -> set[str]:
-    """Return every run id and digest that a text mentions."""
+    """Return every run id and digest that occurs in a text."""
     return set(WORD.findall(text))
 
 
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
-    """Return a description of what refers to a run or a checkpoint; empty when nothing does.
+    """Return the description of a reference to the run or checkpoint `identity`, or an empty string.
 
-    A reference may be longer than the identity, since a run's key begins with its id, or shortened to 12 or
-    more digits.
+    A reference matches if it is equal to the identity, if it begins with the identity (a run's key begins
+    with the run's id), or if it is a prefix of it with at least 12 digits.
     """
     if identity in references:
         return references[identity]

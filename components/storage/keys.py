@@ -1,4 +1,4 @@
-"""The permitted keys of an artifact store: relative POSIX paths that cannot leave it."""
+"""Validation of the keys of an artifact store, which are relative POSIX paths."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
 def check_key(key: str) -> str:
-    """Return the key.
+    """Return the key unchanged if it is valid.
 
-    Raises UserError when it is no relative POSIX path of permitted characters.
+    Raises UserError if the key is not a relative POSIX path, contains a character that is not permitted, or
+    contains `..`.
     """
     if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
         raise UserError(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")

@@ -1,12 +1,13 @@
-"""The artifact store in a bucket of an S3-compatible server.
+"""An artifact store in a bucket of an S3-compatible server.
 
-Credentials, region and endpoint come from boto3's usual settings. Every write carries checksums that the
-server compares: the SHA-256 of the object, or of each part of a large one. The object's SHA-256 is also
-stored as metadata, which every read compares. With `If-None-Match: *` the server refuses the second of two
-writers. Some servers ignore that condition, so the key is looked up first as well.
+Credentials, region and endpoint are read from boto3's usual settings. Every write contains checksums that the
+server compares: the SHA-256 of the object, or of each part of a large object. The object's SHA-256 is also
+stored as metadata, with which every read compares the data. A write has the condition `If-None-Match: *`, so
+that if two processes write one key, the server refuses the second. Some servers ignore the condition, so the
+store also checks before each write whether the key exists.
 
-Large objects are written in parts and read in ranges, and both continue where they were interrupted. boto3's
-transfer manager cannot do that, because it does not continue a failed upload.
+Large objects are written in parts. An interrupted write or read continues where it was interrupted. boto3's
+transfer manager is not used, because it cannot continue an interrupted upload.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
 PART_BYTES = 64 << 20
-"""Size above which objects are written in parts, and size of a part, in bytes.
+"""Size in bytes of a part, and size above which an object is written in parts.
 
-S3 demands parts of at least 5 MiB.
+S3 requires parts of at least 5 MiB.
 """
 MOST_PARTS = 10_000
 BLOCK_BYTES = 1 << 20
@@ -49,17 +50,21 @@ PASSING = (
 
 
 class StoreUnavailable(UserError, ConnectionError):
-    """Error of a store that does not answer; the same call may succeed later and continue the transfer."""
+    """The error that the store does not answer.
+
+    The same call may succeed later, and then continues the transfer.
+    """
 
 
 class S3Store:
-    """A store in S3.
+    """A store in a bucket of S3.
 
-    `uploads` is a folder that records unfinished uploads; without it they start anew.
+    `uploads` is the folder in which unfinished uploads are recorded. If it is None, an interrupted upload
+    starts from the beginning.
     """
 
     def __init__(self, url: str, endpoint: str, *, uploads: Path | None = None, part_bytes: int = PART_BYTES):
-        # boto3 is imported here, since a GPU node that only judges need not have it.
+        # boto3 is imported here, because a GPU node that only judges candidates does not have it.
         import boto3
         from botocore.config import Config
 
@@ -149,9 +154,9 @@ class S3Store:
             self.client.delete_object(Bucket=self.bucket, Key=name)
 
     def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
-        """Return (key, upload id) of unfinished uploads in parts that are older than the limit.
+        """Return (key, upload id) of every unfinished upload in parts that is older than `older_than`.
 
-        They occupy space, but are in no listing of objects.
+        Such uploads use storage, but a list of the objects does not show them.
         """
         start = f"{self.prefix}/" if self.prefix else ""
         limit = datetime.now(UTC) - older_than
@@ -170,7 +175,7 @@ class S3Store:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
 
     def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
-        """Write the object unless it exists; return the SHA-256 of the object that is there afterwards."""
+        """Write the object unless its key exists, and return the recorded SHA-256 of the key's object."""
         from botocore.exceptions import ClientError
 
         try:
@@ -233,7 +238,10 @@ class S3Store:
     def _unfinished(
         self, journal: Path | None, name: str, sha256: str, part_bytes: int
     ) -> tuple[str, dict[int, Any]]:
-        """Return the unfinished upload of these bytes: its id, empty without one, and its parts by number."""
+        """Return the id and the uploaded parts, by number, of an unfinished upload of the same bytes.
+
+        The id is empty if there is no such upload.
+        """
         from botocore.exceptions import ClientError
 
         if journal is None or not journal.is_file():
@@ -269,16 +277,20 @@ class S3Store:
             raise
 
     def _recorded(self, name: str) -> str | None:
-        """Return the SHA-256 that the object was written with; None when there is no object.
+        """Return the SHA-256 that was recorded when the object was written, or None if there is no object.
 
-        It is empty when another program wrote the object.
+        It is empty if another program wrote the object.
         """
         head = self._head(name)
         return None if head is None else str(head["Metadata"].get("sha256", ""))
 
     @contextlib.contextmanager
     def _faults(self, address: str, act: str) -> Iterator[None]:
-        """Turn boto3's errors into StoreUnavailable if waiting helps, else into UserError."""
+        """Convert boto3's errors in the block into StoreUnavailable or UserError.
+
+        StoreUnavailable is raised if the call may succeed later, and UserError if it cannot succeed without a
+        change of the settings or the bucket. `act` names the operation in the message.
+        """
         from botocore.exceptions import (
             BotoCoreError,
             ClientError,
@@ -314,9 +326,9 @@ def _base64(sha256: str) -> str:
 
 
 def _same(part: Any, body: bytes, checksum: str) -> bool:
-    """Return whether an uploaded part holds these bytes.
+    """Return whether an uploaded part has the content `body`, whose SHA-256 in base64 is `checksum`.
 
-    Servers that list no SHA-256 give the part's MD5 as its tag.
+    If the server lists no SHA-256, the MD5 that it lists as the part's ETag is compared.
     """
     if "ChecksumSHA256" in part:
         return bool(part["ChecksumSHA256"] == checksum)

@@ -1,7 +1,8 @@
-"""Interface of an artifact store.
+"""The interface of artifact stores.
 
-Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: equal bytes may be written
-again, different bytes are refused, so that no run can change what another one published.
+Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: writing equal bytes to its key
+again has no effect, and writing different bytes raises UserError. So no run can change the objects of another
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from components.core.files import MANIFEST
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Key and attributes of one object; `modified` has a time zone."""
+    """The key, the size in bytes and the modification time of one object. `modified` has a time zone."""
 
     key: str
     bytes: int
@@ -25,19 +26,19 @@ class StoredObject:
 
 
 class Store(Protocol):
-    """An artifact store: immutable objects by key."""
+    """A store of immutable objects with keys."""
 
     def put(self, key: str, source: Path) -> str:
-        """Store the file under `key` and return its address.
+        """Store the file under `key`, and return the address of the object.
 
-        Raises UserError when the key holds other bytes.
+        Raises UserError if the key already has other content.
         """
         ...
 
     def get(self, key: str, target: Path) -> None:
-        """Write the object to `target` by an atomic replacement.
+        """Write the object to `target`, which is replaced in one step.
 
-        Raises KeyError when it does not exist and UserError when it is damaged.
+        Raises KeyError if there is no object with this key, and UserError if the object is damaged.
         """
         ...
 
@@ -48,19 +49,22 @@ class Store(Protocol):
         ...
 
     def digests(self, key: str) -> tuple[str, str]:
-        """Return the SHA-256 of the object as it is now, and as it was written; empty when not recorded."""
+        """Return the SHA-256 of the object's present bytes, and the SHA-256 recorded when it was written.
+
+        The second is empty if none was recorded.
+        """
         ...
 
     def remove(self, key: str) -> None:
-        """Delete the object; nothing happens when there is none."""
+        """Delete the object if it exists."""
         ...
 
 
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
-    """Store every file below `folder` under `checkpoints/<digest>`, manifest.json last.
+    """Store every file below `folder` under `checkpoints/<digest>`, with manifest.json as the last one.
 
-    A manifest in the store therefore means that the checkpoint is complete, and then nothing is written. The
-    first manifest stays even when equal weights come with another one, made by another revision of the code.
+    So if the store has the manifest, it has the whole checkpoint. In this case nothing is written, even if
+    the manifest in `folder` differs, because equal weights can be made by different revisions of the code.
     """
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):
