@@ -1,5 +1,6 @@
-"""The command `cuda-agent`: one file per command parses options and prints results, and decides nothing.
+"""The command `cuda-agent`, with one file per command or group of commands.
 
-Imports every other package, and heavy libraries only inside the commands that need them. Start with `main.py`
-and `common.py`.
+The files parse options, call functions of other packages, and print results. All other packages may be
+imported here. Heavy libraries are imported only inside the commands that need them. Start with `main.py` and
+`common.py`.
 """

@@ -1,4 +1,4 @@
-"""`python -m components.cli` is the command `cuda-agent`."""
+"""Entry point of `python -m components.cli`, which is the same as the command `cuda-agent`."""
 
 from components.cli.main import main
 

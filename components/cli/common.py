@@ -1,4 +1,4 @@
-"""What every command shares: its options, its JSON output on standard output, and text on standard error."""
+"""Options and output that the commands share: JSON goes to standard output and text to standard error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ServerModel = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command; 130 and 143 follow from SIGINT and SIGTERM."""
+    """Exit codes of the commands. Further codes are 130 after SIGINT and 143 after SIGTERM."""
 
     DONE = 0
     FAILED = 1
@@ -67,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """Options of every command that reads parameters."""
+    """Values of the options that every command which reads parameters has."""
 
     profile: Profile = "smoke"
     sets: Sets = None
@@ -76,7 +76,11 @@ class CommonOptions:
     as_json: Json = False
 
     def resolve(self, *overrides: str) -> Resolved:
-        """Return the parameters; `overrides` are KEY=VALUE pairs from other options. Raises UserError."""
+        """Return the parameters that result from the parameter file and the options.
+
+        `overrides` are KEY=VALUE pairs from other options of the command. Raises UserError if a parameter or
+        the file is not valid.
+        """
         from components.core.config import PROJECT, resolve
 
         home = (f"home={json.dumps(self.home)}",) if self.home else ()
@@ -84,9 +88,10 @@ class CommonOptions:
         return resolve(self.profile, (*(self.sets or ()), *overrides, *home), file)
 
     def resolve_for_judging(self, *overrides: str) -> Resolved:
-        """Return the parameters after a check that this machine can isolate a candidate.
+        """Return the parameters after checking that this machine can isolate candidates.
 
-        Raises IsolationUnavailable before torch or a policy is loaded. Judges on a Ray cluster check it
+        Raises IsolationUnavailable if it cannot. Commands call this method before they load torch or a
+        policy. With a Ray cluster nothing is checked here, because the judges on the cluster check it
         themselves.
         """
         resolved = self.resolve(*overrides)
@@ -100,9 +105,10 @@ class CommonOptions:
 def with_common_options(
     profile: str = "smoke", *, prints_output: bool = True
 ) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
-    """Append the options of CommonOptions to a command whose first parameter is `options: CommonOptions`.
+    """Return a decorator that adds the options of CommonOptions to a command.
 
-    `profile` is the default of `--profile`. Without `prints_output` the command prints its own output.
+    The first parameter of the command must be `options: CommonOptions`. `profile` is the default of
+    `--profile`. If `prints_output` is False, the command itself prints its output and sets the exit code.
     """
 
     def decorate(command: Callable[..., Output | None]) -> Callable[..., None]:
@@ -127,7 +133,7 @@ def with_common_options(
 
 
 def with_json_option(command: Callable[..., Output]) -> Callable[..., None]:
-    """Append `--json` to a command that reads no parameters."""
+    """Return the command with the option `--json`; used for commands that do not have CommonOptions."""
     as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
 
     def call(*, as_json: bool = False, **values: Any) -> None:
@@ -146,7 +152,10 @@ def _with_options(
     own: list[inspect.Parameter],
     added: list[inspect.Parameter],
 ) -> Callable[..., None]:
-    """Return `call` with the name and docstring of `command` and the signature that typer reads."""
+    """Return `call` with the name and docstring of `command`, and with the signature that typer reads.
+
+    The signature has the parameters `own` of the command, followed by the parameters `added`.
+    """
     functools.update_wrapper(call, command)
     call.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
@@ -154,7 +163,7 @@ def _with_options(
 
 
 def _print_output(command: Callable[[], Output | None], as_json: bool) -> None:
-    """Run a command, print its record if `as_json`, and exit with its exit code."""
+    """Run a command, print its record as JSON if `as_json` is True, and exit with its exit code."""
     with json_stdout(as_json) as print_json:
         output = command() or Output({})
         print_json(output.record)
@@ -164,9 +173,10 @@ def _print_output(command: Callable[[], Output | None], as_json: bool) -> None:
 
 @contextlib.contextmanager
 def json_stdout(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Reserve standard output for one JSON object; libraries and child processes write to standard error.
+    """Reserve standard output for one JSON object, by redirecting all other output to standard error.
 
-    The object that the yielded function receives is printed at the end if `as_json`.
+    The redirection also applies to libraries and child processes. If `as_json` is True, the last object that
+    the yielded function receives is printed at the end.
     """
     sys.stdout.flush()
     kept = os.dup(1)
@@ -194,7 +204,10 @@ def default_device() -> str:
 
 
 def newest_dataset(home: Path) -> Path:
-    """Return the most recent data set of the home, or its (empty or missing) folder of data sets."""
+    """Return the folder of the data set of the home that was modified last.
+
+    If there is none, the folder of the home in which data sets are stored is returned, which may not exist.
+    """
     versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
     return versions[-1] if versions else home / "datasets"
 
@@ -215,12 +228,12 @@ def judge_session(params: Params, home: Path) -> Iterator[tuple[LocalPool, Progr
 def stderr_console() -> Console:
     from rich.console import Console
 
-    # Without a terminal rich assumes 80 columns, which folds the columns of wide tables.
+    # Without a terminal, rich would assume 80 columns and wrap the text in wide tables.
     return Console(stderr=True, width=None if sys.stderr.isatty() else 200)
 
 
 def print_line(text: object, style: str = "") -> None:
-    """Print one line on standard error, unwrapped and without interpretation of markup."""
+    """Print text on standard error, without line wrapping and without interpreting markup in it."""
     stderr_console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -46,7 +46,10 @@ Dataset = Annotated[
 @data_app.command("build")
 @with_common_options()
 def data_build(options: CommonOptions, out_folder: Out) -> Output:
-    """Compose and admit a data set. A pipeline run does this through DVC."""
+    """Build a data set of composed tasks that the judge has admitted.
+
+    A pipeline run builds its data set in the same way, through DVC.
+    """
     resolved = options.resolve()
     from components.synthesis.dataset import build_dataset
 
@@ -65,7 +68,7 @@ def data_import(
     out_folder: Out,
     against: Against = None,
 ) -> Output:
-    """Filter and admit every row of a parquet file, and write a data set of the rows that pass."""
+    """Write a data set of those tasks in a parquet file that pass the filters and the judge's admission."""
     resolved = options.resolve()
     from components.synthesis.dataset import admit_tasks
     from components.synthesis.task_import import read_public
@@ -81,13 +84,16 @@ def data_import(
 @data_app.command("check")
 @with_common_options()
 def data_check(options: CommonOptions, dataset: Dataset, against: Against = None) -> Output:
-    """Report why rows are refused, without running anything; exit 1 if one is. `import` also runs them."""
+    """Report which tasks of a data set the filters refuse, and why, without running the tasks.
+
+    The exit code is 1 if a task is refused. The command import also runs the tasks.
+    """
     from components.core.task import dataset_version, read_tasks
     from components.synthesis.task_import import check_rows, read_public
 
     data = _with_against(options.resolve().params, against).data
     path = _parquet(dataset)
-    # A data set of this project records the split of each row; elsewhere the operators decide it.
+    # A data set of this project records the split of each row. For other files, the operators determine it.
     own = (path.parent / "metrics.json").is_file()
     tasks = read_tasks(path) if own else read_public(path, data.seed)
     refused = [finding for finding in check_rows(tasks, data) if finding.reason]
@@ -117,7 +123,7 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
 @data_app.command("stats")
 @with_json_option
 def data_stats(dataset: Dataset) -> Output:
-    """Count the splits, kinds and operators of a data set, and summarise its eager times."""
+    """Print statistics of a data set: splits, sources, operators, and quantiles of the eager times."""
     from statistics import quantiles
 
     from components.core.task import read_tasks
@@ -154,7 +160,7 @@ def data_show(
         Path | None, typer.Option("--dataset", help="data set; by default the newest in the home")
     ] = None,
 ) -> Output:
-    """Show a task's source, its evidence, and its nearest neighbours in the data set."""
+    """Print the source and the evidence of a task, and the most similar tasks of the data set."""
     from rich.syntax import Syntax
 
     from components.core.task import read_tasks
@@ -186,7 +192,7 @@ def data_show(
 def data_push(
     options: CommonOptions, folder: Annotated[Path, typer.Argument(help="folder of a data set")]
 ) -> Output:
-    """Store a data set in the remote under its version; equal versions are stored once."""
+    """Store a data set in the remote, under its version. An equal data set is stored only once."""
     from flows.dataset_remote import push
 
     resolved = options.resolve()
@@ -201,7 +207,7 @@ def data_pull(
     options: CommonOptions,
     version: Annotated[str, typer.Argument(help="version of a data set, or at least its first 8 digits")],
 ) -> Output:
-    """Restore a version from the remote into the home's datasets."""
+    """Restore a version of a data set from the remote into the folder datasets of the home."""
     from flows.dataset_remote import pull
 
     resolved = options.resolve()
@@ -211,7 +217,7 @@ def data_pull(
 
 
 def _summary_output(summary: DatasetSummary, out: Path) -> Output:
-    """Print and return the counts of the data set that was written to `out`."""
+    """Print the numbers of admitted and refused tasks of the data set in `out`, and return them."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
     admitted = len(summary.admitted)
     print_line(f"{out}: {admitted} tasks of {summary.candidates} candidates, version {summary.version}")
@@ -228,7 +234,10 @@ def _summary_output(summary: DatasetSummary, out: Path) -> Output:
 
 
 def _with_against(params: Params, against: list[str] | None) -> Params:
-    """Return the parameters with more evaluation programs that no task may resemble."""
+    """Return `params` with the paths `against` added to `data.against`.
+
+    The paths hold evaluation programs that no task of a data set may resemble.
+    """
     data = params.data.model_copy(update={"against": [*params.data.against, *(against or ())]})
     return params.model_copy(update={"data": data})
 

@@ -1,4 +1,4 @@
-"""The command `cuda-agent deploy`: work pools, limits, deployments and automations on a Prefect server."""
+"""The command `cuda-agent deploy`: set up the deployments and what they need on a Prefect server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def deploy(
 ) -> Output:
     """Create or update work pools, limits, deployments and automations on the Prefect server.
 
-    Safe to repeat.
+    The command can be repeated safely.
     """
     if workers not in ("process", "kubernetes"):
         raise UserError(f"--workers {workers}: give process or kubernetes.")

@@ -1,6 +1,6 @@
-"""The command `cuda-agent doctor`: what this machine offers, what is missing, and what the absence costs.
+"""The command `cuda-agent doctor`: report what this machine offers, what is missing, and the consequences.
 
-Imports none of the packages that it looks for.
+The packages that the report lists are looked up but not imported by the code of this file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ MIN_MEMORY_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of the environment. `cost` says what its absence costs and is empty when it is `here`."""
+    """Report on one part of the environment.
+
+    `here` says whether the part is present, and `found` describes it. `cost` says which functions are lost
+    without the part, and is empty if the part is present. `needed` says whether its absence is an error.
+    """
 
     name: str
     here: bool
@@ -59,7 +63,7 @@ class Finding:
 
 @with_common_options()
 def doctor(options: CommonOptions) -> Output:
-    """Report what this machine offers, what is missing, and what the absence costs."""
+    """Report what this machine offers, what is missing, and what does not work without the missing parts."""
     findings = examine(options.resolve())
     table = plain_table("", "what", "found", "what its absence costs")
     for finding in findings:
@@ -74,7 +78,7 @@ def doctor(options: CommonOptions) -> Output:
 
 
 def examine(resolved: Resolved) -> list[Finding]:
-    """Return every finding for the device and home of the parameters."""
+    """Return the findings on all parts of the environment that the device and home of the parameters need."""
     import psutil
 
     params, home = resolved.params, home_of(resolved)
@@ -126,7 +130,7 @@ def _finding(name: str, here: bool, found: str, cost: str, *, needed: bool = Tru
 
 
 def _first_line(*command: str) -> str:
-    """Return the first line that a command prints; empty if it cannot run."""
+    """Return the first line that a command prints, or an empty string if the command fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -147,7 +151,7 @@ def _package(name: str, cost: str) -> Finding:
 
 
 def _isolation(params: Params) -> Finding:
-    """Start, isolate and read one runner as the judge does."""
+    """Return the finding on isolation, after starting an isolated runner in the same way as the judge."""
     from components.core.errors import IsolationUnavailable
     from components.sandbox.preflight import check_isolation
 

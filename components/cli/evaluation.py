@@ -1,4 +1,4 @@
-"""The commands `cuda-agent evaluate` and `cuda-agent runs …`: measure a policy, and compare two runs."""
+"""The commands `cuda-agent evaluate` and `cuda-agent runs …`: evaluate a policy, and compare two runs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def runs_compare(
         str, typer.Argument(metavar="B", help="the same; the report says how B differs from A")
     ],
 ) -> Output:
-    """Compare two runs: data, code, parameters, tasks won and lost, and whether that is significant."""
+    """Compare two runs: data, code, parameters, tasks won and lost, and statistical significance."""
     home = home_of(options.resolve())
     from components.core.progress_view import comparison_tables
     from components.evaluation.compare import compare, open_side

@@ -1,4 +1,4 @@
-"""The command `cuda-agent judge`: the verdict on one workspace."""
+"""The command `cuda-agent judge`: print the verdict on the candidate in one workspace."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def judge(
     device: Device = "",
     precision: Annotated[str, typer.Option("--precision", help="strict-fp32 or tf32")] = "",
 ) -> Output:
-    """Build one candidate, check it and measure it against eager and torch.compile.
+    """Build one candidate, check its outputs, and measure it against eager and torch.compile.
 
-    Exit code 0 for every verdict on the candidate.
+    The exit code is 0 even if the candidate fails, and 1 if the judge itself fails.
     """
     overrides = [f"precision={precision}"] if precision else []
     resolved = options.resolve_for_judging(f"device={device or default_device()}", *overrides)

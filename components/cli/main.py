@@ -1,11 +1,11 @@
-"""The command `cuda-agent`: assembles the commands and turns exceptions into one sentence and an exit code.
+"""The command `cuda-agent`: assembles the commands, and turns exceptions into one sentence and an exit code.
 
-Flows, Prefect, MLflow and torch are imported only inside the commands that need them, so that judging works
-on a bare GPU node and help is instant. With `--json` standard output holds exactly one JSON object; all other
-text goes to standard error.
+Flows, Prefect, MLflow and torch are imported only inside the commands that need them, so that `cuda-agent
+judge` works on a node without Prefect and MLflow, and `--help` is fast. With `--json`, exactly one JSON
+object is written to standard output. All other text is written to standard error.
 
-Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused,
-130 interrupted, 143 ended by SIGTERM.
+Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused, 130
+interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ for name, group in (
 
 
 class _Terminated(SystemExit):
-    """SIGTERM as an exception, which ends a command and its child processes as Ctrl-C does.
+    """Exception that the handler of SIGTERM raises, so that a command ends its child processes and cleans up.
 
-    `main` prints the sentence: the handler may have interrupted another print.
+    The message for the user is printed by `main` and not by the handler, because the handler may interrupt
+    another print.
     """
 
 
@@ -68,9 +69,9 @@ def _raise_terminated(number: int, frame: FrameType | None) -> None:
 
 
 def _reopen_standard_streams() -> None:
-    """Open /dev/null in place of standard streams that the caller closed.
+    """Open /dev/null in place of standard streams that are closed when the process starts.
 
-    Otherwise the next file that is opened would get their descriptors.
+    Otherwise files that are opened later would get the descriptors of the standard streams.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -79,13 +80,17 @@ def _reopen_standard_streams() -> None:
 
 
 def main() -> None:
-    """Run the command line; errors that a user can mend are one sentence on standard error."""
+    """Run the command line.
+
+    Errors that a user can fix are printed as one sentence on standard error, with an exit code but without a
+    traceback.
+    """
     _reopen_standard_streams()
     signal.signal(signal.SIGTERM, _raise_terminated)
-    # No command downloads anything, and progress bars of loading weights are noise.
+    # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # A proxy that is configured must not be asked for the servers of this machine.
+    # A configured proxy must not be used for connections to servers on this machine.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
     try:
@@ -103,4 +108,4 @@ def main() -> None:
         print(f"cuda-agent: {sentence}", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     finally:
-        gc.freeze()  # skips the collection of all imported modules when the interpreter ends
+        gc.freeze()  # a faster exit: the last garbage collection skips all objects

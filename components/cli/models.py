@@ -1,4 +1,4 @@
-"""The commands `cuda-agent models …`: model versions, their gates, and decisions about them."""
+"""The commands `cuda-agent models …`: list model versions, apply their gates, and decide on promotion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Reason = Annotated[str, typer.Option("--reason", help="reason to record in the a
 @models_app.command("list")
 @with_common_options()
 def models_list(options: CommonOptions) -> Output:
-    """List every version, newest first."""
+    """List all versions of the model, newest first."""
     from components.registry import models
 
     promotion, _ = open_promotion(options)
@@ -63,7 +63,7 @@ def models_list(options: CommonOptions) -> Output:
 @models_app.command("show")
 @with_common_options()
 def models_show(options: CommonOptions, version: Version) -> Output:
-    """Show the gates, the decision, the evidence and the report of one version."""
+    """Print the gates, the decision, the checkpoint and the tags of one version."""
     from components.registry import models
 
     promotion, _ = open_promotion(options)
@@ -81,9 +81,10 @@ def models_show(options: CommonOptions, version: Version) -> Output:
 @models_app.command("gate")
 @with_common_options()
 def models_gate(options: CommonOptions, version: Version) -> Output:
-    """Apply the current gates to a version again; one that passes waits for approval.
+    """Apply the gates to a version again, with the current thresholds and the current champion.
 
-    The gates compare with the current thresholds and champion, and the judge tries the exploits again.
+    The judge tries the exploits again. A version that passes waits for approval if the gates require it. The
+    exit code is 4 if the gates refuse the version.
     """
     from components.registry import models
     from components.registry.gate_runner import gate_again
@@ -122,7 +123,7 @@ def models_promote(
         bool, typer.Option("--override", help="promote although its gates did not pass; needs a reason")
     ] = False,
 ) -> Output:
-    """Make a version whose gates passed the champion; exit code 4 if they did not."""
+    """Make a version the champion. The exit code is 4 if its gates did not pass."""
     from components.registry.promotion import NotPassed
 
     promotion, _ = open_promotion(options)
@@ -137,7 +138,10 @@ def models_promote(
 @models_app.command("approve")
 @with_common_options()
 def models_approve(options: CommonOptions, version: Version, reason: Reason = "") -> Output:
-    """Approve a waiting version: it becomes the champion. After its deadline it expires (exit code 4)."""
+    """Approve a waiting version, which then becomes the champion.
+
+    A version whose deadline is over expires instead, and the exit code is 4.
+    """
     promotion, _ = open_promotion(options)
     entry = promotion.approve(version, reason=reason)
     return _entry_output(promotion, entry, refused=entry.action == "expired")
@@ -146,7 +150,7 @@ def models_approve(options: CommonOptions, version: Version, reason: Reason = ""
 @models_app.command("refuse")
 @with_common_options()
 def models_refuse(options: CommonOptions, version: Version, reason: Reason = "") -> Output:
-    """Refuse a waiting version: the champion stays."""
+    """Refuse a waiting version. The champion does not change."""
     promotion, _ = open_promotion(options)
     return _entry_output(promotion, promotion.decline(version, reason=reason))
 
@@ -154,7 +158,7 @@ def models_refuse(options: CommonOptions, version: Version, reason: Reason = "")
 @models_app.command("rollback")
 @with_common_options()
 def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
-    """Make the previous champion the champion again; the current one becomes the previous."""
+    """Make the previous champion the champion again. The current champion becomes the previous one."""
     promotion, _ = open_promotion(options)
     return _entry_output(promotion, promotion.rollback(reason=reason))
 
@@ -162,7 +166,7 @@ def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
 @models_app.command("audit")
 @with_common_options()
 def models_audit(options: CommonOptions) -> Output:
-    """List every decision in order: who decided what, when, and on which evidence."""
+    """List all decisions in order: when, by whom, on which version, and for which reason."""
     promotion, _ = open_promotion(options)
     entries = promotion.chain.entries()
     table = plain_table("", "when", "who", "act", "version", "champion", "reason", "entry")
@@ -185,7 +189,7 @@ def models_audit(options: CommonOptions) -> Output:
 @models_app.command("verify")
 @with_common_options()
 def models_verify(options: CommonOptions) -> Output:
-    """Check that audit chain, registry, checkpoints and evidence agree; exit code 1 if they do not."""
+    """Check that audit chain, registry, checkpoints and evidence agree. The exit code is 1 if they do not."""
     from components.registry import models
 
     promotion, _ = open_promotion(options)
@@ -207,7 +211,10 @@ def models_verify(options: CommonOptions) -> Output:
 
 
 def registry_client(resolved: Resolved) -> Any:
-    """Return the MLflow client of the registry. Raises UserError where no run has registered anything."""
+    """Return the MLflow client of the model registry.
+
+    Raises UserError if the home has no registry yet and the parameters name no tracking server.
+    """
     from components.registry.tracking import connect
 
     home = home_of(resolved)
@@ -220,7 +227,10 @@ def registry_client(resolved: Resolved) -> Any:
 
 
 def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
-    """Return the promotion of the registered model that the parameters name, and the parameters."""
+    """Return the `Promotion` of the registered model that the parameters name, and the parameters.
+
+    Raises UserError if there is no registry.
+    """
     resolved = options.resolve()
     client = registry_client(resolved)
     from components.registry.promotion import Promotion
@@ -229,7 +239,7 @@ def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
 
 
 def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = False) -> Output:
-    """Print what an audit entry changed, and return the version's record with the entry."""
+    """Print the effect of an audit entry, and return the record of its version together with the entry."""
     from components.registry import models
 
     record = models.describe(promotion.client, promotion.model, entry.version)

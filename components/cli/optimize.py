@@ -1,4 +1,4 @@
-"""The command `cuda-agent optimize`: search a faster kernel for one PyTorch module."""
+"""The command `cuda-agent optimize`: search for a faster kernel for one PyTorch module."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def optimize(
         str, typer.Option("--init", metavar="EXPR", help="list of the constructor's arguments of --class")
     ] = "",
 ) -> Output:
-    """Make a PyTorch module faster: a verified, measured kernel, or an honest "no gain found".
+    """Search for a kernel that makes a PyTorch module faster, and write it with its measurements to a folder.
 
-    Exit code 0 in both cases.
+    If no faster kernel is found, the report says so. The exit code is 0 in both cases.
     """
     resolved = options.resolve_for_judging(f"device={device or default_device()}")
     from components.agent.export import check_output_folder, export, headline

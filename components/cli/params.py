@@ -1,4 +1,4 @@
-"""The command `cuda-agent params`: every parameter with its value, meaning and source of the value."""
+"""The command `cuda-agent params`: list all parameters with value, meaning, and source of the value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def params(
         ),
     ] = None,
 ) -> Output:
-    """List every resolved parameter with its meaning and the source of its value."""
+    """List all parameters with their values, their meanings, and the sources of the values."""
     import yaml
 
     from components.core.config import KNOWN

@@ -1,4 +1,4 @@
-"""The command `cuda-agent plan`: memory, time, judges and cost of a profile, without a measurement."""
+"""The command `cuda-agent plan`: estimate the memory, time, judges and cost that a profile needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from components.planning.capacity import Input
 
 NEWEST_FOLDERS = 4
-"""Number of the newest folders of trajectories from which turns and tokens are measured."""
+"""Number of folders of trajectories that are read, newest first, to measure turns and tokens."""
 
 
 @with_common_options("h20-pool")
@@ -36,7 +36,7 @@ def plan(
 ) -> Output:
     """Estimate what a profile needs: memory per GPU, time and bottleneck of a step, judges, GPU-hours, cost.
 
-    Measures nothing and trains nothing.
+    Nothing is run or measured. Trajectories in the home are used as input if there are any.
     """
     from components.planning import capacity
 
@@ -89,7 +89,10 @@ def plan(
 
 
 def _measured_inputs(home: Path) -> dict[str, Input]:
-    """Return the inputs that the agentic trajectories of this home measured; empty where there are none."""
+    """Return the inputs of the plan that follow from the newest trajectories of the agentic stage in `home`.
+
+    The result is empty if there are no such trajectories.
+    """
     folders = sorted(home.glob("stages/agentic-*/trajectories/*/"), key=lambda folder: folder.stat().st_mtime)
     if not folders:
         return {}

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 
 def find_policy(name: str, server_model: str, resolved: Resolved) -> CheckpointPolicy | ServerPolicy:
-    """Return the policy that `name` means: an address, a folder, or a version by alias or number."""
+    """Return the policy that `name` names, which is the value of `--policy`.
+
+    `name` is the address of a server, a folder, or the alias or number of a registered version.
+    `server_model` is the value of `--model`. Raises UserError if there is no such policy.
+    """
     from components.agent.policies import folder_policy, server_policy
 
     params = resolved.params
-    # A policy's manifest gives the prompt and the window, unless `--set` names them.
+    # Prompt and context window are those of the policy's manifest, unless the user sets them with `--set`.
     explicit = frozenset(key for key, source in resolved.sources.items() if source.startswith("--set"))
     if name.startswith(("http://", "https://")):
         from components.policy.chat_client import ChatClient
@@ -43,7 +47,10 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> CheckpointP
 
 
 def _registered_checkpoint(name: str, resolved: Resolved) -> Path:
-    """Return the checkpoint of a registered version, downloaded once into the home."""
+    """Return the folder with the checkpoint of a registered version.
+
+    The checkpoint is downloaded into the home when it is used for the first time.
+    """
     from components.cli.models import registry_client
     from components.core.files import atomic_folder
     from components.policy.checkpoint import verify_checkpoint

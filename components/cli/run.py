@@ -1,4 +1,4 @@
-"""The command `cuda-agent run`: the whole pipeline on this machine."""
+"""The command `cuda-agent run`: run the whole pipeline on this machine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def run(
         ),
     ] = 0,
 ) -> Output:
-    """Run the pipeline: data, cold start, four stages, evaluation, registration, gate.
+    """Run the pipeline: data set, cold start, four training stages, evaluation, registration, gates.
 
-    A finished run with the same parameters and code is only reported. An interrupted one continues where
-    it stopped.
+    If a run with the same parameters and code is finished, only its result is printed. An interrupted run
+    continues where it stopped.
     """
     from components.core import telemetry
     from components.core.progress_view import ProgressView, final_table

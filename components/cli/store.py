@@ -38,7 +38,7 @@ def _open_store(resolved: Resolved) -> Store:
 @store_app.command("list")
 @with_common_options()
 def store_list(options: CommonOptions, prefix: Prefix = "") -> Output:
-    """List every object with its size and time."""
+    """List all objects with size and time of the last change."""
     entries = list(_open_store(options.resolve()).entries(prefix))
     for entry in entries:
         print_line(f"{entry.bytes:>14,}  {entry.modified:%Y-%m-%d %H:%M}  {entry.key}")
@@ -56,7 +56,10 @@ def store_get(
     key: Annotated[str, typer.Argument(help="a key, or a prefix that ends with /: everything below it")],
     out_path: Annotated[Path, typer.Option("--out", help="file, or folder for a prefix")],
 ) -> Output:
-    """Fetch an object and check its digest. An interrupted fetch continues where it stopped."""
+    """Fetch an object, or all objects below a prefix, and check the digests.
+
+    An interrupted fetch continues where it stopped.
+    """
     from components.core.progress_view import ProgressView
 
     store = _open_store(options.resolve())
@@ -80,7 +83,7 @@ def store_get(
 @store_app.command("verify")
 @with_common_options()
 def store_verify(options: CommonOptions, prefix: Prefix = "") -> Output:
-    """Read every object and compare it with its digest; exit 1 if one is damaged."""
+    """Read all objects and compare them with their digests. The exit code is 1 if an object is damaged."""
     from components.core.progress_view import ProgressView
     from components.storage.gc import damaged
 
@@ -109,7 +112,10 @@ def store_gc(
         bool, typer.Option("--delete", help="remove; without it the command only lists what it would remove")
     ] = False,
 ) -> Output:
-    """Remove checkpoints and runs to which no alias, no unfinished run and no audit entry refers."""
+    """List checkpoints and runs to which no alias, no unfinished run and no audit entry refers.
+
+    With --delete they are removed.
+    """
     from components.cli.models import open_promotion
     from components.registry.retention_refs import evidence, references
     from components.storage.gc import plan, reason_to_keep, remove
@@ -125,7 +131,7 @@ def store_gc(
     verb, removed = "removed" if delete else "would remove", list[dict[str, Any]]()
     for group in planned.remove:
         if delete:
-            # The references are read again for each group: one may have appeared since the plan.
+            # The references are read again for each group, because one may have been added since the plan.
             if reason_to_keep(group.id, referenced() | evidence(promotion.chain)):
                 continue
             remove(store, group)

@@ -1,6 +1,6 @@
-"""The command `cuda-agent train`: one stage on this machine, or one rank of it.
+"""The command `cuda-agent train`: run one training stage on this machine, or one rank of the stage.
 
-It needs no orchestrator. Launchers that set RANK and WORLD_SIZE start it directly:
+The command needs no orchestrator. Launchers that set RANK and WORLD_SIZE can start it directly as one rank:
 
     torchrun --nproc-per-node 4 -m components.cli train agentic …
     deepspeed --no_local_rank --num_gpus 4 --module components.cli train agentic …
@@ -55,7 +55,10 @@ def train(
         int, typer.Option("--ranks", min=1, help="processes on this host, one for each GPU")
     ] = 1,
 ) -> None:
-    """Run one training stage, from a checkpoint to a checkpoint. The same command continues it."""
+    """Run one training stage, which reads a checkpoint and writes a checkpoint.
+
+    The same command continues an interrupted stage.
+    """
     from components.training.stage_checks import check_stages
 
     resolved = options.resolve()
@@ -102,7 +105,7 @@ def train(
                     )
                 )
         except StageFailed as error:
-            # The launcher reports what ended the first rank that failed.
+            # With the launcher, only the launcher prints the error, for the first rank that failed.
             if LAUNCHED not in os.environ or isinstance(error, Terminated):
                 print(f"cuda-agent: {error}", file=sys.stderr)
             raise typer.Exit(TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED) from error
@@ -110,14 +113,15 @@ def train(
             print_line(f"{output / result.checkpoint}: {result.stopped or 'done'}")
         print_json(result.model_dump(mode="json"))
     if distributed:
-        # The interpreter's shutdown sometimes aborts after ZeRO 3; everything is written by now.
+        # After ZeRO 3 the interpreter sometimes aborts at exit, so its shutdown is skipped. All files are
+        # written by now.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 def _launch(ranks: int, output: Path) -> None:
-    """Start this command once for each rank, without its `--ranks` option."""
+    """Start this command once for each rank, without its option `--ranks`, and exit with its exit code."""
     from components.training.launcher import launch
 
     arguments = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]

@@ -1,4 +1,4 @@
-"""The commands `cuda-agent trajectory …`: show, render and replay the trajectories of a policy."""
+"""The commands `cuda-agent trajectory …`: print trajectories, write them as HTML, and replay them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trajectory_show(
     folder: Folder,
     number: Annotated[int, typer.Argument(help="which one, counted from 1; by default a table of all")] = 0,
 ) -> Output:
-    """Print a table of the trajectories, or one of them turn by turn."""
+    """Print a table of all trajectories in a folder, or one of the trajectories turn by turn."""
     from components.agent import trajectory_viewer
 
     trajectories = trajectory_viewer.find(folder)
@@ -72,7 +72,7 @@ def trajectory_html(
     number: Number = 0,
     out_file: Annotated[Path, typer.Option("--out", help="file to write")] = Path("trajectory.html"),
 ) -> Output:
-    """Write one self-contained page: speed-up by turn, every change as a diff, every observation."""
+    """Write a trajectory as one HTML page with speed-ups by turn, changes as diffs, and observations."""
     from components.agent import trajectory_viewer
     from components.core.files import atomic_write
 
@@ -85,14 +85,17 @@ def trajectory_html(
 @trajectory_app.command("replay")
 @with_common_options()
 def trajectory_replay(options: CommonOptions, folder: Folder, number: Number = 0) -> Output:
-    """Execute the recorded calls again and report differences other than measured times; exit 1 if any."""
+    """Run the tool calls of a trajectory again and report all differences except measured times.
+
+    The exit code is 1 if there are differences.
+    """
     from components.agent import trajectory_viewer
     from components.agent.replay import replay
 
     number, trajectory = trajectory_viewer.choose(trajectory_viewer.find(folder), number, folder)
     resolved = options.resolve_for_judging(f"device={trajectory.settings.get('device', 'cpu')}")
     with judge_session(resolved.params, home_of(resolved)) as (pool, _):
-        # A new epoch, so that no verdict comes from the journal of an earlier replay.
+        # The epoch is new, so that no verdict is taken from the journal of an earlier replay.
         differences = replay(trajectory, resolved.params, pool, epoch=f"replay/{uuid.uuid4().hex}")
     calls = sum(len(turn.calls) for turn in trajectory.turns)
     for difference in differences:

@@ -1,4 +1,4 @@
-"""Evaluating policies: suites, metrics, the evaluation itself, the report, and comparisons of runs.
+"""Evaluation of policies: suites of tasks, episodes and measurements, metrics, reports, comparisons of runs.
 
 Imports `agent` and `judge`. Start with `evaluate.py`.
 """

@@ -1,7 +1,7 @@
-"""Charts as inline SVG, coloured by the classes of the page's style sheet.
+"""Charts as inline SVG.
 
-Every function returns finished markup. Labels are escaped here; numbers are formatted here; colours are
-classes of the page's style sheet, so that the same drawing serves light and dark.
+Every function returns complete markup, in which labels are escaped and numbers are formatted. Colours are
+names of CSS classes of the page's style sheet, so that the same markup can be shown in light and dark mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
 
 @dataclass(frozen=True)
 class Series:
-    """One line: points in order, and a band of (low, high) around it where its uncertainty is known."""
+    """One line of a chart.
+
+    `xs` and `ys` are the coordinates of its points in order, and `colour` is a CSS class. `band` holds the
+    interval (low, high) of each point, or is empty if there are no intervals.
+    """
 
     label: str
     colour: str
@@ -36,7 +40,11 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     whole_x: bool = False,
 ) -> Markup:
-    """Draw lines over a common x axis; return empty markup when there is no point."""
+    """Draw lines over a common x axis.
+
+    `y_range` replaces the range of the values on the y axis. With `whole_x`, the ticks of the x axis are
+    whole numbers. Returns empty markup if there is no point.
+    """
     xs = [x for line in series for x in line.xs]
     ys = [y for line in series for y in line.ys] + [
         edge for line in series for pair in line.band for edge in pair
@@ -68,14 +76,15 @@ def line_chart(
 def stacked_shares(
     xs: Sequence[float], shares: Mapping[str, tuple[str, Sequence[float]]], *, x_label: str
 ) -> Markup:
-    """Draw areas that add up to one at every x.
+    """Draw stacked areas whose values add up to one at every x.
 
-    `shares` maps a label to its colour and values, drawn from the bottom up.
+    `shares` maps the label of each area to its colour and values; the first area is at the bottom. Returns
+    empty markup if `xs` is empty.
     """
     if not xs:
         return Markup("")
     if len(xs) == 1:
-        # One step is still an area: draw it one step wide.
+        # The area of a single step would have no width, so it is drawn one step wide.
         xs, shares = (
             [xs[0], xs[0] + 1],
             {label: (colour, [values[0]] * 2) for label, (colour, values) in shares.items()},
@@ -99,7 +108,10 @@ def stacked_shares(
 
 
 def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
-    """Draw counts of speed-ups in bins of a factor of sqrt(2), by group (label, colour, ratios)."""
+    """Draw a histogram of speed-ups for each group, with bins whose width is a factor of sqrt(2).
+
+    Each group is a tuple of label, colour and ratios. Returns empty markup if there is no ratio.
+    """
     ratios = [ratio for _, _, values in groups for ratio in values]
     if not ratios:
         return Markup("")
@@ -136,7 +148,11 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
 
 
 def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 190) -> Markup:
-    """Draw horizontal bars (label, value, text, colour) on one common scale from zero."""
+    """Draw horizontal bars on one common scale that begins at zero.
+
+    Each row is a tuple of label, value, text at the end of the bar, and colour. Returns empty markup if no
+    value is positive.
+    """
     largest = max((value for _, value, _, _ in rows), default=0)
     if largest <= 0:
         return Markup("")
@@ -157,9 +173,9 @@ def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 
 
 
 def whisker(estimate: float, low: float, high: float) -> Markup:
-    """Draw a ratio with its interval on a small logarithmic axis from 1/8 to 8.
+    """Draw a speed-up with its interval on a small logarithmic axis from 1/8 to 8.
 
-    The centre line is "equally fast".
+    A vertical line in the centre marks a speed-up of 1.
     """
     x = _scale(-3, 3, 2, 118)
 
@@ -193,7 +209,10 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> list[tuple[float, str]]:
-    """Return about five round numbers between low and high, with their labels."""
+    """Return about `about` round numbers between low and high for the ticks of an axis, with their labels.
+
+    With `whole`, the distance between the ticks is a whole number.
+    """
     span = high - low or 1.0
     raw = span / about
     power = 10.0 ** math.floor(math.log10(raw))

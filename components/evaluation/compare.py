@@ -1,8 +1,9 @@
-"""Comparison of two runs or evaluations: what differs in data, code, parameters and results.
+"""Comparison of two runs or evaluations: differences in data, code, parameters and results.
 
-Both sides are paired by task. Yes-or-no outcomes are compared by McNemar's exact test, speed-ups by a
-sign-flip permutation test on the log ratios of the tasks that both solved: exact up to `EXACT_UP_TO` tasks,
-sampled above. Neither assumes a distribution.
+The results of both sides are paired by task. Yes-or-no outcomes are compared using McNemar's exact test.
+Speed-ups are compared using a sign-flip permutation test on the log ratios of the tasks that both sides
+solved. The permutation test enumerates all sign flips for up to `EXACT_UP_TO` tasks and samples sign flips
+for more tasks. Neither test assumes a normal distribution.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ SAMPLED_FLIPS = 20_000
 
 
 class Side(FrozenModel):
-    """One run or evaluation: its results by task, and what it was made from as far as it was recorded."""
+    """One run or evaluation: its results, and its parameters, data set and code if they were recorded."""
 
     name: str
     evaluation: Evaluation
     params: dict[str, Any] = Field(default_factory=dict)
-    """Value by dotted key."""
+    """Values of the parameters, by dotted key. Empty if they were not recorded."""
     dataset: str = ""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Digest by source file."""
+    """Digests of the source files, by path. Empty if they were not recorded."""
 
 
 class PairedTest(FrozenModel):
-    """A paired test; `better` and `worse` count the tasks on which the second side did better or worse."""
+    """Result of a paired test.
+
+    `tasks` is the number of tasks that were compared. `better` and `worse` are the numbers of tasks on which
+    the second side did better or worse than the first.
+    """
 
     name: str
     tasks: int
@@ -57,7 +62,12 @@ class PairedTest(FrozenModel):
 
 
 class TaskChange(FrozenModel):
-    """A task whose outcome differs: solved or not, or faster by more than the margin."""
+    """A task that was won or lost.
+
+    A task is won if only the second side solved it, or if the second side's solution is faster than the first
+    side's by more than the margin `MARGIN`. It is lost in the opposite cases. `before` and `after` describe
+    the outcomes of the first and second side.
+    """
 
     task_id: str
     name: str
@@ -67,10 +77,12 @@ class TaskChange(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """How `second` differs from `first`; `dataset`, `code`, `params` and `changed` leave out what is equal.
+    """Differences between two sides, which are named `first` and `second`.
 
-    `unknown` names what a side did not record. `changes` are paired differences, second minus first (ratios
-    for geometric means), with 95 % intervals.
+    `dataset`, `code` (source files), `params` and `changed` (tasks) contain only differences. `unknown` lists
+    parameters, code or data if one of the sides did not record them. `changes` are the paired differences of
+    the figures, second minus first, or second over first for geometric means, with 95 % intervals. `tasks` is
+    the number of tasks that both sides have.
     """
 
     first: str
@@ -86,9 +98,10 @@ class Comparison(FrozenModel):
 
 
 def open_side(home: Path, name: str) -> Side:
-    """Load a run or evaluation by the beginning of its id, or an evaluation by its folder.
+    """Load a finished run or evaluation.
 
-    Raises UserError when `home` has none with this name, or several.
+    `name` is the folder of an evaluation, or the beginning of the id of a run or evaluation in `home`. Raises
+    UserError if there is none with this name in `home`, or more than one.
     """
     if (Path(name) / RESULTS).is_file():
         return _evaluation_side(name, Path(name))
@@ -131,7 +144,7 @@ def _read_if_there(file: Path) -> dict[str, Any]:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted key."""
+    """Return the values in nested mappings as one mapping with dotted keys."""
     if not isinstance(value, Mapping):
         return {prefix.removesuffix("."): value}
     return {
@@ -140,7 +153,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def compare(first: Side, second: Side) -> Comparison:
-    """Compare two sides; raises UserError when they have no task in common."""
+    """Return the differences between two sides.
+
+    Raises UserError if the two sides have no task in common.
+    """
     earlier = {row.task_id: row for row in first.evaluation.tasks}
     pairs = [(earlier[row.task_id], row) for row in second.evaluation.tasks if row.task_id in earlier]
     if not pairs:
@@ -169,13 +185,19 @@ def compare(first: Side, second: Side) -> Comparison:
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return both values by each key whose values differ; nothing when a side was not recorded."""
+    """Return the values of both sides for each key whose values differ.
+
+    The result is empty if one of the mappings is empty, because the side did not record the values then.
+    """
     keys = sorted(first.keys() | second.keys()) if first and second else []
     return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
 
 
 def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[PairedTest, ...]:
-    """Test every outcome over pairs of results, without the tasks that the judge failed on."""
+    """Test whether the two sides differ in tasks solved, in tasks faster than a baseline, and in speed-up.
+
+    `pairs` are the results of both sides on each task. Tasks on which the judge failed are left out.
+    """
     pairs = [(a, b) for a, b in pairs if not a.error and not b.error]
     tests = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
     for baseline in BASELINES:
@@ -188,7 +210,10 @@ def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[Paired
 
 
 def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
-    """McNemar's exact two-sided test: twice the binomial tail of the discordant pairs."""
+    """Return the result of McNemar's exact two-sided test on pairs of yes-or-no outcomes.
+
+    The p-value is twice the binomial tail of the pairs whose outcomes differ, and at most 1.
+    """
     better = sum(b and not a for a, b in outcomes)
     worse = sum(a and not b for a, b in outcomes)
     n = better + worse
@@ -197,9 +222,10 @@ def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
 
 
 def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
-    """Two-sided permutation test of the mean: by chance, each difference is as likely to have the other sign.
+    """Return the result of a two-sided permutation test of the mean of paired differences.
 
-    `scipy.stats.permutation_test` refuses fewer than two differences.
+    Under the null hypothesis, each difference has either sign with equal probability.
+    `scipy.stats.permutation_test` is not used because it refuses fewer than two differences.
     """
     values = np.asarray(differences, dtype=float)
     n = len(values)
@@ -207,7 +233,7 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
         signs = np.array(list(product((1.0, -1.0), repeat=n))).reshape(2**n, n)
     else:
         flips = np.random.default_rng(0).choice((1.0, -1.0), size=(SAMPLED_FLIPS, n))
-        # The observed signs are one of the possible outcomes, so a p-value is never 0.
+        # The observed signs are included as one of the possible outcomes, so the p-value is never 0.
         signs = np.vstack([np.ones((1, n)), flips])
     sums = np.abs(signs @ values)
     p_value = float(np.mean(sums >= sums[0] - 1e-12))
@@ -216,7 +242,10 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
 
 
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
-    """Return how a task was won or lost by solving it, or by more than the margin of speed; else None."""
+    """Return the record of a task that was won or lost.
+
+    Returns None if the task was neither won nor lost, or if the judge failed on it.
+    """
     if a.error or b.error:
         return None
     x, y = a.ratio("eager"), b.ratio("eager")

@@ -1,16 +1,16 @@
-"""Evaluation of a policy on a suite: episodes in the agent loop, then each final answer measured again.
+"""Evaluation of a policy on a suite: run episodes in the agent loop, then measure each final answer again.
 
-The result of a task is the answer that the first attempt itself declares final, judged again under a new
-epoch. So nothing selects the best of several noisy measurements, as reporting the best solution of a
-trajectory would.
+The result of a task is the verdict on the final answer of the first attempt, which is judged again under a
+new epoch. The best solution of a trajectory is not reported, because choosing the best of several noisy
+measurements would overestimate the speed-up.
 
-Every result is on disk as soon as it is known, and a rerun in the same folder continues:
+Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
-    out/plan.json               what is evaluated; another evaluation in the same folder is refused
+    out/plan.json               settings of the evaluation; other settings in the same folder are refused
     out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
-    out/tasks/<task_id>.json    one result per task
-    out/cost.json               device-seconds by phase; an interrupted step is not counted
-    out/results.json            the evaluation; written last, so its presence says that it is complete
+    out/tasks/<task_id>.json    result of one task
+    out/cost.json               device-seconds by phase, without the seconds of interrupted steps
+    out/results.json            the evaluation; it is written last, so it exists only if all else is complete
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
 RETRY_SECONDS = (0.0, 30.0, 120.0)
-"""Pauses before final answers on which the judge failed are measured again.
+"""Seconds to wait before final answers on which the judge failed are measured again, for each retry.
 
-The last retry's failures are errors.
+Tasks on which the judge fails even in the last retry become errors of the evaluation.
 """
 SOUND = ("", "eager_time", "infrastructure")
-"""Reasons of an admission that do not make a task degenerate."""
+"""Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted."""
 
 
 def evaluate(
@@ -53,12 +53,12 @@ def evaluate(
     seed: int,
     admit: Callable[[str], Future[Admission]] | None = None,
 ) -> Evaluation:
-    """Evaluate `policy` on `tasks` with its own parameters, keeping all results in the folder `out`.
+    """Evaluate `policy` on `tasks` with the policy's own parameters and keep all results in the folder `out`.
 
-    `epoch` names this evaluation to the judge, which shares measurements inside an epoch only. `admit`, the
-    pool's admission, tells whether a wrong kernel could pass on a task; such tasks count and are marked
-    degenerate. Raises UserError when `out` holds a different evaluation, or when the policy's server does not
-    answer.
+    `epoch` is passed to the judge, because equal candidates share one measurement only within one epoch.
+    `admit` is the admission of the judge pool, which finds out whether a wrong kernel could pass on a task.
+    Such tasks are marked as degenerate but remain included in the figures. Raises UserError if there is no
+    task, if `out` holds a different evaluation, or if the policy's server does not answer.
     """
     params = policy.params
     if not tasks:
@@ -91,7 +91,7 @@ def evaluate(
 
 
 def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
-    """Return what distinguishes this evaluation from any other."""
+    """Return all settings of an evaluation that affect its results."""
     params = policy.params
     return {
         "policy_digest": policy.digest,
@@ -111,7 +111,10 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
 
 
 def _claim(out: Path, plan: dict[str, Any]) -> None:
-    """Write the plan, or check that it is the one that `out` was begun with."""
+    """Write `plan` to plan.json in `out`, or compare it with the plan that is already there.
+
+    Raises UserError if the two plans differ.
+    """
     file = out / "plan.json"
     if not file.is_file():
         write_json(file, plan)
@@ -135,9 +138,11 @@ def _attempts(
     progress: Progress,
     seed: int,
 ) -> list[list[Trajectory]]:
-    """Return the attempts of every task.
+    """Return the trajectories of every task, loaded from `out` or sampled.
 
-    Batches, whose size depends on parameters only, are the unit of resumption.
+    Tasks are sampled in batches, and an interrupted evaluation continues with the first batch that is not
+    complete. The size of the batches depends only on parameters, so it is the same then. Raises UserError if
+    the policy's server answers no turn of a batch.
     """
     settings = policy.params.evaluation
     count = settings.attempts
@@ -178,7 +183,7 @@ def _attempts(
 
 
 def _server_failed(trajectory: Trajectory) -> bool:
-    """Whether the policy's server failed, so that the trajectory says nothing about the policy."""
+    """Return whether the policy's server failed, so that the trajectory must not be charged to the policy."""
     return trajectory.finish_reason == "server"
 
 
@@ -196,7 +201,11 @@ def _measure(
     epoch: str,
     progress: Progress,
 ) -> list[TaskResult]:
-    """Return one result per task in the suite's order; a task that is listed twice is measured once."""
+    """Return one result per entry of `tasks`, in order.
+
+    The first attempt's final answer is measured again, unless its result is on disk already. A task that is
+    listed several times is measured only once.
+    """
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
     results = {
@@ -212,7 +221,7 @@ def _measure(
         for task_id, (task, own) in first.items():
             if task_id in results:
                 continue
-            # A task with evidence was admitted when its data set was made.
+            # A task with evidence was already admitted when its data set was built.
             if admit is not None and not task.evidence and task_id not in admissions:
                 admissions[task_id] = admit(task.code)
             pending[_final(task, own[0], pool, epoch)] = task_id
@@ -244,7 +253,11 @@ def _measure(
 
 
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
-    """Measure the final answer again; an attempt that wrote nothing keeps its own verdict."""
+    """Return a future of a new verdict on the final answer of `attempt`.
+
+    If the attempt wrote no file, the future has the verdict from the end of the episode. If the policy's
+    server failed, it has a verdict with the status `infrastructure`.
+    """
     if _measurable(attempt):
         return pool.submit(
             Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=True)
@@ -259,7 +272,7 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
 
 
 def _add_cost(out: Path, phase: str, seconds: float) -> None:
-    """Add seconds for which a phase held the device."""
+    """Add `seconds`, during which `phase` occupied the device, to cost.json in `out`."""
     file = out / "cost.json"
     costs: dict[str, float] = read_json(file) if file.is_file() else {}
     write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})

@@ -1,9 +1,11 @@
 """Figures of an evaluation, each with an interval: rates, geometric means, fast_p and rewards.
 
-The definitions are KernelBench's with three corrections: every task stays in the denominator of every rate,
-the geometric mean is the exponential of the mean log, and a ratio counts only if it is positive and finite.
+The definitions are those of KernelBench with three corrections. Every task is included in the denominator of
+every rate, the geometric mean is the exponential of the mean log, and a ratio is used only if it is positive
+and finite.
 
-Every figure is a ratio of two sums over tasks, so that one matrix product gives it for all bootstrap samples.
+Every figure is computed as a ratio of two sums over tasks, because its values for all bootstrap samples are
+then one matrix product.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ BASELINES: tuple[Baseline, ...] = ("eager", "compile")
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 RESAMPLES = 2000
 COVERAGE = 0.95
-# Prefixes of the names of figures that are shares of tasks.
+# Prefixes of the names of the figures that are shares of tasks.
 SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
 
 Array = NDArray[np.float64]
 
 
 class Attempt(FrozenModel):
-    """One trajectory on a task, with the status of its final answer at the end of the episode."""
+    """One trajectory on a task.
+
+    `status` and `reward` are those of the verdict on the final answer at the end of the episode.
+    """
 
     status: Status
     reward: float
@@ -41,10 +46,12 @@ class Attempt(FrozenModel):
 
 
 class TaskResult(FrozenModel):
-    """Result of one task: the final answer of its first attempt, measured again, and all attempts.
+    """Result of one task: the new measurement of the first attempt's final answer, and all attempts.
 
-    `source` is the task's program, `files` are the candidate's by workspace path. `degenerate` says why a
-    wrong kernel could pass on this task; it is empty for a sound one.
+    `status`, `reason`, `milestone`, `seconds`, `speedup` and `evidence` belong to the new measurement.
+    `source` is the source of the task, and `files` are the files of the final answer by workspace path.
+    `degenerate` is the reason why a wrong kernel could pass on this task, or empty if there is no such
+    reason.
     """
 
     task_id: str
@@ -76,11 +83,15 @@ class TaskResult(FrozenModel):
 
     @property
     def error(self) -> bool:
-        """Whether the judge itself failed: neither a pass nor a miss."""
+        """Whether the judge itself failed, so that the task was neither solved nor failed."""
         return self.status == "infrastructure"
 
     def ratio(self, baseline: Baseline) -> float | None:
-        """Return the measured speed-up of a correct solution, or None."""
+        """Return the measured speed-up over `baseline`.
+
+        Returns None if the solution is not correct, or if the speed-up was not measured or is not positive
+        and finite.
+        """
         ratio: Ratio | None = getattr(self.speedup, baseline)
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:
             return None
@@ -88,9 +99,9 @@ class TaskResult(FrozenModel):
 
 
 class Interval(FrozenModel):
-    """A 95 % bootstrap interval over tasks (exact binomial for shares of 0 and 1).
+    """A 95 % interval from bootstrap samples of the tasks, or an exact binomial one for shares of 0 and 1.
 
-    None where no task counts.
+    Both ends are None if there is no task on which the figure is defined.
     """
 
     low: float | None
@@ -98,21 +109,24 @@ class Interval(FrozenModel):
 
 
 class Pair(FrozenModel):
-    """One figure against both baselines; None where no task counts."""
+    """One figure against each baseline, or None if there is no task on which the figure is defined."""
 
     eager: float | None
     compile: float | None
 
 
 class Counts(FrozenModel):
-    """A number of tasks for both baselines."""
+    """One number of tasks for each baseline."""
 
     eager: int
     compile: int
 
 
 class FastP(FrozenModel):
-    """Shares of all tasks that are correct and more than `p` times as fast, for each p in turn."""
+    """Shares of tasks that are solved and more than p times as fast as each baseline, for each p in `p`.
+
+    For p = 0, the share is that of the solved tasks.
+    """
 
     p: tuple[float, ...]
     eager: tuple[float, ...]
@@ -122,11 +136,14 @@ class FastP(FrozenModel):
 class Summary(FrozenModel):
     """Figures over one set of tasks.
 
-    Rates are over all `tasks`, errors of the judge included; `beyond_margin` is the share that is more than 5
-    % faster. `geomean` is over the `geomean_over` correct solutions whose ratio was measured; `mean_reward`
-    leaves out errors. `attempts_*` and `pass_at` (unbiased pass@k by k) are over all attempts as the episodes
-    ended, before the final measurement. `intervals` has one entry per figure by its dotted name, such as
-    `fast_p.eager.1.5`.
+    The denominator of all rates is the number of `tasks`, including the `errors` tasks on which the judge
+    failed. `beyond_margin` is the share of tasks whose solution is more than 5 % faster. `geomean` is
+    computed on the correct solutions whose ratio was measured, whose number is `geomean_over`. `mean_reward`
+    leaves out the errors. `milestones` gives the number of tasks for each milestone, without the errors.
+
+    `attempts_mean_reward`, `attempts_pass_rate` and `pass_at` (unbiased pass@k, by k) are computed on all
+    attempts with the verdicts at the end of their episodes, not with the new measurement. `intervals` has one
+    entry for each figure by its dotted name, such as `fast_p.eager.1.5`.
     """
 
     tasks: int
@@ -147,9 +164,10 @@ class Summary(FrozenModel):
 
 
 def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 0) -> Summary:
-    """Return the figures over tasks, given as records or in their JSON form, with seeded bootstrap intervals.
+    """Return the figures over the results of tasks, with bootstrap intervals.
 
-    Without tasks, the figures are None.
+    The results are records or the JSON form of records. `seed` determines the bootstrap samples. If there are
+    no results, rates, means and intervals are None.
     """
     rows = [
         result if isinstance(result, TaskResult) else TaskResult.model_validate(result) for result in results
@@ -189,7 +207,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summary]:
-    """Return one summary per level; empty for a suite without levels."""
+    """Return one summary for each level. The result is empty if no task has a level."""
     levels = sorted({row.level for row in results if row.level is not None})
     return {
         str(level): summarise([row for row in results if row.level == level], seed=seed) for level in levels
@@ -197,7 +215,10 @@ def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summa
 
 
 class Change(FrozenModel):
-    """Paired change of a figure, after minus before (a ratio for geometric means), with its interval."""
+    """Paired change of a figure with its 95 % interval.
+
+    The change is the figure after minus the figure before, or their ratio for geometric means.
+    """
 
     value: float | None
     low: float | None
@@ -205,7 +226,10 @@ class Change(FrozenModel):
 
 
 def changes(before: Sequence[TaskResult], after: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Change]:
-    """Return the change of every figure over the common tasks, with intervals paired by task."""
+    """Return the change of every figure, by name, over the tasks that `before` and `after` have in common.
+
+    For the intervals, each bootstrap sample draws the same tasks before and after.
+    """
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
@@ -220,7 +244,7 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult], *, seed: 
 
 
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
-    """Return, by figure, what each task adds to the numerator and to the denominator."""
+    """Return the summands of each task in the numerator and in the denominator of every figure, by name."""
     every = np.ones(len(rows))
     judged = np.array([not row.error for row in rows], dtype=float)
     figures = {
@@ -230,7 +254,7 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     for baseline in BASELINES:
         ratios = np.array([row.ratio(baseline) or math.nan for row in rows], dtype=float)
         measured = (~np.isnan(ratios)).astype(float)
-        # A comparison with NaN is False: a correct solution whose ratio was not measured is not faster.
+        # A comparison with NaN is False, so a correct solution whose ratio was not measured is not faster.
         figures[f"faster_rate.{baseline}"] = ((ratios > 1).astype(float), every)
         figures[f"beyond_margin.{baseline}"] = ((ratios > MARGIN).astype(float), every)
         figures[f"geomean.{baseline}"] = (
@@ -238,7 +262,7 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
             measured,
         )
         for p in FAST_P:
-            # fast_0 is KernelBench's correctness: it needs no ratio.
+            # In KernelBench, fast_0 is the share of correct solutions, for which no ratio is needed.
             share = figures["pass_rate"][0] if p == 0 else (ratios > p).astype(float)
             figures[f"fast_p.{baseline}.{p:g}"] = (share, every)
     return figures
@@ -253,7 +277,7 @@ def _estimate(
     for name, figure in figures.items():
         bounds = _bounds(name, _apply(figure, samples))
         if tasks and name.startswith(SHARES) and values[name] in (0, 1):
-            # Every bootstrap sample of equal outcomes is equal: the exact binomial bound holds there.
+            # The exact binomial bound is used, because all bootstrap samples of equal outcomes are equal.
             miss = ((1 - COVERAGE) / 2) ** (1 / tasks)
             bounds = {"low": 0.0, "high": 1 - miss} if values[name] == 0 else {"low": miss, "high": 1.0}
         intervals[name] = Interval(**bounds)
@@ -261,7 +285,7 @@ def _estimate(
 
 
 def _bootstrap_counts(tasks: int, seed: int) -> Array:
-    """Return how often each bootstrap sample holds each task, [RESAMPLES, tasks]."""
+    """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
     if tasks == 0:
         return np.zeros((RESAMPLES, 0))
     shares = np.full(tasks, 1 / tasks)
@@ -269,7 +293,10 @@ def _bootstrap_counts(tasks: int, seed: int) -> Array:
 
 
 def _apply(figure: tuple[Array, Array], counts: Array) -> Array:
-    """Return the figure for each row of `counts`; NaN where the row holds no task that counts."""
+    """Return the value of a figure for each row of `counts`, which says how often each task is drawn.
+
+    `figure` holds numerators and denominators of the tasks. The value is NaN if the denominator is 0.
+    """
     numerator, denominator = counts @ figure[0], counts @ figure[1]
     quotient: Array = np.divide(
         numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0
@@ -278,7 +305,10 @@ def _apply(figure: tuple[Array, Array], counts: Array) -> Array:
 
 
 def _bounds(name: str, samples: Array) -> dict[str, float | None]:
-    """Return the ends of a figure's percentile interval over bootstrap samples."""
+    """Return the ends of the percentile interval of the figure `name`, computed on its bootstrap `samples`.
+
+    Both ends are None if all samples are NaN.
+    """
     samples = samples[~np.isnan(samples)]
     if len(samples) == 0:
         return {"low": None, "high": None}
@@ -287,14 +317,21 @@ def _bounds(name: str, samples: Array) -> dict[str, float | None]:
 
 
 def _scaled(name: str, value: float) -> float | None:
-    """Return a figure in its own unit, from a mean log for geometric means; None for NaN."""
+    """Return the exponential of `value` for geometric means, and `value` unchanged for other figures.
+
+    Returns None if `value` is NaN.
+    """
     if math.isnan(value):
         return None
     return math.exp(value) if name.startswith("geomean") else value
 
 
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """Return pass@k, the mean over tasks of 1 - C(n - c, k) / C(n, k), for k up to the fewest attempts."""
+    """Return pass@k by k: the mean over tasks of 1 - C(n - c, k) / C(n, k).
+
+    n is the number of attempts on a task and c the number of correct attempts. The largest k is the smallest
+    n of all tasks.
+    """
     outcomes = [
         [attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"]
         for row in rows

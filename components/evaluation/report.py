@@ -1,8 +1,8 @@
-"""The report: one HTML file with the decision on the new policy and all figures that it rests on.
+"""The report: one HTML file with the decision on the new policy and all figures on which it is based.
 
-The file is self-contained: styles, charts (inline SVG) and the script that sorts its tables are inside, and
-its content security policy forbids everything else. Kernel sources and task names are untrusted text: the
-template escapes them, and only the markup of the charts is passed through.
+The file contains its styles, its charts (inline SVG) and the script that sorts its tables, and its content
+security policy forbids loading anything else. Kernel sources and task names are untrusted text, so the
+template escapes everything except the markup of the charts.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ MILESTONES = {
     2: ("faster than eager", "m2"),
     3: ("faster than both", "m3"),
 }
-"""Label and colour by milestone."""
+"""Label and CSS class of the colour, by milestone."""
 BASELINE_TITLES: dict[Baseline, str] = {"eager": "against eager", "compile": "against torch.compile"}
 
 
 class StageFigures(FrozenModel):
-    """Figures of one training stage: of its steps in order (metrics.jsonl) and its result (stage.json)."""
+    """Figures of one training stage.
+
+    `steps` has the metrics of each step in order, from metrics.jsonl. `result` is the contents of stage.json.
+    """
 
     name: str
     steps: tuple[dict[str, Any], ...] = ()
@@ -70,9 +73,10 @@ class ReportData(FrozenModel):
     """Everything that the report shows.
 
     `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused or
-    waiting), reasons (texts), model (name and version) and environment. `dataset` is the data set's
-    metrics.json. `gates` are rows of name, value, low, high, threshold, passed. `cost` is device-seconds by
-    what they were spent on.
+    waiting), reasons (texts), model (name and version), title and environment. `dataset` is the contents of
+    the data set's metrics.json. Each of `gates` has the keys name, value, low, high, threshold and passed.
+    `cost` gives the device-seconds of each part of the run. `before` and `after` are the evaluations before
+    and after training.
     """
 
     meta: dict[str, Any]
@@ -92,10 +96,11 @@ def load_report_data(
     gates: list[dict[str, Any]],
     meta: dict[str, Any],
 ) -> ReportData:
-    """Read the files of a run: the folders `dataset` and `stages`, and the evaluations `before` and `after`.
+    """Read the data of a report from the files of a run.
 
-    A data set or a stage without figures leaves its chart out. Raises UserError when an evaluation is
-    missing.
+    `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
+    `after` are the results of the evaluations. The charts of a data set or stage are left out of the report
+    if its figures are missing. Raises UserError if an evaluation is missing or if figures are damaged.
     """
     metrics = dataset / "metrics.json"
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
@@ -132,7 +137,10 @@ def _load_stage(name: str, folder: Path) -> StageFigures:
 
 
 def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
-    """Write the report of a single evaluation beside its results and return its path."""
+    """Write the report of a single evaluation to report.html in `folder` and return the path.
+
+    `folder` is the folder with the results of the evaluation.
+    """
     data = ReportData(
         meta={"title": "evaluation", "device": evaluation.device},
         dataset={},
@@ -147,7 +155,10 @@ def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
 
 
 def write_report(path: Path, data: ReportData) -> None:
-    """Write the report as one self-contained HTML file, and its figures beside it as JSON."""
+    """Write the report to `path` as one self-contained HTML file.
+
+    The figures are also written as JSON, to the same path with the suffix .json.
+    """
     script = SCRIPT.read_text()
     before, after = data.before, data.after
     environment = tables.environment(after.tasks) | dict(data.meta.get("environment", {}))
@@ -188,7 +199,10 @@ def _template() -> jinja2.Template:
 
 
 def pretty(value: Any) -> str:
-    """Format a value with four significant digits and without braces; a dash stands for none."""
+    """Return the text of a value, with four significant digits for floats and without brackets or braces.
+
+    A missing value, an empty collection and a float that is not finite become a dash.
+    """
     match value:
         case None | "":
             return "–"
@@ -205,7 +219,11 @@ def pretty(value: Any) -> str:
 
 
 def figure(value: float | None, name: str) -> str:
-    """Format a figure by its name: rates as per cent, geometric means with a times sign, rewards plain."""
+    """Return the text of the figure `name`.
+
+    Rates are written as per cent, geometric means with a times sign, and rewards as plain numbers. A missing
+    value becomes a dash.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     name = name.removeprefix("change.")
@@ -217,14 +235,17 @@ def figure(value: float | None, name: str) -> str:
 
 
 def interval(bounds: Interval | Change | None, name: str) -> str:
-    """Format the interval of a figure; empty when there is none."""
+    """Return the text of the interval of the figure `name`, or an empty string if there is no interval."""
     if bounds is None or bounds.low is None or bounds.high is None:
         return ""
     return f"{figure(bounds.low, name)} to {figure(bounds.high, name)}"
 
 
 def _cards(before: Evaluation | None, after: Evaluation) -> list[dict[str, str]]:
-    """Return the headline figures, with their paired changes where there is an earlier evaluation."""
+    """Return the texts of the headline figures.
+
+    If there is an earlier evaluation, they include its figures and the paired changes.
+    """
     paired = changes(before.tasks, after.tasks) if before is not None else {}
     cards = []
     for name, title in HEADLINE:
@@ -251,7 +272,11 @@ def _cards(before: Evaluation | None, after: Evaluation) -> list[dict[str, str]]
 
 
 def _signed(name: str, value: float | None) -> str:
-    """Format a change: signed points for rates, a signed number for rewards, a factor for geometric means."""
+    """Return the text of the change of the figure `name`.
+
+    It is a signed number of percentage points for rates, a signed number for rewards, and a factor for
+    geometric means.
+    """
     if value is None:
         return "–"
     if name.startswith("geomean"):
@@ -261,7 +286,7 @@ def _signed(name: str, value: float | None) -> str:
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    # A floor applies to the interval's lower end (registry/gates.py), a change to the figure itself.
+    # A gate compares the lower end of an interval, or the value of a change, with the threshold.
     decisive = gate["low"] if gate.get("low") is not None and not name.startswith("change.") else value
     missing = None if decisive is None or threshold is None or gate.get("passed") else threshold - decisive
     return {
@@ -276,7 +301,10 @@ def _gate(gate: dict[str, Any]) -> dict[str, Any]:
 
 
 def _funnel(dataset: dict[str, Any]) -> Markup:
-    """Draw the number of candidates, the rejected ones by reason, and the admitted ones."""
+    """Draw bars for the tasks of a data set: composed, rejected for each reason, admitted, and in each split.
+
+    `dataset` is the contents of the data set's metrics.json.
+    """
     rejected = sorted((dataset.get("rejected") or {}).items(), key=lambda item: -item[1])
     rows = [
         ("candidates", dataset.get("candidates"), "muted"),
@@ -300,11 +328,14 @@ CURVES = {
     "explained_variance_held_out": "explained variance, held out",
     "loss": "loss",
 }
-"""Title of a stage's curve by metric; the first metric that the stage logged is drawn."""
+"""Titles of curves, by metric. For each stage, the first of these metrics that the stage logged is drawn."""
 
 
 def _curves(stage: StageFigures) -> dict[str, Any] | None:
-    """Draw a stage's curve and its milestone shares; None when it logged none of `CURVES`."""
+    """Draw the curve of a stage and the shares of its milestones.
+
+    Returns None if the stage logged none of the metrics in `CURVES`.
+    """
     key = next((key for key in CURVES if any(_is_finite(step.get(key)) for step in stage.steps)), None)
     if key is None:
         return None
@@ -326,7 +357,7 @@ def _curves(stage: StageFigures) -> dict[str, Any] | None:
 
 
 def _points(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[list[float], list[list[float]]]:
-    """Return the number of each step that has all the metrics `names`, and the values by metric."""
+    """Return the numbers of the steps that have all metrics `names`, and a list of values for each metric."""
     used = [
         (float(step.get("step", index)), step)
         for index, step in enumerate(steps)
@@ -340,7 +371,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _evaluations(before: Evaluation | None, after: Evaluation) -> list[tuple[str, str, Evaluation]]:
-    """Return label, colour and evaluation of each side that a chart shows."""
+    """Return label, colour and evaluation for each of the evaluations that a chart shows."""
     earlier = [("before training", "before", before)] if before is not None else []
     return [*earlier, ("after training", "after", after)]
 

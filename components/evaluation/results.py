@@ -1,4 +1,4 @@
-"""The record of one evaluation, as results.json holds it."""
+"""Record of one evaluation, and functions that read the records of evaluations and runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RESULTS = "results.json"
 
 
 class Evaluation(FrozenModel):
-    """One evaluation, as results.json holds it."""
+    """Record of one evaluation, which is the contents of results.json."""
 
     suite: str
     suite_digest: str
-    """Digest of the task ids in order: two evaluations with equal digests are over the same tasks."""
+    """Digest of the task ids in order. Two evaluations with equal digests have the same tasks."""
     policy: str
     policy_digest: str
     device: str
@@ -31,11 +31,14 @@ class Evaluation(FrozenModel):
     overall: Summary
     levels: dict[str, Summary]
     errors: int
-    """Tasks that the infrastructure failed: not misses, but not passes either."""
+    """Number of tasks on which the judge itself failed, so that they were neither solved nor failed."""
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """Read the run.json of a finished run; raises UserError when it is damaged."""
+    """Return the contents of `file`, the run.json of a finished run.
+
+    Raises UserError if the file is damaged.
+    """
     try:
         record: dict[str, Any] = read_json(file)
         _ = record["stages"], record["evaluation"].keys(), record["dataset"]["version"]
@@ -48,7 +51,10 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read a results.json or its folder; raises UserError when it is missing or damaged."""
+    """Return the evaluation in `path`, which is a results.json or the folder that contains it.
+
+    Raises UserError if the file is missing or damaged.
+    """
     file = path / RESULTS if path.is_dir() else path
     try:
         return Evaluation.model_validate(read_json(file))

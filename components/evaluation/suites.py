@@ -1,9 +1,10 @@
-"""Suites: where the tasks of an evaluation come from.
+"""Suites, which are the sets of tasks on which policies are evaluated.
 
-`held-out` is the held-out split of the run's data set. `shipped` is the small suite in
-components/evaluation/shipped, whose programs take their size from `evaluation.numel`. A path may be a folder
-of task files, a KernelBench checkout (`KernelBench/level1` to `level4`), or a parquet file: this project's,
-the public data set's, or that of KernelBench on Hugging Face (`code, level, name, problem_id`).
+The suite `held-out` is the held-out split of the run's data set. `shipped` is the small suite in
+components/evaluation/shipped, whose tasks have the size `evaluation.numel`. Any other suite is the path of a
+task file, a folder of task files, a KernelBench checkout (`KernelBench/level1` to `level4`), or a parquet
+file. A parquet file may be a data set of this project, the paper's public data set, or a file of KernelBench
+on Hugging Face (with the columns `code, level, name, problem_id`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ LEVEL_FOLDER = re.compile(r"level_?(\d+)")
 
 
 def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
-    """Return the tasks of `evaluation.suite`; `dataset` is the run's data set, a folder or a parquet file.
+    """Return the tasks of the suite `evaluation.suite` that have one of the levels `evaluation.levels`.
 
-    Raises UserError when the suite does not exist, has no task of these levels, or holds a file that is not a
-    task.
+    `dataset` is the folder or parquet file of the run's data set, which is read for the suite `held-out`. If
+    `evaluation.levels` is empty, all tasks are returned. Raises UserError if the suite does not exist, has no
+    task or no task of these levels, or contains a file that is not a task.
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
     tasks = _tasks(params, suite, dataset)
@@ -78,7 +80,7 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
 
 
 def _sized(task: KernelTask, numel: int) -> KernelTask:
-    """Return a shipped task at another size, by its line `NUMEL = …`."""
+    """Return a task of the shipped suite with the size `numel` written in its line `NUMEL = …`."""
     code, count = re.subn(r"(?m)^NUMEL = \d+$", f"NUMEL = {numel}", task.code)
     assert count == 1, f"{task.name}: one line NUMEL = … is the shipped suite's own rule"
     return task.model_copy(update={"code": code, "data_source": SHIPPED})
@@ -92,7 +94,7 @@ def _from_folder(folder: Path) -> list[KernelTask]:
         return [
             task.model_copy(update={"level": _level(path)}) for path in levels for task in _task_files(path)
         ]
-    # A snapshot from Hugging Face keeps its splits in data/: level_1-00000-of-00001.parquet and so on.
+    # A snapshot from Hugging Face has its splits in data/, for instance level_1-00000-of-00001.parquet.
     if files := sorted(root.glob("*.parquet")) or sorted(root.glob("data/level_*.parquet")):
         return [task for file in files for task in _from_parquet(file)]
     return _task_files(root)
@@ -105,7 +107,10 @@ def _level(folder: Path) -> int:
 
 
 def _task_files(folder: Path) -> list[KernelTask]:
-    """Load task files in the order of the number before their names, then by name."""
+    """Load the task files in `folder`, sorted by the number with which their names begin, then by name.
+
+    Files whose names begin with an underscore are left out.
+    """
     files = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
 
     def order(path: Path) -> tuple[int, str]:

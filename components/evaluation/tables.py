@@ -1,6 +1,7 @@
-"""Tables of the report as plain values, the same for report.html and report.json.
+"""Tables of the report as plain values, from which both report.html and report.json are written.
 
-Table 1 of the paper with this run beside it, best and worst tasks, degenerate tasks, environment and cost.
+The tables are Table 1 of the CUDA Agent paper together with the figures of this run, the best, worst and
+degenerate tasks, the environment, and the cost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from components.evaluation.results import Evaluation
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
 NOTE = "reported, not measured here"
-SHOWN = 10  # of the best and of the worst tasks
+SHOWN = 10  # number of best tasks, and of worst tasks, in the report
 
 PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
     "overall": {
@@ -56,15 +57,18 @@ PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
         "CUDA Agent": (0.94, 0.94, 0.90, 1.80, 1.52),
     },
 }
-"""Table 1 of arXiv 2602.24286 (KernelBench on H20) by set of tasks and model.
+"""Table 1 of arXiv 2602.24286 (KernelBench on H20), by set of tasks and model.
 
-Values in the order of `FIGURES`.
+The values of each model are in the order of `FIGURES`.
 """
 PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 
 
 class Row(FrozenModel):
-    """One row of Table 1: a model on a set of tasks; `note` marks what was not measured here."""
+    """One row of Table 1: the figures of one model on one set of tasks.
+
+    `note` says that the figures come from the paper, and is empty for figures of this run.
+    """
 
     set: str
     model: str
@@ -76,13 +80,13 @@ class Row(FrozenModel):
 
 
 def figure_of(summary: Summary, name: str) -> float | None:
-    """Return the figure with a dotted name, such as faster_rate.compile."""
+    """Return the figure with the dotted name `name`, such as faster_rate.compile."""
     value = functools.reduce(getattr, name.split("."), summary)
     return None if value is None else float(cast(float, value))
 
 
 def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
-    """Return this run's rows and the paper's, for the whole suite and for each of its levels."""
+    """Return the rows of this run and of the paper, for the whole suite and for each of its levels."""
     rows = []
     for name in ("overall", *after.levels):
         for model, evaluation in (("this run, before training", before), ("this run", after)):
@@ -108,36 +112,46 @@ def _measured(name: str, model: str, summary: Summary) -> Row:
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return the correct solutions with the largest gains on sound tasks."""
+    """Return the `SHOWN` correct solutions with the largest speed-ups, without degenerate tasks."""
     sound = [row for row in rows if row.correct and not row.degenerate]
     return sorted(sound, key=_gain, reverse=True)[:SHOWN]
 
 
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return failed tasks, then the correct solutions with the smallest gains, of sound tasks."""
+    """Return the `SHOWN` worst results, without degenerate tasks and tasks on which the judge failed.
+
+    Failed tasks come first, and then the correct solutions with the smallest speed-ups.
+    """
     judged = [row for row in rows if not row.error and not row.degenerate]
     return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
 
 
 def _gain(row: TaskResult) -> float:
-    """Return the speed-up over torch.compile, or over eager where that was not measured."""
+    """Return the speed-up over torch.compile, or over eager if the former was not measured, or else 0."""
     return row.ratio("compile") or row.ratio("eager") or 0.0
 
 
 def without_degenerate(rows: Sequence[TaskResult]) -> Summary | None:
-    """Return the figures over sound tasks alone, or None when every task is sound."""
+    """Return the figures over the tasks that are not degenerate, or None if no task is degenerate."""
     sound = [row for row in rows if not row.degenerate]
     return summarise(sound) if len(sound) < len(rows) else None
 
 
 def cost(results: Path) -> dict[str, float]:
-    """Return the device-seconds of an evaluation by phase; empty where they were not recorded."""
+    """Return the device-seconds of each phase of an evaluation, from its cost.json.
+
+    `results` is the folder of the evaluation or its results.json. The result is empty if there is no
+    cost.json.
+    """
     file = (results if results.is_dir() else results.parent) / "cost.json"
     return dict(read_json(file)) if file.is_file() else {}
 
 
 def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
-    """Return what the verdicts say of the machines that measured, several values joined by commas."""
+    """Return the properties of the measuring machines that the verdicts recorded, such as device and torch.
+
+    If the verdicts recorded several values of a property, the values are joined by commas.
+    """
     values = {
         name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence})
         for name in ("device", "torch", "compiler", "judge", "isolation", "clock")
@@ -155,7 +169,10 @@ def as_json(
     gates: list[Any],
     meta: Any,
 ) -> dict[str, Any]:
-    """Return the contents of report.json; sources of tasks and candidates are in results.json only."""
+    """Return the contents of report.json.
+
+    The sources of tasks and candidates are left out, because results.json has them.
+    """
     sound = without_degenerate(after.tasks)
     short = {"task_id", "name", "level", "status", "reason", "milestone", "speedup", "degenerate"}
     return {
