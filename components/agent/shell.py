@@ -64,7 +64,10 @@ done
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Output of a command and its exit code, or None if the command was ended."""
+    """Output and exit code of a command.
+
+    `code` is None if the command or its shell was ended before there was an exit code.
+    """
 
     output: str
     code: int | None

@@ -32,7 +32,10 @@ MAX_SHELL_SECONDS = 600.0
 SEARCH_SECONDS = 20.0
 """Time limit of a Grep call."""
 MIN_OBSERVATION, MAX_OBSERVATION = 2000, 30_000
-"""Bounds of the limit of an observation, in characters; in between it is a quarter of the context window."""
+"""Smallest and largest limit of the length of an observation, in characters.
+
+Between them, the limit is a quarter of the number of tokens in the policy's context window.
+"""
 MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
 """Largest number of lines, and of characters in each line, that one Read call shows."""
 FAILURE = "invalid tool call"

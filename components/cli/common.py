@@ -67,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """Values of the options that every command which reads parameters has."""
+    """Values of the options that are common to all commands that read parameters."""
 
     profile: Profile = "smoke"
     sets: Sets = None

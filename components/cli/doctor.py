@@ -78,7 +78,7 @@ def doctor(options: CommonOptions) -> Output:
 
 
 def examine(resolved: Resolved) -> list[Finding]:
-    """Return the findings on all parts of the environment that the device and home of the parameters need."""
+    """Return the findings on all parts of the environment, for the device and home in the parameters."""
     import psutil
 
     params, home = resolved.params, home_of(resolved)

@@ -83,8 +83,8 @@ def models_show(options: CommonOptions, version: Version) -> Output:
 def models_gate(options: CommonOptions, version: Version) -> Output:
     """Apply the gates to a version again, with the current thresholds and the current champion.
 
-    The judge tries the exploits again. A version that passes waits for approval if the gates require it. The
-    exit code is 4 if the gates refuse the version.
+    The judge tries the exploits again. A version that passes waits for approval by a person. The exit code is
+    4 if the gates refuse the version.
     """
     from components.registry import models
     from components.registry.gate_runner import gate_again
@@ -123,7 +123,10 @@ def models_promote(
         bool, typer.Option("--override", help="promote although its gates did not pass; needs a reason")
     ] = False,
 ) -> Output:
-    """Make a version the champion. The exit code is 4 if its gates did not pass."""
+    """Make a version the champion if its gates have passed.
+
+    If they have not passed, the exit code is 4, except with --override.
+    """
     from components.registry.promotion import NotPassed
 
     promotion, _ = open_promotion(options)

@@ -64,9 +64,9 @@ class PairedTest(FrozenModel):
 class TaskChange(FrozenModel):
     """A task that was won or lost.
 
-    A task is won if only the second side solved it, or if the second side's solution is faster than the first
-    side's by more than the margin `MARGIN`. It is lost in the opposite cases. `before` and `after` describe
-    the outcomes of the first and second side.
+    A task is won if only the second side solved it, or if the speed-up over eager of the second side is
+    larger than the speed-up of the first side by more than the factor `MARGIN`. It is lost in the opposite
+    cases. `before` and `after` describe the outcomes of the first and second side.
     """
 
     task_id: str
