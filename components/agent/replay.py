@@ -27,8 +27,8 @@ class Difference:
     """One difference between the recorded trajectory and its replay.
 
     `turn` and `call` are numbered from 1, and `call` begins again at 1 in every turn. A difference at the end
-    of the trajectory has turn 0; its call is 1 and its tool `verdict` if the final verdict differs, and its
-    call is 2 and its tool the path if a final file differs.
+    of the trajectory has turn 0. If the final verdict differs, `call` is 1 and `tool` is "verdict". If a
+    final file differs, `call` is 2 and `tool` is the path of the file.
     """
 
     turn: int
