@@ -1,6 +1,6 @@
 """Running untrusted processes: isolation with bubblewrap and seccomp, the zygote, runners, and builds.
 
-Imports `core`. Other packages use `runner_factory.RunnerFactory`, `build.Builder`, `isolation` and
-`preflight.check_isolation`. Everything from `zygote.py` to `runner_roles.py` runs inside the sandbox. Start
-with `runner_factory.py`.
+This package imports only `core`. Other packages use `runner_factory.RunnerFactory`, `build.Builder`,
+`isolation` and `preflight.check_isolation`. The code that runs inside the sandbox is in `zygote.py`,
+`runner.py`, `runner_roles.py` and the modules that they import. Start reading with `runner_factory.py`.
 """

@@ -1,8 +1,8 @@
-"""Building a candidate's kernels inside a sandbox, once per content.
+"""Builds of candidates' kernels inside a sandbox, cached by their content.
 
-Only the kernels are compiled: the binding module (pybind11) is compiled once for all homes of a user and
-linked, so that a cpu candidate builds in a fraction of a second instead of the ten or more that torch's
-headers cost.
+Only the kernels are compiled for each candidate. The binding module (pybind11) is compiled once for all homes
+of a user and linked to every build. So a cpu candidate builds in a fraction of a second instead of more than
+ten seconds, which compiling with torch's headers takes.
 """
 
 from __future__ import annotations
@@ -31,24 +31,30 @@ EXTENSION_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 SOURCE_SUFFIXES = {"cpu": (".cpp",), "cuda": (".cu", ".cpp")}
 HEADER_SUFFIXES = (".h", ".cuh", ".hpp")
 MAX_LIBRARY_BYTES = 64 << 20
-"""Largest file that a compiler may write."""
+"""Maximum size of a file that a compiler may write."""
 MAX_MEMORY_BYTES = 8 << 30
-"""Address space of a compiler."""
+"""Maximum address space of a compiler."""
 TEMPORARY_BYTES = 1 << 29
 """Capacity of a compiler's /tmp."""
 MAX_LOG_BYTES = 8000
-"""Longest compiler output in a verdict."""
+"""Maximum length of the compiler output in a verdict."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""Most output of a compiler or of nm that is read."""
+"""Maximum output of a compiler or of nm that is read."""
 TOO_MANY_SYMBOLS = "too_many_symbols"
-"""Stands for a list of imported symbols that is longer than MAX_OUTPUT_BYTES; no allow-list has it."""
+"""Symbol that replaces a list of imported symbols longer than MAX_OUTPUT_BYTES.
+
+No list of allowed symbols contains it, so the candidate is rejected.
+"""
 CACHE_FORMAT = 4
-"""Part of every cached build's name; raise it when what is cached changes its format or meaning."""
+"""Number that is included in the name of every cached build.
+
+Increase it if the format or the meaning of the cached files changes.
+"""
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A built library with the symbols that it imports, or the compiler's output if it failed."""
+    """A built library with the symbols that it imports, or the compiler's output if the build failed."""
 
     library: Path | None
     log: str = ""
@@ -57,9 +63,9 @@ class BuildResult:
 
 
 def build_result_channel() -> Path:
-    """Return the folder of the compiled result_channel.cpp, which every runner imports.
+    """Return the folder of the module compiled from result_channel.cpp, which every runner imports.
 
-    Made once for all homes of a user.
+    The module is compiled if the user's cache does not contain it. Raises InfrastructureError if that fails.
     """
     source = Path(__file__).with_name("result_channel.cpp")
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
@@ -79,9 +85,9 @@ def build_result_channel() -> Path:
 
 
 class Builder:
-    """Compiles and links kernels, cached by content.
+    """Builder of libraries from kernels, which keeps all builds in a cache.
 
-    Equal kernels, flags and template give the library that is already there.
+    The key of a build in the cache is a digest of its kernels, compiler, flags and template.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
@@ -114,7 +120,11 @@ class Builder:
             ) from error
 
     def build(self, files: dict[str, str]) -> BuildResult:
-        """Compile and link `kernels/*`; failures are cached as well, since a compiler is deterministic."""
+        """Return the library built from the candidate's files in kernels/, or the compiler's errors.
+
+        Failed builds are cached too, because a compiler gives the same result every time; only builds that
+        took too long are not. Raises InfrastructureError if the compiler or nm cannot be run.
+        """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
         suffixes = SOURCE_SUFFIXES[self.device]
         sources = {
@@ -126,7 +136,7 @@ class Builder:
         stem = self.cache / digest_json([self.toolchain_digest, sources, headers])[:32]
         library, symbols, failed = (stem.with_suffix(suffix) for suffix in (".so", ".symbols", ".failed"))
         for path in (library, symbols, failed):
-            with contextlib.suppress(OSError):  # it does not exist, or belongs to another user
+            with contextlib.suppress(OSError):  # the file does not exist or belongs to another user
                 os.utime(path)
         if symbols.exists():
             return BuildResult(library, symbols=tuple(symbols.read_text().split()))
@@ -148,21 +158,19 @@ class Builder:
             except subprocess.TimeoutExpired:
                 seconds = self.sandbox.build_seconds
                 return BuildResult(None, f"the build took longer than {seconds:g} s", timed_out=True)
-            if result.returncode in (
-                126,
-                127,
-            ):  # the sandbox or the compiler did not start, whatever the sources are
+            if result.returncode in (126, 127):  # exit codes for a program that could not be started
                 raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0:
                 log = result.stderr.replace(f"{inside}/", "").replace(f"{self.paths.inside(TEMPLATE)}/", "")
                 atomic_write(failed, log[:MAX_LOG_BYTES])
                 return BuildResult(None, log[:MAX_LOG_BYTES])
             atomic_write(library, (folder / "out" / "library.so").read_bytes())
-            atomic_write(symbols, "\n".join(names))  # last: its presence says that the library is complete
+            # Written last, because the existence of this file shows that the library is complete.
+            atomic_write(symbols, "\n".join(names))
         return BuildResult(library, symbols=names)
 
     def _paths(self) -> isolation.PathMap:
-        """Return what a compiler sees besides the sources of one build."""
+        """Return the host folders that a compiler needs in addition to the sources of a build."""
         fixed = {
             TEMPLATE: "/template",
             self.user_folder: "/shared",
@@ -188,9 +196,9 @@ class Builder:
         return frozenset(symbols.read_text().split())
 
     def _precompile_header(self) -> Path:
-        """Return a folder with binding_registry.h precompiled, for the first include folder.
+        """Return a folder with binding_registry.h and its precompiled form, made if the cache has none.
 
-        That saves half of a small build's time.
+        As the first include folder it halves the time of a small build.
         """
         headers = self.user_folder / f"headers-{self.toolchain_digest[:32]}"
         name = "binding_registry.h"
@@ -211,27 +219,28 @@ class Builder:
 
     @contextlib.contextmanager
     def _build_folder(self) -> Iterator[Path]:
-        """Yield a folder for one build: sources in `in`, the compiler's results in `out`."""
+        """Yield a temporary folder for a build, with `in` for sources and `out` for the compiler's files."""
         with tempfile.TemporaryDirectory(dir=self.cache, prefix="build-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             for path in (folder, folder / "in", folder / "in" / "kernels", folder / "out"):
                 path.mkdir(exist_ok=True)
-                path.chmod(0o755)  # whatever the umask: where the judge is root, compilers have another uid
+                path.chmod(0o755)  # for compilers, which have another uid if the judge is root
             if isolation.can_change_uid():
                 os.chown(folder / "out", isolation.BUILDER, isolation.BUILDER)
             yield folder
 
     def _folder_paths(self, folder: Path) -> isolation.PathMap:
-        """Return where the compiler finds the folders of one build."""
+        """Return the map of the folders of one build to the paths at which the compiler finds them."""
         isolated = self.sandbox.isolation == "bubblewrap"
         return isolation.PathMap({folder / "in": "/in", folder / "out": "/out"} if isolated else {})
 
     def _compile(
         self, folder: Path, command: list[str], name: str, *nm_options: str
     ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
-        """Compile to the file `name` in `out`, and return the process with the symbols that the file imports.
+        """Compile to the file `name` in `out`; return the finished process and the imported symbols.
 
-        Compiler and nm run in one sandbox, since starting it costs as much as a small compilation.
+        The compiler and nm run in the same sandbox, because starting a sandbox takes as long as a small
+        compilation. Raises InfrastructureError if nm fails.
         """
         out = self._folder_paths(folder).inside(folder / "out" / name)
         file = shlex.quote(out)
@@ -241,16 +250,16 @@ class Builder:
         names = tuple(line.split()[0] for line in result.stdout.splitlines() if line.strip())
         if len(result.stdout.encode()) >= MAX_OUTPUT_BYTES:
             names = (TOO_MANY_SYMBOLS,)
-        if (
-            result.returncode == 0 and not names
-        ):  # every library imports the Py_ functions of our binding at least
+        # Every file imports at least the Py_ functions that the binding calls.
+        if result.returncode == 0 and not names:
             raise InfrastructureError(f"nm failed on a built library: {result.stderr[-500:]}")
         return result, names
 
     def _run(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run one command with the sources read-only and only `out` writable.
+        """Run a command, in a sandbox unless isolation is off, and return the finished process.
 
-        Raise TimeoutExpired after `build_seconds`.
+        In the sandbox the sources are read-only, and `out` and /tmp are writable. Raises
+        subprocess.TimeoutExpired after sandbox.build_seconds.
         """
         environment: Mapping[str, str] = os.environ | {"TMPDIR": f"{folder}/out"}
         pass_fds: tuple[int, ...] = ()
@@ -268,7 +277,8 @@ class Builder:
                 )
                 command, filter_fd = stack.enter_context(confined)
                 environment, pass_fds = isolation.BUBBLEWRAP_ENVIRONMENT, (filter_fd,)
-            # Into files, which the command's limits hold for: a compiler can be made to write without end.
+            # Redirect the output to files, because the limits of the command include the size of files. A
+            # compiler can be made to print without end.
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
             process = subprocess.Popen(
                 command,

@@ -1,9 +1,8 @@
-"""Limits in wall time that do not count while the machine is suspended.
+"""Limits of wall time that do not count the time in which the machine or this process was suspended.
 
-A closed laptop, a paused virtual machine, a stopped process.
-
-Whoever waits polls every second. A poll that returns much later than requested shows that nothing ran
-meanwhile.
+Examples are a closed laptop, a paused virtual machine and a stopped process. A waiting function polls every
+second. If a poll returns much later than requested, the machine was suspended meanwhile, so the delay is not
+counted.
 """
 
 from __future__ import annotations
@@ -12,18 +11,21 @@ import subprocess
 import time
 
 POLL_SECONDS = 1.0
-"""Longest wait between two polls."""
+"""Maximum time between two polls."""
 SUSPEND_SECONDS = 1.0
-"""Largest delay of a poll that is still charged in full."""
+"""Maximum delay of a poll that is counted; the part of a delay beyond it is not."""
 
 
 def charged_seconds(elapsed: float, requested: float) -> float:
-    """Return how many of the `elapsed` seconds of a poll of `requested` seconds count towards a limit."""
+    """Return the part of a poll's `elapsed` seconds that counts; it was to take `requested` seconds."""
     return min(elapsed, requested + SUSPEND_SECONDS)
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Return the exit status of `process`; after `seconds` kill it and raise subprocess.TimeoutExpired."""
+    """Wait for `process` and return its exit status.
+
+    After `seconds`, the process is killed and subprocess.TimeoutExpired is raised.
+    """
     remaining = seconds
     while True:
         start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)

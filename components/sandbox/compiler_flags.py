@@ -1,4 +1,4 @@
-"""Compilers for candidates' kernels, and their flags."""
+"""The compilers of candidates' kernels, and the flags that they are called with."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CPU_FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden"),
 )
 X86_FLAGS = ("-mprefer-vector-width=512",)
-"""g++ uses half of AVX-512's width by default, and torch all of it."""
+"""Flag for full AVX-512 vectors, which torch uses too; by default g++ uses vectors of half that width."""
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
 TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/", re.MULTILINE)
-"""An include of torch's headers, as in the public workspace format.
+"""Pattern of an include of torch's headers.
 
-Blanks of one line only, or matching takes quadratic time.
+It allows only blanks and tabs between words, because matching line breaks there would take quadratic time.
 """
 
 
 def compiler(device: Device) -> str:
-    """Return the path of g++ or nvcc; raise UserError where it is not installed."""
+    """Return the path of the compiler, g++ for cpu or nvcc for cuda; raise UserError if it is missing."""
     name, mend = (
         ("nvcc", "install the CUDA toolkit or put nvcc on PATH")
         if device == "cuda"
@@ -41,7 +41,7 @@ def compiler(device: Device) -> str:
 
 
 def kernel_flags(device: Device) -> list[str]:
-    """Return the flags of every build on this machine."""
+    """Return the compiler flags that every build for `device` on this machine uses."""
     if device == "cpu":
         return [*CPU_FLAGS, *(X86_FLAGS if platform.machine() == "x86_64" else ())]
     import torch
@@ -51,18 +51,18 @@ def kernel_flags(device: Device) -> list[str]:
 
 
 def processor_features() -> str:
-    """Return the instruction sets that -march=native compiles for.
+    """Return the line of /proc/cpuinfo with the processor's instruction sets, or "" if there is none.
 
-    A cache may be shared with a machine that lacks some.
+    It is part of the cache key of builds, because -march=native builds may not run on another processor.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
 def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> list[str]:
-    """Return the flags for the libraries that the texts of `sources` use.
+    """Return the compiler flags for the libraries (torch, cuBLAS, cuDNN) that the source texts use.
 
-    Folders as they are named inside the sandbox.
+    The flags contain folders by their path inside the sandbox, according to `paths`.
     """
     texts = list(sources)
     flags = _torch_flags(device, paths) if any(map(TORCH_HEADER.search, texts)) else []
@@ -74,7 +74,7 @@ def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> lis
 
 
 def _torch_flags(device: Device, paths: PathMap) -> list[str]:
-    """Return the flags for torch's headers and libraries."""
+    """Return the compiler flags for torch's headers and libraries."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     names = [
@@ -93,9 +93,10 @@ def _torch_flags(device: Device, paths: PathMap) -> list[str]:
 
 
 def _vendor_flags(name: str, paths: PathMap) -> list[str]:
-    """Return the flags for one of NVIDIA's libraries.
+    """Return the compiler flags for one of NVIDIA's libraries.
 
-    The copy that torch installed as a package, or else the toolkit's.
+    They refer to the copy in an installed Python package, which torch uses, or else to the copy in the CUDA
+    toolkit.
     """
     package = importlib.util.find_spec("nvidia")
     folders = package.submodule_search_locations or [] if package is not None else []

@@ -1,6 +1,6 @@
-"""The distributions of inputs that a candidate must be right on.
+"""The input distributions on which a candidate's outputs must be correct.
 
-Imported on both sides of the sandbox; imports nothing of the project.
+The judge and the code inside the sandbox import this file. It imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def wide_range(x: torch.Tensor) -> torch.Tensor:
-    """Scale by factors from 1e-3 to 1e1, one for each place modulo 61: the same whenever it is applied."""
+    """Return `x` scaled by factors from 1e-3 to 1e1, which depend on an element's position modulo 61."""
     factors = torch.logspace(-3, 1, 61, device=x.device)[torch.arange(x.numel(), device=x.device) % 61]
     return x * factors.to(x.dtype).view(x.shape)
 
@@ -24,4 +24,4 @@ INPUT_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "integers": lambda x: torch.round(x * 2),
     "wide": wide_range,
 }
-"""How each distribution changes a floating-point input that the task made."""
+"""Functions that change a floating-point input made by the task, by the name of the distribution."""

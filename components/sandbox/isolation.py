@@ -1,16 +1,15 @@
 """Isolation of untrusted processes: the bubblewrap command around them and their resource limits.
 
-Who starts a sandbox decides how (`can_change_uid`):
+The user who starts a sandbox determines how it is made (`can_change_uid`):
 
-- Root gets no user namespace. What is untrusted takes the real uid 65534 or 65533, so that limits per user
-  hold and an interpreter that only root may read can be bound into the sandbox.
-- An ordinary user gets a user namespace, in which it is uid 65534; outside, its processes still belong to
-  that user. Limits per user are counted by user namespace (Linux 5.14), so those of a sandbox do not count
-  what the user does elsewhere.
+- For root, no user namespace is made. Untrusted processes get the real uid 65534 or 65533, so that limits per
+  user apply to them, and an interpreter that only root may read can be bound into the sandbox.
+- For an ordinary user, a user namespace is made. Inside, untrusted processes have the uid 65534; outside,
+  they belong to that user. Since Linux 5.14 limits per user apply to each user namespace separately, so the
+  user's other processes do not use up the limits of a sandbox.
 
-Folders of the project and of Python's packages are bound at fixed paths (`PathMap`): what runs inside sees
-the same paths wherever the checkout lies, and a checkout's path may hold blanks, which a compiler's command
-line does not bear.
+Folders of the project and of Python's packages are bound at fixed paths (`PathMap`), so that processes inside
+see the same paths for every checkout, and paths without blanks, which would break a compiler's command line.
 """
 
 from __future__ import annotations
@@ -32,29 +31,30 @@ from types import MappingProxyType
 from components.sandbox.seccomp_filter import seccomp_program
 
 NOBODY = 65534
-"""The uid of a runner."""
+"""The uid of runners."""
 BUILDER = 65533
 """The uid of compilers and of the agent's shell.
 
-Limits count by uid, so a candidate's threads must not use up theirs.
+It differs from the uid of runners, so that a candidate's threads cannot use up the limits of these processes,
+which apply per uid.
 """
 PENDING_SIGNALS = 1024
 """RLIMIT_SIGPENDING of every untrusted process."""
 BUBBLEWRAP_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
-"""The environment of bubblewrap itself, which may be visible inside.
+"""The environment of the bubblewrap process.
 
-Without the judge's own variables, such as keys.
+It does not contain the judge's own variables, such as keys, because processes inside may be able to read it.
 """
 KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
-"""Prefix of a command that the kernel ends first when memory runs out, before the judge."""
+"""Prefix of a command that makes the kernel end its process before the judge when memory runs out."""
 NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 
 
 @functools.cache
 def can_change_uid() -> bool:
-    """Return whether this process may start others under uids 65533 and 65534.
+    """Return whether this process may start processes with the uids 65533 and 65534.
 
-    That needs root, and a user namespace that has these uids.
+    This requires that it is root and that its user namespace contains these uids.
     """
     if os.geteuid() != 0:
         return False
@@ -64,14 +64,14 @@ def can_change_uid() -> bool:
 
 @dataclass(frozen=True)
 class PathMap:
-    """Host folders that are visible inside a sandbox, read-only, each with its path there."""
+    """Host folders that are visible read-only inside a sandbox, each with its path inside."""
 
     folders: Mapping[Path, str]
 
     def inside(self, path: Path | str) -> str:
-        """Return the path inside the sandbox.
+        """Return the path inside the sandbox for a host path.
 
-        The path itself where no folder holds it, such as those of the system.
+        A path that is in none of the folders, such as a path of the system, is returned unchanged.
         """
         host = Path(path)
         for folder, target in sorted(self.folders.items(), key=lambda item: -len(item[0].parts)):
@@ -84,23 +84,23 @@ class PathMap:
 
 
 HOST_PATHS = PathMap({})
-"""The map of a process without a sandbox: every path stays as it is."""
+"""The map of a process without a sandbox, which leaves every path unchanged."""
 
 
 @functools.cache
 def interpreter_path() -> str:
-    """Return the path of the base interpreter, the same inside and outside.
+    """Return the path of the base Python interpreter, which is the same inside a sandbox and outside.
 
-    That of a virtual environment is a link to it.
+    In a virtual environment, it is the interpreter that the environment's interpreter links to.
     """
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
 def interpreter_paths() -> PathMap:
-    """Map the interpreter's folder to its own path, which may be compiled into the interpreter.
+    """Return a map of the interpreter's folder to the same path, which may be compiled into the interpreter.
 
-    Empty where it is in /usr.
+    The map is empty if that folder is in /usr, which every sandbox has.
     """
     base = Path(sys.base_prefix).resolve()
     return HOST_PATHS if base.is_relative_to("/usr") or base == Path("/") else PathMap({base: str(base)})
@@ -108,7 +108,7 @@ def interpreter_paths() -> PathMap:
 
 @functools.cache
 def package_folders() -> tuple[Path, ...]:
-    """Return the host folders of installed packages, torch's first."""
+    """Return the host folders of installed Python packages, beginning with the folder that contains torch."""
     torch = importlib.util.find_spec("torch")
     folders = [Path(torch.origin).parent.parent] if torch is not None and torch.origin else []
     folders += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
@@ -117,15 +117,15 @@ def package_folders() -> tuple[Path, ...]:
 
 @functools.cache
 def python_paths() -> PathMap:
-    """Map the interpreter to its own path, and the folders of packages to /packages/0, /packages/1."""
+    """Return the map of the interpreter's folder to its own path and of package folders to /packages/N."""
     return interpreter_paths() | {folder: f"/packages/{i}" for i, folder in enumerate(package_folders())}
 
 
 @functools.cache
 def bubblewrap_supports(*options: str) -> bool:
-    """Return whether bubblewrap can apply these options for this user.
+    """Return whether bubblewrap can apply these options for this user, by running `true` with them.
 
-    A container engine may hide or protect parts of /proc.
+    It may fail in a container whose engine hides or protects parts of /proc.
     """
     user = [] if can_change_uid() else ["--unshare-user"]
     command = [
@@ -142,9 +142,9 @@ def bubblewrap_supports(*options: str) -> bool:
 
 
 def has_own_proc() -> bool:
-    """Return whether a sandbox can mount a /proc.
+    """Return whether a sandbox can mount its own /proc.
 
-    An ordinary user cannot in a container whose engine masks parts of it.
+    An ordinary user cannot do so in a container whose engine hides parts of /proc.
     """
     return bubblewrap_supports("--proc", "/proc")
 
@@ -158,13 +158,14 @@ def bubblewrap(
     writable: Mapping[str, Path] = MappingProxyType({}),
     caches: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the bwrap command up to and including `--`; what follows runs inside.
+    """Return the start of a bwrap command, up to and including `--`; append the command to run inside.
 
-    `writable` and `caches` are host folders by their path inside. `keep_capabilities` is for the zygote,
-    which needs them to isolate its children from itself; it runs no untrusted code, and its children drop
-    every capability first.
+    `paths` are visible read-only. `writable` and `caches` are host folders by their path inside; `caches` are
+    used only with `keep_capabilities`. `keep_capabilities` is for the zygote, which needs capabilities to
+    isolate its children from itself. It runs no untrusted code, and its children drop all capabilities first.
     """
-    command = [] if has_own_proc() else [*KILLED_FIRST]  # oom_score_adj cannot be set without a /proc inside
+    # oom_score_adj must be set outside if there is no /proc inside.
+    command = [] if has_own_proc() else [*KILLED_FIRST]
     command += [
         shutil.which("bwrap") or "bwrap",
         *NAMESPACES,
@@ -180,13 +181,13 @@ def bubblewrap(
             command += ["--dev-bind", path, path]
     for target, folder in writable.items():
         command += _bind("--bind", folder, target)
-    for folder, target in paths.folders.items():  # after the writable ones, which they may lie in
+    for folder, target in paths.folders.items():  # after the writable folders, because they may lie in these
         command += _bind("--ro-bind", folder, target)
     for key, value in sandbox_environment(device).items():
         command += ["--setenv", key, value]
     if keep_capabilities:
-        # Every runner mounts a private /workspace over this one; nothing else is writable, so that none can
-        # leave a file.
+        # Every runner mounts a private /workspace over this one. No other folder except the caches is
+        # writable, so that a runner cannot leave files for other runners.
         for target, folder in caches.items():
             command += ["--bind", str(folder), target]
         command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
@@ -199,18 +200,16 @@ def _privileges(keep_capabilities: bool) -> list[str]:
     if not can_change_uid():
         options += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         if not keep_capabilities:
-            # Otherwise PID 1 inside is bubblewrap's own process with this user's uid, whose memory untrusted
-            # code could rewrite.
+            # Otherwise the process with PID 1 inside is bubblewrap, with this user's uid, and untrusted code
+            # could change its memory.
             options += ["--as-pid-1"]
-            if bubblewrap_supports(
-                "--disable-userns"
-            ):  # it needs /proc/sys; the system-call filter denies them anyway
+            # The option needs /proc/sys. Without it, only the system-call filter denies user namespaces.
+            if bubblewrap_supports("--disable-userns"):
                 options += ["--disable-userns"]
     if keep_capabilities:
         return [*options, "--cap-add", "ALL"]
-    kept = (
-        ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP") if can_change_uid() else ()
-    )  # for setpriv, which drops them
+    # setpriv needs these capabilities and drops them.
+    kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP") if can_change_uid() else ()
     return [*options, "--cap-drop", "ALL", *(word for name in kept for word in ("--cap-add", name))]
 
 
@@ -222,30 +221,23 @@ def _system_folders(device: str) -> list[str]:
             options += ["--symlink", f"usr{path}", path]
         elif Path(path).exists():
             options += ["--ro-bind", path, path]
-    options += [
-        "--perms",
-        "0755",
-        "--dir",
-        "/etc",
-    ]  # a parent that bwrap makes by itself is closed to uid 65534
+    # Made explicitly, because uid 65534 may not enter parent folders that bwrap makes automatically.
+    options += ["--perms", "0755", "--dir", "/etc"]
     for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"):
         if Path(path).exists():
             options += ["--ro-bind", path, path]
-    if has_own_proc() or device == "cuda":  # CUDA's driver needs all of it
+    if has_own_proc() or device == "cuda":  # CUDA's driver needs a complete /proc
         return [*options, "--proc", "/proc"]
     options += ["--perms", "0755", "--tmpfs", "/proc"]
-    for path in (
-        "/proc/cpuinfo",
-        "/proc/meminfo",
-    ):  # torch chooses its kernels by the processor's description
+    for path in ("/proc/cpuinfo", "/proc/meminfo"):  # torch chooses its kernels according to the processor
         options += ["--ro-bind", path, path]
     return options
 
 
 def _bind(option: str, source: Path, target: str) -> list[str]:
-    """Return options that bind one path, with parents that uid 65534 may pass.
+    """Return bwrap's options that bind `source` at `target`.
 
-    bwrap closes those that it makes by itself.
+    They make the parent folders explicitly, because uid 65534 may not enter parents that bwrap makes itself.
     """
     options: list[str] = []
     for parent in reversed(Path(target).parents):
@@ -255,9 +247,9 @@ def _bind(option: str, source: Path, target: str) -> list[str]:
 
 
 def _gpu_devices() -> list[str]:
-    """Return the device files of exactly one GPU.
+    """Return the existing device files that one GPU needs.
 
-    The first that CUDA_VISIBLE_DEVICES names, or the first there is.
+    The GPU is the first that CUDA_VISIBLE_DEVICES names by number, or GPU 0.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     names = (f"nvidia{first if first.isdigit() else 0}", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
@@ -265,9 +257,10 @@ def _gpu_devices() -> list[str]:
 
 
 def sandbox_environment(device: str) -> dict[str, str]:
-    """Return the whole environment inside.
+    """Return all environment variables of processes inside a sandbox.
 
-    malloc keeps freed pages: every call would pay for page faults otherwise.
+    The MALLOC_ variables make malloc keep freed pages, because page faults would slow down every call
+    otherwise.
     """
     folders = os.environ.get("PATH", "").split(os.pathsep)
     values = {
@@ -292,25 +285,26 @@ def sandbox_environment(device: str) -> dict[str, str]:
 
 
 def capped_by_hard_limit(limit: int, value: int) -> int:
-    """Return `value`, or this process's hard limit where that is lower: only root may raise a hard limit."""
+    """Return `value` or this process's hard limit, whichever is lower; only root may raise a hard limit."""
     hard = resource.getrlimit(limit)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def process_limit(value: int) -> int:
-    """Return `value`, or a quarter of an ordinary account's process limit where that is lower.
+    """Return the limit of processes of a sandbox: `value` or less.
 
-    Sandboxes count towards the account's limit.
+    If this process cannot change uids, the limit is at most a quarter of the account's own process limit,
+    because the processes of sandboxes are included in that limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     return value if can_change_uid() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
 
 
 def with_limits(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
-    """Return `command` without capabilities and with resource limits.
+    """Return a command that runs `command` without capabilities and with resource limits.
 
-    For use inside `bubblewrap(keep_capabilities=False)`. Where the judge is root it runs under uid 65533.
-    When memory runs out the kernel ends it first.
+    The result must run inside `bubblewrap(keep_capabilities=False)`. If the judge is root, it runs with the
+    uid 65533. When memory runs out, the kernel ends it before the judge.
     """
     drop = (
         *("setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups"),
@@ -342,10 +336,10 @@ def confined(
     file_bytes: int,
     seconds: float,
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield `command` confined by a sandbox, limits and the system-call filter, and the filter's descriptor.
+    """Yield the words that run `command` in a sandbox with limits and a system-call filter, and a descriptor.
 
-    The process must inherit the descriptor. `variables` are set inside besides `sandbox_environment`;
-    `seconds` limits the CPU time.
+    The filter is read from the descriptor, which the started process must inherit. `variables` are set inside
+    in addition to `sandbox_environment`. `seconds` limits the CPU time.
     """
     sandbox = bubblewrap(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False

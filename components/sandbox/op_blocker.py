@@ -1,8 +1,8 @@
-"""Blocking torch's compute operators in a candidate's process: a kernel is wanted, not a call to torch.
+"""Blocker of torch's compute operators in a candidate's process, which must use its own kernels instead.
 
-The kernels themselves are replaced in torch's dispatcher, for every thread and until the process ends. A
-dispatch mode would block the same calls, but a candidate can see whether one is set, and a mode that is
-always set costs time in every call. This file runs inside the sandbox only.
+The operators' kernels are replaced in torch's dispatcher, for all threads and until the process ends. A
+dispatch mode could block the same calls, but a candidate can see whether a mode is set, and a mode that is
+always set costs time in every call. This file runs only inside the sandbox.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ ALLOWED_OPERATORS = frozenset(
     reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
     clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
 )
-"""Allocations, views and copies.
+"""Operators that stay allowed: allocations, views and copies.
 
-zeros and clone are made of the last four, which runner_roles.py needs to deliver results, too.
+The last four are allowed because zeros and clone call them, and because runner_roles.py delivers results with
+them.
 """
 
 
 class ForbiddenOperator(Exception):
-    """The candidate called an operator of torch that computes."""
+    """Error raised if a candidate calls an operator of torch that computes."""
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
@@ -36,9 +37,9 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
 
 @functools.cache
 def compute_operators(key: str) -> list[tuple[str, str]]:
-    """Return namespace and name of every operator that computes for a dispatch key.
+    """Return namespace and name of every operator that computes for a dispatch key ("CPU" or "CUDA").
 
-    Call it once before runners are forked.
+    The result is cached, so call this before runners are forked to save them the time.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
@@ -53,9 +54,10 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
 def prepare_operator_block(device: str) -> Callable[[], None]:
     """Return a function that makes every compute operator raise ForbiddenOperator.
 
-    Prepare before the candidate's code runs and block after its module is made: names that the candidate
-    replaces in this module then change nothing. A replaced kernel comes back when its library object is
-    collected, so one reference of each is leaked.
+    Call this before the candidate's code runs, and the returned function after the candidate's module is
+    made. The returned function does not look up names of this module, so a candidate that replaces them
+    changes nothing. A reference to each library object is leaked on purpose, because the original kernels
+    would be restored if the object were garbage collected.
     """
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     operators = tuple((key, tuple(compute_operators(key))) for key in keys)

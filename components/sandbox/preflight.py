@@ -1,8 +1,8 @@
-"""The first check of every command that judges.
+"""The check of every command that judges, made before anything else, whether runners can be isolated.
 
-One runner is started, isolated and read as the judge does it, in a fraction of a second.
-
-A failure is one sentence with the mend for that very case (`explain`), and exit code 3.
+It confines a command like a compiler, and starts, pauses and reads one runner like a candidate's, in a
+fraction of a second. If this fails, IsolationUnavailable (exit code 3) is raised, with one sentence that
+includes the fix for the cause that was found (`explain`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import RunnerError
 
 MIN_BUBBLEWRAP = (0, 7)
-"""The first version with --size."""
+"""The first version of bubblewrap with the option --size."""
 PROBE_SECONDS = 30.0
-"""Wall time of the probe's runner."""
+"""Maximum wall time of the runner that is started to test isolation."""
 PROBE_BYTES = 4096
-"""Size of the memory that the probe reads; zygote.py has the same value."""
+"""Size of the memory that is read from the test's runner; zygote.py must have the same value."""
 READ_FAILED = "reading a runner's memory"
 GUIDE = "docs/operations.md, Where the judge runs"
 NO_ISOLATION = "or judge without isolation by --set sandbox.isolation=none where every candidate is your own"
@@ -38,16 +38,16 @@ NO_ISOLATION = "or judge without isolation by --set sandbox.isolation=none where
 
 @dataclass(frozen=True)
 class System:
-    """The kernel's settings and this process's status, read below `root`."""
+    """The kernel's settings and this process's status, read from the /proc below the folder `root`."""
 
     root: Path = Path("/")
 
     def setting(self, name: str) -> str:
-        """Return a kernel setting by its path below /proc/sys; empty where this kernel lacks it."""
+        """Return the kernel setting at a path below /proc/sys, or "" if this kernel does not have it."""
         return self._text(f"proc/sys/{name}").strip()
 
     def is_filtered(self) -> bool:
-        """Return whether this process started under a system-call filter, as container engines set one."""
+        """Return whether this process runs under a system-call filter, such as those of container engines."""
         return re.search(r"^Seccomp:\s*2$", self._text("proc/self/status"), re.MULTILINE) is not None
 
     def _text(self, name: str) -> str:
@@ -59,11 +59,12 @@ class System:
 
 @dataclass(frozen=True)
 class Case:
-    """One reason why no sandbox can be made."""
+    """One possible cause why no sandbox can be made, with its fix."""
 
     applies: Callable[[System, str, bool], bool]
-    """Takes the system, the failed tool's message, and whether root ran it."""
+    """Returns whether this is the cause, from the system, the failure's message, and whether root ran it."""
     mend: str
+    """The cause and its fix, as part of an error message."""
 
 
 CASES = (
@@ -112,7 +113,10 @@ CASES = (
 
 
 def explain(message: str, *, root: bool, system: System | None = None) -> str:
-    """Return the sentence for a sandbox that cannot be made, with the mend of the first case that applies."""
+    """Return the error message for a failure to make a sandbox, with the fix of the first case that applies.
+
+    `message` is what the failed program printed, and `root` tells whether root started it.
+    """
     mend = next(
         (case.mend for case in CASES if case.applies(system or System(), message, root)), f"see {GUIDE}"
     )
@@ -123,7 +127,10 @@ def explain(message: str, *, root: bool, system: System | None = None) -> str:
 
 
 def check_installed() -> None:
-    """Raise IsolationUnavailable unless isolation's programs and libraries are installed and readable."""
+    """Raise IsolationUnavailable unless the programs and libraries for isolation are installed.
+
+    It is also raised if runners may not read files that they need.
+    """
     if shutil.which("bwrap") is None:
         raise IsolationUnavailable(
             "sandbox.isolation: bubblewrap is not installed; run sudo apt-get install -y bubblewrap,"
@@ -151,7 +158,10 @@ def check_installed() -> None:
 
 
 def _unreadable_path() -> Path | None:
-    """Return a path that candidates need and may not read because root's judge gives them another uid."""
+    """Return a path that candidates need but may not read, or None if there is none.
+
+    This can only happen if the judge is root, because candidates then run with another uid.
+    """
     if not isolation.can_change_uid():
         return None
     needed = [PROJECT / "agent_workdir" / "utils", PROJECT / "agent_workdir" / "vec.h"]
@@ -170,7 +180,7 @@ _passed = False
 def check_isolation(sandbox: Sandbox, device: Device) -> None:
     """Raise IsolationUnavailable unless runners can be isolated, paused and read, and compilers confined.
 
-    It is checked once in a process, and not where a person has switched isolation off.
+    The check is made only once in a process. It is not made if sandbox.isolation is "none".
     """
     global _passed
     if _passed or sandbox.isolation != "bubblewrap":
@@ -182,7 +192,7 @@ def check_isolation(sandbox: Sandbox, device: Device) -> None:
 
 
 def _confine_failure() -> str:
-    """Return why no command can be confined as compilers are; empty if one can."""
+    """Return the error message of a command confined like a compiler, or "" if confining it succeeds."""
     command = isolation.bubblewrap(
         device="cpu", paths=isolation.HOST_PATHS, temporary_bytes=1 << 20, keep_capabilities=False
     )
@@ -192,7 +202,7 @@ def _confine_failure() -> str:
 
 
 def _runner_failure(sandbox: Sandbox, device: Device) -> str:
-    """Return what is wrong with a runner that is started as a candidate's is; empty if nothing."""
+    """Return the problem with a runner that is started like a candidate's, or "" if there is none."""
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         runner_factory = RunnerFactory(sandbox, device, Path(folder), Path(folder))
         try:

@@ -1,6 +1,6 @@
-"""Inputs, parameters and expected outputs, made by the task's own source, which is untrusted.
+"""The runner roles that run a task's own source: its description, inputs, parameters and expected outputs.
 
-This file runs inside the sandbox only; the judge never imports it.
+The source is untrusted, so this file runs only inside the sandbox; the judge never imports it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RoleHeader
 
 TIMING_SECONDS = 0.02
-"""How long `describe` repeats the model's call to time it."""
+"""Time for which `describe` repeats the model's call to measure its duration."""
 
 
 def describe(code: str, device: str) -> dict[str, Any]:
-    """Return what the judge must know to lay out memory: shapes, dtypes and names.
+    """Return the shapes, dtypes and names that the judge needs to lay out shared memory for a task.
 
-    Numbers and short strings only.
+    `code` is the task's source. The result contains only values that JSON can represent.
     """
     module = define_module("model", code)
     torch.manual_seed(0)
     init_inputs = module.get_init_inputs()
-    json.dumps(init_inputs)  # raises for what is no JSON
+    json.dumps(init_inputs)  # raises if JSON cannot represent them
     model = eval_mode(module.Model(*init_inputs), device)
     inputs = make_inputs(module, device)
     arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
@@ -56,31 +56,30 @@ def describe(code: str, device: str) -> dict[str, Any]:
         "outputs": [form(tensor) for tensor in outputs],
         "state": [(name, *form(tensor)) for name, tensor in model.state_dict().items()],
         "parameters": [name for name, _ in model.named_parameters()],
-        # Hints for the number of calls in a round and of tasks side by side; no result depends on them.
+        # The judge only chooses the number of calls in a round and of simultaneous tasks according to these
+        # two values; no result depends on them.
         "seconds": seconds,
         "peak_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else 0,
     }
 
 
 def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
-    """Return `get_inputs()`, made on the GPU where the source allows it.
+    """Return the result of the task's `get_inputs()`.
 
-    A CPU core is slow for large random tensors.
+    With `device` "cuda" the tensors are made on the GPU, if the source allows it, because one CPU core is
+    slow at making large random tensors.
     """
     if device == "cuda":
         try:
             with torch.device(device):
                 return list(module.get_inputs())
-        except RuntimeError:  # it combines what it makes with tensors of the host
+        except RuntimeError:  # the source combines the tensors with tensors in host memory
             pass
     return list(module.get_inputs())
 
 
 class ReferenceModel:
-    """A task's model under the judge's secret seeds.
-
-    Its parameters, its inputs, and the outputs that candidates must match.
-    """
+    """A task's model, which computes parameters, inputs and expected outputs for the judge's secret seeds."""
 
     def __init__(self, header: RoleHeader, shared: SharedTensors):
         self.shared = shared
@@ -89,12 +88,13 @@ class ReferenceModel:
         self.model = eval_mode(self.module.Model(*header["init_inputs"]), shared.device)
         self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.latest: tuple[tuple[int, str | None], dict[str, torch.Tensor]] = ((-1, None), {})
-        """Seed, `only` and values of the parameters that were made last: input sets share them."""
+        """Arguments and result of the last call of `parameters`, kept because input sets share parameters."""
 
     def parameters(self, seed: int, only: str | None = None) -> dict[str, torch.Tensor]:
-        """Return random parameters, or just the one named `only` random and the others initial.
+        """Return the model's state with random floating-point values, by state-dict name.
 
-        No scale is 1 and no bias is 0, so that a candidate that ignores them is wrong.
+        If `only` is given, only the tensor of that name is random and the other tensors have their initial
+        values. Scales differ from 1 and biases from 0, so that a candidate that ignores them is wrong.
         """
         if (seed, only) == self.latest[0]:
             return self.latest[1]
@@ -113,7 +113,7 @@ class ReferenceModel:
         return state
 
     def inputs(self, seed: int, distribution: str) -> list[Any]:
-        """Return the arguments of one call, floating-point tensors changed to the distribution."""
+        """Return the arguments of one call, with floating-point tensors changed to the distribution."""
         torch.manual_seed(seed)
         change = INPUT_DISTRIBUTIONS[distribution]
         values = make_inputs(self.module, self.shared.device)
@@ -123,7 +123,11 @@ class ReferenceModel:
         return [change(value).contiguous() if is_float_tensor(value) else value for value in moved]
 
     def float64_outputs(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """Return the outputs computed in float64; in float32 where the task's source fixes that somewhere."""
+        """Return the outputs computed in float64.
+
+        If that fails, because the task's source fixes a dtype somewhere, return the outputs computed in the
+        model's own dtypes.
+        """
         model = copy.deepcopy(self.model).double()
         try:
             output = model(*[value.double() if is_float_tensor(value) else value for value in inputs])
@@ -133,11 +137,13 @@ class ReferenceModel:
         return outputs
 
     def fill(self, order: dict[str, Any]) -> None:
-        """Write one input set: inputs, where `outputs` float32 outputs, and where `exact` float64 ones.
+        """Write the inputs of one input set to shared memory, with its outputs if the order asks for them.
 
-        The order has `set`, `seed`, `distribution`, and `parameters`, a seed or None for the initial ones.
-        For admission it may name one input (`other_input`, by position) or one parameter (`other_parameter`)
-        that is drawn from another seed.
+        The order contains `set` (number of the input set), `seed`, `distribution`, `parameters` (a seed, or
+        None for the initial parameters), `outputs` (whether to write the model's outputs) and `exact`
+        (whether to write float64 outputs). To check whether a task depends on all of its inputs and
+        parameters, the order may name one input (`other_input`, by position) or one parameter
+        (`other_parameter`) that is drawn with another seed.
         """
         state = self.parameters(order["parameters"]) if order["parameters"] is not None else self.initial
         if name := order.get("other_parameter"):
@@ -160,7 +166,7 @@ class ReferenceModel:
                 slot.copy_(value)
 
     def write_parameters(self, seed: int) -> None:
-        """Write the parameters of a seed to shared memory."""
+        """Write the random parameters for a seed to shared memory."""
         for value, slot in zip(
             self.parameters(seed).values(), self.shared.tensors("parameters"), strict=True
         ):

@@ -1,6 +1,7 @@
-"""A runner once it is isolated: it plays the roles that messages name, and reports what they raise.
+"""The main function of an isolated runner, which takes roles and reports their errors to the judge.
 
-This file runs inside the sandbox only; zygote.py imports it, and so torch, before it forks the first runner.
+This file runs only inside the sandbox. zygote.py imports it before the first fork, so that all runners share
+one import of torch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import runner_support
 import torch
 
 MAX_TRACEBACK = 6000
-"""Characters of a traceback that are sent to the judge."""
+"""Maximum number of characters of a traceback that are sent to the judge."""
 _cache_folder = ""
-"""Where runners outside of a sandbox keep what torch.compile made of each task."""
+"""Folder for the results of torch.compile, used by runners that are not isolated."""
 
 
 def main(
@@ -31,7 +32,11 @@ def main(
     descriptors: list[int],
     isolated: bool,
 ) -> None:
-    """Play roles until the judge closes the connection; never returns. `receive` reads further messages."""
+    """Take roles until the judge closes the connection, then end the process.
+
+    `message` is the first header and `descriptors` came with it; `receive` reads further messages. An error
+    is sent to the judge as a message.
+    """
     code = 1
     try:
         torch.set_num_threads(1)
@@ -43,7 +48,7 @@ def main(
         connection.send(b"Mout of memory")
     except (SystemExit, KeyboardInterrupt) as error:
         connection.send(b"Eexit " + repr(error).encode()[:200])
-    except BaseException as error:  # whatever untrusted code raises becomes a message
+    except BaseException as error:  # untrusted code may raise any exception
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         text = "".join(traceback.format_exception(error, limit=-6))[-MAX_TRACEBACK:]
         try:
@@ -54,7 +59,11 @@ def main(
 
 
 def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "") -> None:
-    """Do once, before runners are forked, what each of them would do by itself."""
+    """Do the slow first-use work of torch once, before runners are forked, so that no runner repeats it.
+
+    `kind` is the kind of zygote. The folders are for the results of torch.compile and for the precompiled
+    headers of Inductor, torch.compile's compiler.
+    """
     global _cache_folder
     _cache_folder = cache_folder
     torch.set_num_threads(1)
@@ -69,13 +78,13 @@ def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "
 
 
 def warm_up_inductor(folder: str) -> None:
-    """Compile one function, so that later compilations find Inductor's checks and headers done.
+    """Compile one function, so that later compilations with Inductor on cpu are faster.
 
-    Most of a first compilation's time is precompiling headers (kept on disk in `folder`) and probing the
-    instruction set (kept in memory, inherited by fork).
+    Most of the time of a first compilation is spent on precompiling headers, which are stored in `folder`,
+    and on finding out the processor's instruction sets, which stay in memory and are inherited by fork.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"
-    tempfile.tempdir = folder  # where Inductor keeps precompiled headers, whatever its cache folder is
+    tempfile.tempdir = folder  # Inductor stores precompiled headers here and not in its cache folder
     torch.compile(lambda x: torch.sigmoid(x).sum(-1))(torch.ones(64, 64))
     torch._dynamo.reset()
     tempfile.tempdir = None
@@ -99,17 +108,18 @@ LATE_IMPORTS = (
     "triton.backends.nvidia.compiler",
     "triton.compiler.code_generator",
 )
-"""Modules that torch 2.11 imports only in its first compilation for a GPU.
+"""Modules that torch 2.11 imports only during its first compilation for a GPU.
 
-Names that another version lacks are skipped.
+A module that the installed version of torch does not have is skipped.
 """
 
 
 def import_inductor() -> None:
-    """Import what compiling for a GPU needs, without initialising CUDA, which must not precede a fork.
+    """Import the modules that compiling for a GPU needs, without initialising CUDA.
 
-    One of the modules (`_inductor.runtime.benchmarking`) asks at import whether there is a GPU, which
-    initialises CUDA.
+    CUDA must not be initialised before a fork. One of the modules (`_inductor.runtime.benchmarking`) calls
+    torch.cuda.is_available when it is imported, which would initialise CUDA, so that function is replaced
+    during the imports.
     """
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:

@@ -1,4 +1,4 @@
-"""Zygotes inside bubblewrap, and runners forked from them on demand."""
+"""The factory of runners: it starts zygotes inside bubblewrap and lets them fork runners on demand."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError
 from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 
 HEADER_BYTES = 180_000
-"""Longest message to the zygote.
+"""Maximum length of a message to a zygote.
 
-One packet of a local socket holds 208 KiB by default (net.core.wmem_default).
+By default a packet on a local socket can have at most 208 KiB (net.core.wmem_default).
 """
 START_SECONDS = 300
-"""Longest wait for a new runner, which includes the zygote's import of torch."""
+"""Maximum time to wait for a new runner, which includes the zygote's import of torch."""
 EXIT_SECONDS = 20
-"""Longest wait for killed runners to be gone."""
+"""Maximum time to wait until killed runners have ended."""
 MAX_FAILED_STARTS = 2
-"""Zygotes of one kind that may end, one after another, without having started a runner."""
+"""Number of successive zygotes of one kind that fail to start any runner before UserError is raised."""
 CACHE_SECONDS = 14 * 24 * 3600
-"""Age at which unused builds and results of torch.compile are removed."""
+"""Time without use after which builds and results of torch.compile are removed."""
 TEMPORARY_BYTES = 1 << 29
 """Capacity of a runner's private /workspace."""
 SANDBOX_FOLDER = Path(__file__).resolve().parent
@@ -46,12 +46,12 @@ WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
 @dataclass
 class Zygote:
-    """A process that has torch loaded and forks runners; `control` takes their headers."""
+    """A running zygote process, which forks a runner for each header that is sent to `control`."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
     has_served: bool = False
-    """Whether it has started a runner."""
+    """Whether it has started at least one runner."""
 
     def close(self) -> None:
         self.control.close()
@@ -60,9 +60,10 @@ class Zygote:
 
 
 def torch_cache(parent: Path) -> Path:
-    """Return this torch installation's folder below `parent`, and remove unused folders of others.
+    """Return the cache folder of this torch installation below `parent`, and remove unused cache folders.
 
-    Inside a sandbox every installation has the same path, so the folder's name must tell them apart.
+    The folder's name is a digest of the installation, because inside a sandbox every installation has the
+    same path and cached results could not be distinguished otherwise.
     """
     installation = [str(path) for path in isolation.package_folders()]
     folder = parent / digest_json([importlib.metadata.version("torch"), sys.version, installation])[:16]
@@ -73,41 +74,42 @@ def torch_cache(parent: Path) -> Path:
 
 
 class RunnerFactory:
-    """Starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
+    """Factory that starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
-    What torch.compile needs takes most of a minute to load and would make every fork slower, so its runners
-    have a zygote of their own, and a candidate that is not compared with torch.compile never waits for it.
+    Runners of torch.compile are forked from a separate zygote, because the modules of torch.compile take most
+    of a minute to load and would make every fork slower. So a candidate that is not compared with
+    torch.compile never waits for these modules.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path, result_channel: Path):
         self.sandbox = sandbox
         self.device = device
         self.result_channel = result_channel
-        """Folder of the compiled module result_channel (build.build_result_channel)."""
+        """Folder of the compiled module result_channel, made by build.build_result_channel."""
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = threading.Lock()
         self.zygotes: dict[ZygoteKind, Zygote] = {}
-        # bubblewrap's --die-with-parent refers to the thread that started it: this one lives as long as the
-        # factory.
+        # With --die-with-parent, bubblewrap ends when the thread that started it ends. This thread exists as
+        # long as the factory.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
         self.empty_library = os.memfd_create("empty")
-        """Descriptor to send as the library of a role that has none."""
+        """Descriptor of an empty file, sent in place of the library if a role has no library."""
         self.failed_starts: dict[ZygoteKind, int] = {}
         self.pidfds: list[int] = []
-        """Descriptors of the runners that may still live."""
+        """Process descriptors of the runners that may not have ended yet."""
 
     def prepare(self) -> None:
-        """Start both zygotes without waiting for their imports."""
+        """Start the zygotes of both kinds without waiting for their imports."""
         with self.lock:
             for kind in WARM_KINDS:
                 self._zygote(kind)
 
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Fork a runner for `header["role"]`, which has `seconds` of wall time for all that it does.
+        """Fork a runner for the role in `header`, with `seconds` of wall time for its whole life.
 
-        Raises RunnerError for a header that is too long, InfrastructureError where the runner does not start,
-        and UserError where no zygote of its kind can start.
+        Raises RunnerError if the header is too long, InfrastructureError if the runner does not start, and
+        UserError if repeatedly no zygote of its kind can start.
         """
         message = {**header, **self._confinement(header["role"])}
         if len(json.dumps(message)) > HEADER_BYTES:
@@ -136,14 +138,15 @@ class RunnerFactory:
                 with self.lock:
                     self._forget_exited(0)
                     self.pidfds.append(os.dup(runner.pidfd))
-                ours.send(b"G")  # last: without this message the runner ends before it loads untrusted code
+                # Sent last, because the runner loads untrusted code only after this message.
+                ours.send(b"G")
             except OSError as error:
                 raise InfrastructureError(f"a runner ended at once: {error}") from error
             on_failure.pop_all()
         return runner
 
     def close(self) -> None:
-        """End all processes and wait until they are gone, which frees their GPU memory."""
+        """End all zygotes and runners and wait until they have ended, so that their GPU memory is free."""
         with self.lock:
             for zygote in self.zygotes.values():
                 zygote.close()
@@ -156,7 +159,7 @@ class RunnerFactory:
         os.close(self.empty_library)
 
     def _confinement(self, role: Role) -> Confinement:
-        """Return the limits of a runner of this role."""
+        """Return the resource limits and the system-call filter of a runner of this role."""
         candidate = role == "candidate"
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,
@@ -183,19 +186,19 @@ class RunnerFactory:
         }
 
     def _zygote(self, kind: ZygoteKind) -> Zygote:
-        """Return the zygote of this kind, started anew if it has ended; call it with the lock held."""
+        """Return the zygote of this kind, after starting it if none is running; the caller holds the lock."""
         zygote = self.zygotes.get(kind)
         if zygote is None or zygote.process.poll() is not None:
             zygote = self.zygotes[kind] = self.starter.submit(self._start, kind).result()
         return zygote
 
     def _start(self, kind: ZygoteKind) -> Zygote:
-        self.folder.chmod(0o700)  # other users may not read or execute what a task's runners write below it
+        self.folder.chmod(0o700)  # other users must not read or run files that runners write below it
         caches: dict[str, Path] = {}
         if kind == "compile":
-            # /warm holds Inductor's precompiled headers, one folder for all homes of a user. Only a zygote
-            # writes there, before it forks a runner; Inductor names its files by content, and locks them
-            # meanwhile.
+            # /warm contains Inductor's precompiled headers, which all homes of a user share. Only zygotes
+            # write there, before they fork runners. Several zygotes may do so at the same time, because
+            # Inductor names these files by their content and locks them while it writes.
             caches = {
                 "/cache": torch_cache(self.folder / "inductor"),
                 "/warm": torch_cache(user_cache("inductor")),
@@ -242,10 +245,10 @@ class RunnerFactory:
         return Zygote(process, ours)
 
     def _start_error(self, kind: ZygoteKind, zygote: Zygote, reason: str) -> Exception:
-        """Return what to raise for a zygote that started no runner; call it with the lock held.
+        """Return the exception to raise for a zygote that did not start a runner; the caller holds the lock.
 
-        One that has never started any fails again when it is tried again: after MAX_FAILED_STARTS that is a
-        UserError.
+        It is InfrastructureError, after which the caller may try again, or UserError if MAX_FAILED_STARTS
+        successive zygotes of this kind have ended without starting any runner.
         """
         log = self.folder / f"{kind}.log"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -265,7 +268,7 @@ class RunnerFactory:
         )
 
     def _forget_exited(self, seconds: float) -> None:
-        """Wait up to `seconds` for runners to exit, and close the descriptors of those that have."""
+        """Wait up to `seconds` until the runners have ended, and close the descriptors of ended runners."""
         deadline = time.monotonic() + seconds
         for pidfd in list(self.pidfds):
             poll = select.poll()
@@ -278,7 +281,8 @@ class RunnerFactory:
 def _receive_pid(connection: socket.socket) -> int | None:
     """Return the PID of a new runner, or None if its zygote has failed.
 
-    The kernel vouches for the PID (SCM_CREDENTIALS).
+    The PID is reliable, because the kernel adds it to the runner's message (SCM_CREDENTIALS). Raises
+    InfrastructureError if no message comes in START_SECONDS.
     """
     connection.settimeout(START_SECONDS)
     try:

@@ -1,4 +1,4 @@
-"""The judge's handle of one runner: messages, deadline, CPU clock, and its memory read from outside."""
+"""The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from components.core.errors import InfrastructureError
 from components.sandbox.clock import POLL_SECONDS, charged_seconds
 
 MESSAGE_BYTES = 1 << 20
-"""Longest message of a runner that is read."""
+"""Maximum length of a runner's message; the rest of a longer message is ignored."""
 RunnerErrorKind = Literal["crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden"]
 ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
     b"E": "error",
@@ -30,15 +30,15 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
     b"W": "wrong",
     b"F": "forbidden",
 }
-"""First letter of a runner's message that reports an error."""
+"""Kinds of errors that runners report, by the first letter of the message."""
 
 
 class RunnerError(Exception):
-    """An error of one runner.
+    """Error raised if a runner fails.
 
-    It crashed, ran out of time or memory, broke the protocol, or reported an error of its own.
-
-    `wrong` is an output without the reference's form, `forbidden` a call to a blocked operator.
+    The runner crashed, exceeded its time or memory, sent a wrong message or reported an error. The kind
+    "wrong" means an output that cannot be read or does not have the form of the reference output. The kind
+    "forbidden" means a call of a blocked operator.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):
@@ -48,7 +48,7 @@ class RunnerError(Exception):
 
 
 class _IoVector(ctypes.Structure):
-    """struct iovec of process_vm_readv(2)."""
+    """The structure iovec of process_vm_readv(2)."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
@@ -62,26 +62,29 @@ _libc.process_vm_readv.argtypes = [
 
 
 def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
-    """Send one JSON message, and with it descriptors."""
+    """Send one JSON message together with descriptors."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([json.dumps(message).encode()], rights)
 
 
 @dataclass
 class Runner:
-    """One forked runner.
+    """One forked runner, as the judge sees it.
 
-    Methods raise RunnerError where the runner is at fault, and InfrastructureError where the machine is.
+    Methods raise RunnerError if the runner caused the failure, and InfrastructureError if the machine did.
     """
 
     connection: socket.socket
     pid: int
-    """The host's PID of the process, which the kernel vouched for."""
+    """The PID of the process on the host, which the kernel has reported."""
     pidfd: int
     deadline: float
-    """When its time is up, by time.monotonic()."""
+    """The time.monotonic() at which the runner has used up its wall time."""
     paused_since: float | None = None
-    """When `pause` stopped it; its time does not run meanwhile."""
+    """The time.monotonic() at which `pause` stopped the runner, or None if it is not paused.
+
+    The time of a pause is not included in the runner's wall time.
+    """
 
     def send(self, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         try:
@@ -90,7 +93,10 @@ class Runner:
             raise RunnerError("crashed", str(error)) from error
 
     def receive(self, expected: bytes = b"RD") -> bytes:
-        """Return what follows the letter of a reply, which must be one of `expected`."""
+        """Wait for a message and return its content after the first letter, which must be one of `expected`.
+
+        Raises RunnerError if the message has another letter, the deadline passes, or the runner ends.
+        """
         data = None
         while data is None:
             since = self.paused_since
@@ -116,28 +122,31 @@ class Runner:
         raise RunnerError(ERROR_LETTERS.get(letter, "protocol"), data[1:].decode(errors="replace"))
 
     def receive_addresses(self, count: int) -> list[int]:
-        """Return where the runner says that the `count` outputs of a call lie in its own memory."""
+        """Return the addresses in the runner's memory that it states for the `count` outputs of a call."""
         data = self.receive(b"O")
         if len(data) != 7 + 8 * count:  # padding of the letter to eight bytes, then the addresses
             raise RunnerError("wrong", "wrong_number_of_outputs")
         return list(struct.unpack(f"{count}Q", data[7:]))
 
     def request(self, message: Mapping[str, object]) -> bytes:
-        """Send one message and return the reply."""
+        """Send one message and return the content of the reply."""
         self.send(message)
         return self.receive()
 
     def is_waiting(self) -> bool:
-        """Return whether there is no unread message.
+        """Return whether there is no unread message of the runner.
 
-        A runner that sends ahead does not wait to be acknowledged.
+        If there is one, the runner has not waited for the judge's acknowledgement, as it must.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return all(events & select.POLLHUP for _, events in poll.poll(0))
 
     def acknowledge(self) -> None:
-        """Let the runner go on after a result."""
+        """Allow the runner to continue after it has delivered a result.
+
+        Raises RunnerError if the runner has sent another message already.
+        """
         if not self.is_waiting():
             raise RunnerError("protocol", "it spoke before it was asked")
         try:
@@ -146,7 +155,10 @@ class Runner:
             raise RunnerError("crashed", str(error)) from error
 
     def read_memory(self, addresses: list[int], targets: list[int], sizes: list[int]) -> None:
-        """Copy ranges of the runner's memory to addresses of this process (process_vm_readv(2))."""
+        """Copy ranges of the runner's memory to addresses in this process (process_vm_readv(2)).
+
+        Raises RunnerError if a range cannot be read, InfrastructureError if the judge lacks the right to.
+        """
         count, total = len(sizes), sum(sizes)
         local, remote = (
             (_IoVector * count)(*map(_IoVector, starts, sizes)) for starts in (targets, addresses)
@@ -165,9 +177,9 @@ class Runner:
         raise RunnerError("wrong", "unreadable_output")
 
     def is_private_memory(self, address: int, size: int) -> bool:
-        """Return whether these bytes are private memory without a file behind it.
+        """Return whether `size` bytes at `address` in the runner are private memory that no file backs.
 
-        No page of such memory is mapped a second time at another address.
+        Pages of such memory cannot be mapped at a second address.
         """
         try:
             maps = Path(f"/proc/{self.pid}/maps").read_bytes()
@@ -190,40 +202,44 @@ class Runner:
         return False
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all threads of the runner, read from outside (clock_getcpuclockid(3))."""
+        """Return the CPU time of all threads of the runner, from the kernel (clock_getcpuclockid(3))."""
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError as error:
             raise RunnerError("crashed", "the process is gone") from error
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal: SIGSTOP freezes every thread of the runner, SIGCONT resumes them."""
+        """Send a signal to the runner; SIGSTOP stops all of its threads and SIGCONT resumes them."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def pause(self) -> None:
-        """Freeze the runner and its deadline while others measure."""
+        """Stop the runner and its wall time, so that it does not disturb measurements of other runners."""
         self.signal(signal.SIGSTOP)
         self.paused_since = self.paused_since or time.monotonic()
 
     def resume(self) -> None:
-        """Let a paused runner go on."""
+        """Resume a paused runner."""
         self.extend_deadline()
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:
-        """Add the time of a pause to the deadline."""
+        """End a pause and postpone the deadline by the length of the pause."""
         if self.paused_since is not None:
             self.deadline += time.monotonic() - self.paused_since
             self.paused_since = None
 
     def set_cores(self, cores: frozenset[int]) -> None:
-        """Restrict the runner's first thread, which makes the measured calls, to these cores."""
+        """Restrict the runner's first thread, which makes the measured calls, to the given CPU cores."""
         with contextlib.suppress(OSError):
             os.sched_setaffinity(self.pid, cores)
 
     def close(self) -> None:
-        """End the runner and everything it started: it is the first process of its PID namespace."""
+        """Kill the runner.
+
+        An isolated runner is the first process of its PID namespace, so all processes that it started end
+        too.
+        """
         self.signal(signal.SIGKILL)
         os.close(self.pidfd)
         self.connection.close()

@@ -1,10 +1,9 @@
-"""The JSON messages from the judge to its runners, as typed records.
+"""The types of the JSON messages that the judge sends to its runners.
 
-Inside the sandbox they are plain dictionaries.
-
-A role begins with a RoleHeader. `describe` answers once; the others say `R` when ready and then take orders
-`{"op": …}`: `parameters` and `fill` (`reference`), or `warm`, `time` and `check` (measured roles), each
-answered by `D`, until `leave`. Imports nothing of the project.
+A role begins with a RoleHeader. A runner in the role `describe` answers once. In every other role it sends
+`R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
+`parameters` and `fill` for the role `reference`, and `warm`, `time` and `check` for the measured roles. After
+each order the runner sends `D`. This file imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -12,31 +11,33 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 Role = Literal["describe", "reference", "candidate", "eager", "compile", "noop"]
-"""What a runner does.
+"""Roles of a runner.
 
-Describe the task, make inputs and expected outputs, or be measured as a candidate or a baseline.
+`describe` describes the task, and `reference` makes inputs and expected outputs. The other roles are
+measured: a candidate, the baselines `eager` and `compile`, and the no-op.
 """
 ZygoteKind = Literal["plain", "compile", "probe"]
-"""What a zygote has loaded before it forks: torch, torch and Inductor, or neither (preflight.py)."""
+"""Kinds of zygotes by what they load before a fork.
+
+`plain` loads torch, `compile` loads torch and Inductor, and `probe` (preflight.py) loads neither.
+"""
 RegionName = Literal["parameters", "inputs", "outputs", "expected"]
 
 
 class Region(TypedDict):
     """Tensors in one shared buffer; the slots repeat every `stride` bytes, once for each input set."""
 
-    slots: list[
-        tuple[int, list[int], str]
-    ]  # byte offset, shape and dtype name of each tensor of one input set
+    slots: list[tuple[int, list[int], str]]  # byte offset, shape, dtype name of each tensor of an input set
     stride: int
-    bytes: NotRequired[int]  # size of the buffer; absent where only shapes are told and no buffer is sent
+    bytes: NotRequired[int]  # size of the buffer; absent if the region only states shapes and has no buffer
 
 
 class MemoryLayout(TypedDict, total=False):
-    """Where a runner finds its tensors, and what else a call needs."""
+    """The places of a runner's tensors in shared memory, and the other values that a call needs."""
 
     sets: Required[int]  # number of input sets that the buffers hold
     scalars: Required[list[list[Any] | None]]  # for each argument of a call `[value]`, or None for a tensor
-    names: Required[list[str]]  # state-dict names of the tensors in `parameters`
+    names: Required[list[str]]  # state-dict names of the tensors in `parameters`, in their order
     parameters: Required[Region]
     inputs: Region
     outputs: Region
@@ -44,27 +45,27 @@ class MemoryLayout(TypedDict, total=False):
 
 
 class RoleHeader(TypedDict, total=False):
-    """The first message of a role. Buffers come with it as descriptors, in the order of RegionName."""
+    """The first message of a role, sent with the descriptors of its buffers in the order of RegionName."""
 
     role: Required[Role]
     device: str
     precision: str  # `strict-fp32` or `tf32`
-    code: str  # the task's source; every role but `candidate`
+    code: str  # the task's source; not used by the role `candidate`
     files: dict[str, str]  # a candidate's Python sources by workspace path
-    suffix: str  # of a candidate's library, whose descriptor comes before the buffers
+    suffix: str  # file suffix of a candidate's library; its descriptor is sent before those of the buffers
     init_inputs: list[Any]  # arguments of the model's constructor
     layout: MemoryLayout
     compile_mode: str  # `mode` of torch.compile
-    cache: str  # folder name for Inductor's results, one for all `compile` runners of a task
-    zygote: ZygoteKind  # which zygote forks the runner, where the role does not decide
-    share: float  # largest part of a GPU's memory that a `describe` runner may allocate
+    cache: str  # name of the folder for Inductor's results, shared by all `compile` runners of a task
+    zygote: ZygoteKind  # kind of the zygote that forks the runner, if the role does not determine it
+    share: float  # maximum share of the GPU's memory that a `describe` runner may allocate
 
 
 class Confinement(TypedDict):
     """Limits of one runner, which the zygote applies before any untrusted code is loaded."""
 
-    limits: dict[str, int]  # values by the name of their resource, such as RLIMIT_AS
+    limits: dict[str, int]  # resource limits by name, such as RLIMIT_AS
     temporary_bytes: int  # capacity of the runner's private /workspace
-    seccomp: str  # system-call filter as hexadecimal BPF; empty for none
-    folder: str  # working folder where there is no isolation
+    seccomp: str  # system-call filter as hexadecimal BPF; empty if no filter is to be applied
+    folder: str  # working folder of a runner that is not isolated
     device: str

@@ -1,6 +1,7 @@
-"""The roles of a runner. This file runs inside the sandbox only; the judge never imports it.
+"""The roles that a runner can take, and the loop that executes the judge's orders.
 
-`candidate`, `eager`, `compile` and `noop` are measured by the same loop; `describe` and `reference` are in
+This file runs only inside the sandbox; the judge never imports it. The roles `candidate`, `eager`, `compile`
+and `noop` are measured with the same loop. The roles `describe` and `reference` are implemented in
 reference.py.
 """
 
@@ -30,28 +31,31 @@ if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RoleHeader
 
 ORDER_BYTES = 1 << 14
-"""Longest order of the judge."""
+"""Maximum length of an order of the judge, in bytes."""
 Receive = Callable[[socket.socket], tuple[Any, list[int]]]
-"""Reads one message and its descriptors (zygote.receive)."""
+"""Type of zygote.receive, which reads one message and the descriptors sent with it."""
 Call = Callable[..., Any]
-"""A model: takes the arguments of one call, returns its outputs."""
+"""Type of a loaded model: takes the arguments of one call and returns the outputs."""
 Check = Callable[[Any], list[torch.Tensor]]
-"""Returns the tensors of an output; raises WrongForm."""
+"""Type of a function that returns the tensors of an output, or raises WrongForm if their form is wrong."""
 
 
 class WrongForm(Exception):
-    """The candidate's output has not the form of the reference's; the text is the verdict's reason."""
+    """Error raised if a candidate's output does not have the form of the reference output.
+
+    Its text becomes the reason of the verdict.
+    """
 
 
 def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int], receive: Receive) -> None:
-    """Play the role of each header in turn, until the judge closes the connection."""
+    """Take the roles that the judge's headers name, one after another, until it closes the connection."""
     while header:
         if "role" in header:
             torch.backends.cuda.matmul.allow_tf32 = header["precision"] == "tf32"
             torch.backends.cudnn.allow_tf32 = header["precision"] == "tf32"
             play_role(connection, header, descriptors)
             for descriptor in descriptors:
-                with contextlib.suppress(OSError):  # a buffer has closed its own
+                with contextlib.suppress(OSError):  # closed already if it belonged to a buffer
                     os.close(descriptor)
             gc.collect()
             torch.cuda.empty_cache()
@@ -59,7 +63,7 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 
 
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
-    """Play one role until the judge ends it."""
+    """Take the role that the header names, until the judge ends it."""
     if header["role"] == "describe":
         if "share" in header and header["device"] == "cuda":
             torch.cuda.set_per_process_memory_fraction(header["share"])
@@ -78,7 +82,7 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
 
 
 def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the judge's orders of one role; no descriptors come with them."""
+    """Yield the judge's orders for one role, until the order `leave` or the end of the connection."""
     while data := os.read(connection.fileno(), ORDER_BYTES):
         order = parse_order(data)
         if order["op"] == "leave":
@@ -88,9 +92,10 @@ def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(8)
 def parse_order(order: bytes) -> dict[str, Any]:
-    """Parse JSON, cached.
+    """Return an order parsed from JSON; equal orders are parsed only once.
 
-    Parsing is time that a candidate's native code, speaking to the judge by itself, would save.
+    Parsing time is part of a measurement. Without the cache, a candidate whose native code answers the judge
+    directly could save this time.
     """
     parsed: dict[str, Any] = json.loads(order)
     return parsed
@@ -99,7 +104,7 @@ def parse_order(order: bytes) -> dict[str, Any]:
 def make_references(
     connection: socket.socket, model: reference.ReferenceModel, shared: SharedTensors
 ) -> None:
-    """Write the parameters and input sets that the judge orders."""
+    """Write the parameters and input sets that the judge orders to shared memory."""
     connection.send(b"R")
     for order in orders(connection):
         if order["op"] == "parameters":
@@ -112,7 +117,11 @@ def make_references(
 
 
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
-    """Load a candidate or a baseline, and make the calls that the judge orders: one for each input set."""
+    """Load the candidate, baseline or no-op, and make the calls that the judge orders.
+
+    Each order makes one call for each of its input sets. `library` is the descriptor of a candidate's
+    compiled library.
+    """
     refuse_compute = None
     if header["role"] == "candidate":
         refuse_compute = prepare_operator_block(shared.device)
@@ -151,12 +160,16 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
             if shared.device == "cuda":
                 torch.cuda.synchronize()
             connection.send(b"D")
-    # without unfreezing: a collection that visits all of torch copies every page shared with the zygote
+    # Do not unfreeze: a garbage collection that visits torch's objects would copy every memory page that is
+    # shared with the zygote.
     gc.enable()
 
 
 def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> Call:
-    """Write the candidate's files to the working folder, and make its module with the judge's parameters."""
+    """Write the candidate's files to the working folder and return its module with the judge's parameters.
+
+    `library` is the descriptor of the compiled library, which is empty if the candidate has none.
+    """
     if size := os.fstat(library).st_size:
         Path(f"cuda_extension{header['suffix']}").write_bytes(os.pread(library, size, 0))
     sys.path.insert(0, os.getcwd())
@@ -171,7 +184,7 @@ def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> C
 
 
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
-    """Make the task's own model with the judge's parameters, compiled where the role says so."""
+    """Return the task's own model with the judge's parameters, compiled if the role is `compile`."""
     module = define_module("model", header["code"]).Model(*header["init_inputs"])
     shared.load_parameters(module)
     module = eval_mode(module, shared.device)
@@ -206,7 +219,7 @@ def check_outputs(
 def make_delivery(
     connection: socket.socket, header: RoleHeader, shared: SharedTensors
 ) -> HostDelivery | DeviceDelivery:
-    """Return how this role hands its results to the judge."""
+    """Return the object that makes the calls of this role and delivers their results to the judge."""
     if shared.device == "cuda":
         is_graph = header.get("compile_mode", "default") != "default"
         return DeviceDelivery(connection, shared, reuses_memory=is_graph)
@@ -217,17 +230,15 @@ def make_delivery(
 
 
 def address_message(outputs: list[torch.Tensor]) -> bytes:
-    """Return the message that tells the judge where a call's outputs lie."""
+    """Return the message with the memory addresses of a call's outputs."""
     return struct.pack(f"c{len(outputs)}Q", b"O", *(output.data_ptr() for output in outputs))
 
 
 class HostDelivery:
-    """Delivery on cpu.
+    """Delivery on cpu: the judge reads each result from this process's memory before the next call.
 
-    The judge reads every result out of this process's memory itself, before the next call.
-
-    What runs between two calls is part of every measurement. It is native code (result_channel.cpp): a
-    candidate could otherwise save microseconds by speaking to the judge from native code of its own
+    The code between two calls is part of every measurement. It is native code (result_channel.cpp), because
+    a candidate could otherwise save microseconds by sending the messages from its own native code
     (tests/exploits/native_protocol).
     """
 
@@ -235,7 +246,7 @@ class HostDelivery:
         self.descriptor = descriptor
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call for each set of arguments and deliver its result."""
+        """Make one call for each tuple of arguments and deliver its result."""
         result_channel.calls(self.descriptor, call, arguments, torch.Tensor, self.deliver)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
@@ -246,16 +257,16 @@ class HostDelivery:
             self.deliver(result)
 
     def deliver(self, result: Any) -> None:
-        """Tell the judge where a result lies, and wait until it has read it."""
+        """Send the judge the addresses of a result, and wait until the judge has read it."""
         leaves = [leaf.contiguous() for leaf in flatten_outputs(result)]
         result_channel.send_and_wait(self.descriptor, address_message(leaves), 1)
 
 
 class NoopDelivery(HostDelivery):
-    """Delivery of the no-op on cpu: the messages alone, which cost any runner their time.
+    """Delivery of the no-op on cpu, which only exchanges the messages that every runner must exchange.
 
-    The interpreter's share is not part of it: subtracting that would reward a candidate that avoids the
-    interpreter twice.
+    It does not run the Python interpreter between the messages. The no-op's time is subtracted from every
+    measurement, so including the interpreter would give a candidate that avoids it the advantage twice.
     """
 
     def __init__(self, descriptor: int, outputs: list[torch.Tensor]):
@@ -264,28 +275,29 @@ class NoopDelivery(HostDelivery):
         self.message = address_message(outputs)
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
+        """Send the message of one result for each tuple of arguments, without making a call."""
         result_channel.send_and_wait(self.descriptor, self.message, len(arguments))
 
 
 class DeviceDelivery:
-    """Delivery on cuda: the results of a round are held, and copied to the judge's memory when it says so.
+    """Delivery of results on cuda: after the last call of a round all results are copied to shared memory.
 
-    The judge wipes that memory after the last call, so that nothing computed straight into it survives. Its
-    clock runs meanwhile.
+    The copy starts when the judge allows it. Before that, the judge overwrites the shared memory, so results
+    that a candidate wrote there directly are lost. The measured time includes the copy.
     """
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool):
         self.connection = connection
-        count = shared.layout["sets"] - 1  # the last set of inputs is scratch
+        count = shared.layout["sets"] - 1  # the last input set is only for warm-up calls
         self.targets = [shared.tensors("outputs", i) for i in range(count)]
         self.reuses_memory = reuses_memory
-        """Whether a call overwrites the result of the one before, as a CUDA graph does.
+        """Whether a call overwrites the result of the previous call, as a CUDA graph does.
 
-        Results must be copied to be held.
+        If so, every result is cloned before the next call.
         """
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call for each set of arguments, and deliver all results."""
+        """Make one call for each tuple of arguments, and deliver all results together."""
         results = [
             [leaf.clone() if self.reuses_memory else leaf for leaf in flatten_outputs(call(*values))]
             for values in arguments
@@ -295,8 +307,8 @@ class DeviceDelivery:
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
         """Make the same calls, untimed, and check the form of every result."""
         copies: list[list[torch.Tensor]] = []
-        # Results stay alive, so that an address that comes again is the candidate's doing and not the
-        # allocator's.
+        # Keep all results alive, so that the allocator cannot reuse their memory. If an address occurs twice,
+        # the candidate itself reuses memory.
         results: list[list[torch.Tensor]] = []
         addresses: set[int] = set()
         for values in arguments:
@@ -308,7 +320,7 @@ class DeviceDelivery:
         self.deliver(copies)
 
     def deliver(self, results: list[list[torch.Tensor]]) -> None:
-        """Wait for the judge's word, and copy the results of all calls to its memory."""
+        """Wait until the judge allows the copy, and copy the results of all calls to shared memory."""
         torch.cuda.synchronize()
         self.connection.send(b"C")
         if not self.connection.recv(1):
@@ -318,5 +330,5 @@ class DeviceDelivery:
             for leaves, targets in zip(results, self.targets, strict=False)
             for pair in zip(targets, leaves, strict=True)
         ]
-        # One by one the copies would cost as many launches as the calls.
+        # One operation for all copies, because separate copies would need one kernel launch each.
         torch._foreach_copy_([target for target, _ in pairs], [leaf for _, leaf in pairs])

@@ -1,6 +1,6 @@
-"""What every role inside the sandbox needs.
+"""Functions that several runner roles inside the sandbox use.
 
-The judge's shared memory as tensors, and a module made of source text.
+They give access to the memory shared with the judge as tensors, and make modules from source text.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RegionName, RoleHeader
 
 REGIONS: tuple[RegionName, ...] = ("parameters", "inputs", "outputs", "expected")
-"""In the order in which the judge sends their descriptors."""
+"""Names of the shared regions, in the order in which the judge sends the descriptors of their buffers."""
 
 
 def define_module(name: str, code: str) -> types.ModuleType:
-    """Execute `code` as a module that can be imported by name: dataclasses and torch.compile do so."""
+    """Execute `code` as a new module and return the module.
+
+    The module is also written to a file and registered in sys.modules, because dataclasses and torch.compile
+    look it up by name.
+    """
     module = types.ModuleType(name)
     module.__file__ = f"{os.getcwd()}/{name}.py"
     Path(module.__file__).write_text(code)
@@ -32,21 +36,22 @@ def define_module(name: str, code: str) -> types.ModuleType:
 
 
 def flatten_outputs(value: Any) -> list[Any]:
-    """Return the tensors of an output: a tensor, or a tuple or list of outputs."""
+    """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order."""
     if type(value) in (tuple, list):
         return [leaf for item in value for leaf in flatten_outputs(item)]
     return [value]
 
 
 def eval_mode(module: torch.nn.Module, device: str) -> torch.nn.Module:
-    """Move a module to the device, for inference only."""
+    """Return the module, moved to the device and set to evaluation mode without gradients."""
     return module.to(device).eval().requires_grad_(False)
 
 
 class SharedTensors:
-    """The memory that one role shares with the judge.
+    """The memory that a runner in one role shares with the judge.
 
-    Parameters, and inputs and outputs of several input sets.
+    It contains parameters, and the inputs and outputs of several input sets, as the layout in the header
+    describes.
     """
 
     def __init__(self, header: RoleHeader, descriptors: list[int]):
@@ -59,12 +64,12 @@ class SharedTensors:
         }
 
     def close(self) -> None:
-        """Free the memory; no tensor of it may be used afterwards."""
+        """Free the shared memory; its tensors must not be used afterwards."""
         for buffer in self.buffers.values():
             buffer.close()
 
     def tensors(self, name: RegionName, index: int = 0) -> list[torch.Tensor]:
-        """Return views of a region's tensors in input set `index`."""
+        """Return the tensors of a region for input set `index`, as views of the shared memory."""
         region = self.layout[name]
         base = index * region["stride"]
         return [
@@ -73,7 +78,7 @@ class SharedTensors:
         ]
 
     def zero_outputs(self, sets: int) -> list[list[torch.Tensor]]:
-        """Return zeros in the form of the outputs of `sets` calls, in memory that is not shared."""
+        """Return zeros, not in shared memory, with the form of the outputs of `sets` calls."""
         slots = self.layout["outputs"]["slots"]
         return [
             [torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for _, shape, dtype in slots]
@@ -81,7 +86,7 @@ class SharedTensors:
         ]
 
     def arguments(self, index: int) -> list[Any]:
-        """Return the arguments of one call: shared tensors, and other values from the layout."""
+        """Return the arguments of a call on input set `index`: shared tensors, and the layout's scalars."""
         tensors = iter(self.tensors("inputs", index))
         return [next(tensors) if scalar is None else scalar[0] for scalar in self.layout["scalars"]]
 

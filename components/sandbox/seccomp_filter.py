@@ -1,7 +1,7 @@
 """The system-call filter of untrusted processes, as a BPF program for seccomp(2).
 
-Filters compare arguments by their lower 32 bits where the kernel reads an int: a filter that compares the
-whole register could be passed by setting the upper half.
+If the kernel reads an argument as an int, the filter compares only its lower 32 bits. A filter that compares
+all 64 bits could be evaded by setting upper bits, which the kernel ignores.
 """
 
 from __future__ import annotations
@@ -26,40 +26,37 @@ DENIED = """
     setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
 DENIED_TO_CANDIDATES = [
     *("fork", "vfork", "execve", "execveat", "setrlimit"),
-    *(
-        "flock",
-        "utime",
-        "utimes",
-        "utimensat",
-        "futimesat",
-    ),  # locks and times of a shared file carry messages
-    # A signal that a process sends itself later may be SIGCONT, which resumes a runner that the judge has
+    # Locks and times of a shared file could be used to send messages to another runner.
+    *("flock", "utime", "utimes", "utimensat", "futimesat"),
+    # With these calls a process could send itself a later SIGCONT, which resumes a runner that the judge has
     # paused.
     *("timer_create", "setitimer", "alarm", "mq_open", "mq_notify"),
-    *("semget", "msgget", "io_setup"),  # kernel memory, or a count for the whole host
+    *("semget", "msgget", "io_setup"),  # they use kernel memory, or a number limited for the whole host
 ]
 DENIED_TO_CPU_CANDIDATES = [
-    *("memfd_create", "memfd_secret", "shmget"),  # memory that RLIMIT_AS does not count
-    *("mincore", "fadvise64"),  # which pages of a shared file are in memory carries messages
+    *("memfd_create", "memfd_secret", "shmget"),  # they make memory that RLIMIT_AS does not include
+    # Whether pages of a shared file are in memory could be used to send messages to another runner.
+    *("mincore", "fadvise64"),
 ]
 NOT_IMPLEMENTED = ("openat2", 437), ("cachestat", 451), ("fchmodat2", 452)
-"""Calls answered by ENOSYS, with their numbers, which libseccomp may be too old to know.
+"""Calls that fail with ENOSYS, and their numbers, because an old libseccomp may not know the names.
 
-openat2 hides its arguments.
+openat2 takes its flags and mode in a structure, which a filter cannot read.
 """
 
 SETUID_BITS = (0o4000, 0o2000)
 MODE_CALLS = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("creat", 1), ("mknod", 1), ("mknodat", 2))
-"""Calls that set the mode of a file, and the position of that argument."""
+"""Calls that set the mode of a file, and the position of the mode among their arguments."""
 OPEN_CALLS = (("open", 1, 2), ("openat", 2, 3))
-"""Calls that set a mode if they create a file, and the positions of their flags and of the mode."""
+"""Calls that set a file's mode if they create it, and the positions of their flags and of the mode."""
 CREATE_FLAGS = (os.O_CREAT, 0o20000000)
-"""Flags by which a call creates a file: O_CREAT, and that bit of O_TMPFILE which is its own."""
+"""Flags with which a call creates a file: O_CREAT, and the bit that only O_TMPFILE has."""
 
 ACCOUNT_FCNTL = (fcntl.F_SETLEASE, fcntl.F_NOTIFY, fcntl.F_SETPIPE_SZ)
-"""Leases keep other processes of the account from a file.
+"""Commands of fcntl that affect other processes of the account, so that all runners are denied them.
 
-Watches and pipe sizes are counted for the whole account.
+A lease delays other processes that open the file. The numbers of watches and of pipe pages are limited for
+the whole account.
 """
 F_SETSIG, F_SETOWN_EX = 10, 15
 CANDIDATE_FCNTL = (
@@ -67,22 +64,28 @@ CANDIDATE_FCNTL = (
     *(fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
     *(fcntl.F_SETOWN, F_SETSIG, F_SETOWN_EX),
 )
-"""File locks, and signals when a descriptor is ready."""
+"""Commands of fcntl that candidates are denied: file locks, and the receiver of signals of a descriptor."""
 CANDIDATE_IOCTL = (0x5452, 0x8901, 0x8902)
-"""FIOASYNC, FIOSETOWN and SIOCSPGRP: signals when a descriptor is ready."""
+"""Commands of ioctl that candidates are denied: FIOASYNC, FIOSETOWN and SIOCSPGRP.
+
+They make the kernel send a signal when a descriptor is ready.
+"""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
-"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+"""The flags of clone that make namespaces.
+
+They are CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET.
+"""
 
 
 @functools.cache
 def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu") -> bytes:
-    """Compile the filter to BPF.
+    """Return the filter for a role as a BPF program.
 
-    A candidate may start threads only: no process, no program, no network socket. A `baseline`, which
-    includes compilers and the agent's shell, may start programs. On cpu a candidate gets no memory that its
-    address-space limit does not count.
+    A `candidate` may start threads, but no processes and no programs, and it may open only local sockets. On
+    cpu it also cannot make memory that its address-space limit does not include. The filter `baseline`, which
+    compilers and the agent's shell use too, allows starting programs.
     """
     import pyseccomp
 
@@ -90,7 +93,11 @@ def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu")
     candidate = role == "candidate"
 
     def deny(call: str, *conditions: tuple[int, int, int]) -> None:
-        """Answer EPERM where each condition's argument, masked, has the value: (position, mask, value)."""
+        """Make a call fail with EPERM if all conditions hold.
+
+        A condition (position, mask, value) holds if the argument at that position, after applying the mask,
+        equals the value.
+        """
         arguments = (
             pyseccomp.Arg(position, pyseccomp.MASKED_EQ, mask, value) for position, mask, value in conditions
         )
@@ -99,7 +106,7 @@ def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu")
     names = DENIED + (DENIED_TO_CANDIDATES if candidate else [])
     for name in names + (DENIED_TO_CPU_CANDIDATES if candidate and device == "cpu" else []):
         deny(name)
-    # A setuid program, left where others could start it, would outlive the sandbox with the account's rights.
+    # A setuid program that remains after the sandbox has ended would give others the account's rights.
     for bit in SETUID_BITS:
         for call, mode in MODE_CALLS:
             deny(call, (mode, bit, bit))
@@ -110,18 +117,19 @@ def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu")
     for command in ACCOUNT_FCNTL:
         deny("fcntl", (1, WORD, command))
     deny("prctl", (0, WORD, PR_SET_PDEATHSIG))  # a process must end with its parent
-    # clone3 hides its flags from a filter: without it, glibc falls back to clone, whose flags are checked.
+    # A filter cannot read the flags of clone3. Without clone3, glibc uses clone, whose flags are checked.
     program.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     for flag in NAMESPACE_FLAGS:
         deny("clone", (0, flag, flag))
     if candidate:
-        # The CUDA driver does not start without a local socket (error 304).
+        # Local sockets stay allowed, because the CUDA driver does not start without one (error 304).
         nonzero = pyseccomp.Arg(2, pyseccomp.NE, 0)
         program.add_rule(
             pyseccomp.ERRNO(errno.EPERM), "socket", pyseccomp.Arg(0, pyseccomp.NE, socket.AF_UNIX)
         )
         deny("clone", (0, CLONE_THREAD, 0))
-        deny("clone", (0, CLONE_FILES, 0))  # threads with descriptor tables of their own have a limit each
+        # Threads with separate descriptor tables would each have a separate limit of descriptors.
+        deny("clone", (0, CLONE_FILES, 0))
         program.add_rule(pyseccomp.ERRNO(errno.EPERM), "close_range", nonzero)
         program.add_rule(pyseccomp.ERRNO(errno.EPERM), "prlimit64", nonzero)
         for call, position, commands in (

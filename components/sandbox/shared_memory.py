@@ -1,10 +1,8 @@
-"""Memory that the judge and a sandboxed process share.
+"""Memory that the judge shares with a sandboxed process: host memory from memfd, or device memory of CUDA.
 
-Host memory by memfd, device memory by the CUDA driver.
-
-Only a file descriptor crosses the sandbox's border; the judge fixes the layout. On cuda the driver's
-virtual-memory API exports an allocation as a POSIX file descriptor. This file is imported on both sides of
-the sandbox and imports nothing of the project.
+The judge makes a buffer, determines its layout and sends a file descriptor of the buffer into the sandbox. On
+cuda the virtual-memory API of the driver exports an allocation as a POSIX file descriptor. The judge and the
+code inside the sandbox import this file. It imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ from dataclasses import dataclass
 import torch
 
 ALIGNMENT = 256
-"""Bytes to which every tensor is aligned."""
+"""Alignment of every tensor, in bytes."""
 PAGE_BYTES = 4096
 PAGE_STEP = 5
-"""Distance in a page between the beginnings of successive input sets, in alignments.
+"""Distance between the offsets in a page at which successive input sets begin, in units of ALIGNMENT.
 
-How fast a loop runs depends on where in a page its input and output begin. PAGE_STEP is coprime to the 16
-alignments of a page, so that a round's input sets begin all over it and no candidate always has the best
-place.
+The speed of a loop depends on the offsets in a page at which its input and output begin. PAGE_STEP and the
+16 possible offsets of a page have no common divisor, so that the input sets of a round begin at all offsets
+and a candidate cannot always have the best one.
 """
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies: byte offset, shape, dtype name (`float32`)."""
+    """The place of one tensor in a buffer: offset in bytes, shape, and name of the dtype (`float32`)."""
 
     offset: int
     shape: tuple[int, ...]
@@ -48,7 +46,7 @@ class Slot:
 
 
 def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
-    """Return aligned slots for the given shapes and dtypes, and the stride from one set to the next."""
+    """Return aligned slots for tensors of given shapes and dtypes, and the stride between input sets."""
     slots, offset = [], 0
     for shape, dtype in forms:
         slots.append(Slot(offset, tuple(shape), dtype))
@@ -58,11 +56,11 @@ def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], in
 
 @contextlib.contextmanager
 def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
-    """Flip one random byte in every page of `memory` until the block ends.
+    """Return a context in which one random byte in every page of `memory` (uint8) is inverted.
 
-    A result that is the input's own pages, mapped to another address instead of copied, is then wrong.
-    os.urandom draws the positions: torch's generator starts from the same seed in every process, and training
-    draws from it beside the judge.
+    If `memory` contains the inputs, a result that consists of the same pages, mapped to another address
+    instead of copied, is then wrong. The positions come from os.urandom, because torch's generator would give
+    predictable positions and would disturb the random numbers of training in this process.
     """
     pages = torch.arange(0, memory.numel(), PAGE_BYTES)
     offsets = torch.frombuffer(bytearray(os.urandom(2 * len(pages))), dtype=torch.int16) & (PAGE_BYTES - 1)
@@ -81,24 +79,24 @@ class HostBuffer:
         self.fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, size)
-            # Shortened by a runner, the file would end the judge (SIGBUS); lengthened, it would hold memory
-            # that no limit counts.
+            # If a runner could shorten the file, SIGBUS would end the judge. If it could lengthen the file,
+            # it would get memory that no limit includes.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.size = size
         self.map = mmap.mmap(self.fd, size)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """Return a view of the slot; no copy."""
+        """Return the tensor in a slot, as a view of the buffer."""
         count, dtype = torch.Size(slot.shape).numel(), getattr(torch, slot.dtype)
         return torch.frombuffer(self.map, dtype=dtype, count=count, offset=slot.offset).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
-        """Return all bytes as a view."""
+        """Return all bytes as a uint8 tensor, without copying them."""
         return torch.frombuffer(self.map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping is freed with the last tensor that views it."""
+        """Close the descriptor; the memory is freed when the buffer and its tensors are deleted."""
         os.close(self.fd)
 
 
@@ -132,7 +130,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the CUDA driver API; raise torch.OutOfMemoryError or RuntimeError where it fails."""
+    """Call a function of the CUDA driver API by its name.
+
+    Raises torch.OutOfMemoryError if the device's memory is full, RuntimeError if the call fails otherwise.
+    """
     result = getattr(_driver(), name)(*arguments)
     if result == OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name}: the device's memory is full")
@@ -143,14 +144,13 @@ def _call(name: str, *arguments: object) -> None:
 class DeviceBuffer:
     """`size` bytes of shared memory of the current CUDA device, new or received as the descriptor `fd`.
 
-    Source: CUDA driver API, section Virtual Memory Management.
+    It uses the functions of the CUDA driver API in the section Virtual Memory Management.
     """
 
     def __init__(self, size: int, fd: int | None = None):
         if not hasattr(_thread, "has_context"):
-            torch.zeros(
-                1, device="cuda"
-            )  # initialises CUDA and makes the primary context current in this thread
+            # This initialises CUDA and makes the primary context current in this thread.
+            torch.zeros(1, device="cuda")
             _thread.has_context = True
         device = torch.cuda.current_device()
         location = _Location(DEVICE, device)
@@ -168,7 +168,7 @@ class DeviceBuffer:
             try:
                 _call("cuMemCreate", ctypes.byref(handle), self._size, properties, zero)
             except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()  # memory that torch keeps is not free for the driver
+                torch.cuda.empty_cache()  # give memory that torch's allocator keeps back to the driver
                 _call("cuMemCreate", ctypes.byref(handle), self._size, properties, zero)
             _call("cuMemExportToShareableHandle", ctypes.byref(exported), handle, POSIX_FILE_DESCRIPTOR, zero)
             self.fd = exported.value
@@ -181,25 +181,25 @@ class DeviceBuffer:
         access = ctypes.byref(_AccessDescriptor(location, READ_WRITE))
         _call("cuMemSetAccess", self._pointer, self._size, access, ctypes.c_size_t(1))
         _call("cuMemRelease", handle)
-        # `__cuda_array_interface__` would ask the driver about the pointer and hold the interpreter's lock
-        # meanwhile.
+        # `__cuda_array_interface__` is not used, because it calls the driver while it holds the interpreter's
+        # lock.
         storage = torch._C._construct_storage_from_data_pointer(
             self._pointer.value, torch.device("cuda", device), self.size
         )
         self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """Return a view of the slot; no copy."""
+        """Return the tensor in a slot, as a view of the buffer."""
         values = self.raw()[slot.offset : slot.offset + slot.bytes]
         return values.view(getattr(torch, slot.dtype)).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
-        """Return all bytes as a view."""
+        """Return all bytes as a uint8 tensor, without copying them."""
         assert self._bytes is not None, "the buffer is closed"
         return self._bytes
 
     def close(self) -> None:
-        """Unmap and free; no view may be used afterwards."""
+        """Unmap the memory and close the descriptor; no tensor of the buffer may be used afterwards."""
         torch.cuda.synchronize()
         self._bytes = None
         _driver().cuMemUnmap(self._pointer, self._size)
@@ -211,5 +211,5 @@ Buffer = HostBuffer | DeviceBuffer
 
 
 def make_buffer(device: str, size: int, fd: int | None = None) -> Buffer:
-    """Return a new shared buffer on `device`, or the mapping of one received as `fd`."""
+    """Return a new shared buffer of `size` bytes on `device`, or the existing buffer received as `fd`."""
     return (DeviceBuffer if device == "cuda" else HostBuffer)(size, fd)

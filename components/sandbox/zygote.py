@@ -1,20 +1,19 @@
-"""The first process inside a sandbox.
-
-It loads torch once and forks a runner for every piece of untrusted code.
+"""The zygote: the process that loads torch once and forks a runner for every piece of untrusted code.
 
     python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [CACHE WARM]
 
-Importing torch takes seconds, a fork milliseconds. The zygote is trusted and runs no untrusted code. Each
-runner isolates itself from the zygote and from its neighbours (new PID, mount, IPC, UTS and network
-namespaces, private /workspace and /proc), drops every capability and privilege, applies the system-call
-filter, tells the judge its PID (the kernel vouches for it) and only then loads code. It is used once.
+Importing torch takes seconds, a fork only milliseconds. The zygote is trusted and runs no untrusted code.
+Each runner isolates itself from the zygote and from the other runners (new PID, mount, IPC, UTS and network
+namespaces, private /workspace and /proc), drops all capabilities and privileges, and applies the system-call
+filter. Then it sends the judge a message with which the kernel tells the judge the runner's PID. Only after
+the judge's answer it loads untrusted code. A runner is used once.
 
-Judge -> runner: JSON with descriptors (runner_protocol.py). Runner -> judge: one letter, then text or
-numbers, whose length the judge checks and whose content it does not trust: what counts is the shared memory,
-and the clock that the judge reads.
+The judge sends a runner JSON messages with descriptors (runner_protocol.py). A runner sends the judge a
+letter, followed by text or numbers. The judge checks their length and does not trust their content: it relies
+only on the outputs that it reads from memory and on its own clock.
 
-A zygote of the kind `probe` loads no torch. Its one runner is isolated in the same way and reports its
-privileges (preflight.py).
+A zygote of the kind `probe` does not load torch. Its single runner is isolated in the same way and reports
+its privileges (preflight.py).
 """
 
 from __future__ import annotations
@@ -46,42 +45,48 @@ PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
 CAPABILITIES, CAPABILITY_VERSION = 64, 0x20080522
 NOBODY = 65534
 MESSAGE_BYTES = 1 << 20
-"""Longest message of the judge."""
+"""Maximum length of a message of the judge."""
 INODES = 1 << 16
-"""Files that a runner may create: each takes a kilobyte of kernel memory, which no other limit counts."""
+"""Maximum number of files in a runner's /workspace.
+
+Each file takes about a kilobyte of kernel memory, which no other limit includes.
+"""
 INDUCTOR_FOLDER = "/workspace/inductor"
-"""Where torch.compile keeps its results, a folder that only the runners of one task share."""
+"""Folder in which torch.compile stores its results; only the runners of one task share it."""
 PROBE_BYTES = 4096
-"""Size of the memory that the probe lets the judge read."""
+"""Size of the memory that the judge reads from the runner of a `probe` zygote."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 Message = dict[str, Any]
 RunnerMain = Callable[[socket.socket, Message, list[int], bool], None]
-"""Runs a runner after its isolation.
+"""Type of the function that a runner calls after isolating itself.
 
-Takes its connection, first message and descriptors, and whether it is isolated.
+Its arguments are the connection, the first message, the descriptors, and whether the runner is isolated.
 """
 
 
 def check(result: int, call: str) -> None:
-    """Raise OSError naming `call` unless `result` is 0."""
+    """Raise OSError with the name `call` and the C library's errno unless `result` is 0."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount a file system; raise OSError where that fails."""
+    """Mount a file system with the C library's mount function; raise OSError if that fails."""
     words = (None if word is None else word.encode() for word in (source, target, kind))
     check(libc.mount(*words, flags, None if options is None else options.encode()), f"mount {target}")
 
 
 def hide(folder: str) -> None:
-    """Mount an empty folder over `folder`."""
+    """Hide the content of `folder` by mounting an empty file system over it."""
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, "size=4096")
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
-    """Return one JSON message of the judge and the descriptors that came with it; ({}, []) at the end."""
+    """Return one JSON message of the judge and the descriptors that came with it.
+
+    Returns ({}, []) if the judge has closed the connection.
+    """
     data, ancillary, _, _ = connection.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(64 * 4))
     descriptors = array.array("i")
     for _, kind, payload in ancillary:
@@ -103,23 +108,25 @@ def close_descriptors_except(keep: set[int]) -> None:
 
 
 def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
-    """Isolate this process from its neighbours and drop its privileges.
+    """Isolate this process from all other runners and drop its privileges.
 
-    Of its descriptors it keeps those in `keep`.
+    All descriptors except 0 to 2 and those in `keep` are closed. `lock_folders` are hidden if the runner
+    compiles.
     """
-    # The network too: two candidates that meet at a local socket could share computing time that no clock
-    # counts.
+    # A network namespace is needed too: two candidates that communicate over a local socket could share
+    # computing time that the judge does not measure.
     check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET), "unshare")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     close_descriptors_except(keep)
     options = f"size={message['temporary_bytes']},nr_inodes={INODES},mode=0777"
     mount("tmpfs", "/workspace", "tmpfs", MS_NOSUID | MS_NODEV, options)
-    hide("/dev/pts")  # pseudo-terminals are common to all runners of a zygote, which could meet there
+    hide("/dev/pts")  # all runners of a zygote share its pseudo-terminals and could communicate over them
     if message.get("cache"):
         bind_compile_cache(f"/cache/tasks/{message['cache']}", lock_folders)
     try:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
-    # in a user namespace the kernel may refuse a second /proc: an empty folder hides the neighbours as well
+    # In a user namespace the kernel may refuse to mount another /proc. An empty folder hides the other
+    # runners too.
     except OSError:
         hide("/proc")
     os.chdir("/workspace")
@@ -127,25 +134,25 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
 
 
 def bind_compile_cache(folder: str, lock_folders: list[str]) -> None:
-    """Bind one task's folder at INDUCTOR_FOLDER, and make all else that compilations share read-only."""
+    """Bind one task's folder at INDUCTOR_FOLDER, and make all other shared compile caches read-only."""
     os.makedirs(folder, exist_ok=True)
-    os.utime(folder)  # it is in use: RunnerFactory removes old ones
+    os.utime(folder)  # mark it as used, because RunnerFactory removes folders that were not used for long
     os.makedirs(INDUCTOR_FOLDER)
     os.chmod(folder, 0o777 if os.getuid() == 0 else 0o700)
     mount(folder, INDUCTOR_FOLDER, None, MS_BIND)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR_FOLDER
     for shared in ("/cache", "/warm"):
         mount("none", shared, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-    for lock_folder in lock_folders:  # a runner that held a lock there would block every zygote that starts
+    for lock_folder in lock_folders:  # a runner that locked a file there would block every starting zygote
         hide(lock_folder)
 
 
 def drop_privileges(message: Message) -> None:
-    """Apply the resource limits, drop every capability and root's uid, and apply the system-call filter."""
+    """Set the resource limits, drop all capabilities and root's uid, and apply the system-call filter."""
     for name, value in message["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     for capability in range(CAPABILITIES):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for those that this kernel does not know
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails if the kernel does not know the capability
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -167,7 +174,7 @@ def drop_privileges(message: Message) -> None:
 def redirect_stdio() -> None:
     """Connect stdin, stdout and stderr to /dev/null.
 
-    In a log file one candidate could leave answers for the next.
+    Otherwise a candidate could store data for later candidates in the zygote's log file.
     """
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
@@ -178,21 +185,20 @@ def redirect_stdio() -> None:
 def start_runner(
     message: Message, descriptors: list[int], isolated: bool, runner_main: RunnerMain, lock_folders: list[str]
 ) -> None:
-    """Become a runner, in a forked child of the zygote; never returns.
+    """Turn a forked child of the zygote into a runner and run it; never returns.
 
-    unshare(CLONE_NEWPID) moves only children that are forked later. Going back to the former namespace needs
-    CAP_SYS_ADMIN over it, which a sandbox in an ordinary user's nested user namespace does not have. So the
-    child unshares, forks once more and ends; the grandchild is the first process of the new namespace, and
-    all that it starts ends with it. The first process of the sandbox inherits it: when bubblewrap is killed,
-    the kernel ends every process of that namespace and of those inside it.
+    The runner must be the first process of a PID namespace, so that all processes that it starts end with it.
+    unshare(CLONE_NEWPID) only affects children that are forked later, and the zygote could not return to its
+    own namespace without CAP_SYS_ADMIN over that namespace. So the child calls unshare, forks again and ends,
+    and the grandchild is the runner. The kernel ends the runner when bubblewrap is killed, because its PID
+    namespace lies inside the sandbox's PID namespace.
     """
     connection, buffers = socket.socket(fileno=descriptors[0]), descriptors[1:]
     if isolated:
         score = Path("/proc/self/oom_score_adj")
         if score.exists():
-            score.write_text(
-                "1000"
-            )  # when memory runs out, the kernel ends runners first and never the judge
+            # When memory runs out, the kernel then ends runners before the judge.
+            score.write_text("1000")
         check(libc.unshare(CLONE_NEWPID), "unshare PID")
         if os.fork() != 0:
             os._exit(0)
@@ -201,10 +207,10 @@ def start_runner(
     else:
         os.makedirs(message["folder"], exist_ok=True)
         os.chdir(message["folder"])
-    connection.send(b"H")  # with SCM_CREDENTIALS on the other side: the kernel tells this process's PID
-    if (
-        connection.recv(1) != b"G"
-    ):  # the judge could not open a descriptor of this process, by which it could end it
+    # The judge receives this message with SCM_CREDENTIALS, in which the kernel states this process's PID.
+    connection.send(b"H")
+    # The judge answers "G" when it has opened a descriptor with which it can end this process.
+    if connection.recv(1) != b"G":
         os._exit(0)
     runner_main(connection, message, buffers, isolated)
 
@@ -212,10 +218,10 @@ def start_runner(
 def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
     """Fork a runner for each message on `control`, until the judge closes it.
 
-    Runners may not see into `lock_folders`.
+    `lock_folders` are the folders whose content is hidden from runners that compile.
     """
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children do not remain as zombies
     while True:
         message, descriptors = receive(control)
         if not message:
@@ -236,9 +242,9 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
 def report_privileges(
     connection: socket.socket, message: Message, descriptors: list[int], isolated: bool
 ) -> None:
-    """Report this runner's privileges, and the digest of memory that the judge is to read from outside.
+    """Send the judge a report of this runner's privileges, then end the process.
 
-    Never returns.
+    The report includes the digest of PROBE_BYTES of memory, which the judge also reads from outside.
     """
     memory = ctypes.create_string_buffer(os.urandom(PROBE_BYTES), PROBE_BYTES)
     thread = threading.Thread(target=Path("/workspace/probe").write_bytes, args=(bytes(memory),))
@@ -265,7 +271,7 @@ def report_privileges(
 
 def main() -> None:
     descriptor, device, kind, isolation, modules, packages, *caches = sys.argv[1:]
-    os.umask(0o022)  # where the judge is root, runners have another uid and read what is kept for all of them
+    os.umask(0o022)  # if the judge is root, runners have another uid and must be able to read shared files
     sys.path += [path for path in packages.split(os.pathsep) if path]
     runner_main: RunnerMain = report_privileges
     if kind != "probe":
