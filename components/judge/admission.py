@@ -1,7 +1,7 @@
 """Admission of a task: whether the judge can detect cheating on it, and how fast it runs on the device.
 
-Most of an admission is preparation, which runs in many threads at once. Only timed rounds need exclusive
-access to the device.
+Most of an admission is preparation, which several threads can do at once for different tasks. Only timed
+rounds need exclusive access to the device.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from components.sandbox.runner_factory import RunnerFactory
 ROUNDS = 3  # timed rounds of each baseline
 COPIED_BYTES = 2**27  # size of the tensor that `measure_rates` copies
 DESCRIPTION_BYTES = 1 << 30
-"""Bytes of device memory reserved while a task runs for the first time and its needs are unknown."""
+"""Bytes of device memory that are reserved for a task's first run, when its needs are unknown."""
 RUNNER_SHARE = 0.125
-"""Share of a GPU's memory that the process of one task may allocate beside other tasks."""
+"""Share of a GPU's memory that the process of one task may allocate while other tasks are prepared."""
 TASK_SHARE = 0.25
-"""Largest share of a GPU's memory for one task of a data set; a larger task would delay all others."""
+"""Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks."""
 MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
 TINY = 1e-30  # smallest divisor
 
@@ -46,8 +46,8 @@ TINY = 1e-30  # smallest divisor
 class Rates:
     """Measured speed of a device.
 
-    `bandwidth` is the bytes per second of a copy, where bytes read and bytes written both count. `flops` is
-    the float32 operations per second of a matrix product.
+    `bandwidth` is the bytes per second of a copy, including both the bytes read and the bytes written.
+    `flops` is the float32 operations per second of a matrix product.
     """
 
     bandwidth: float
@@ -56,9 +56,9 @@ class Rates:
 
 @functools.cache
 def measure_rates(device: Device) -> Rates:
-    """Measure the speed of an idle device, once per process, in a second at most.
+    """Measure how fast an idle device copies memory and multiplies matrices, in at most about a second.
 
-    On cpu one thread is used, as in the judge.
+    The result is cached for the rest of the process. On cpu one thread is used, as in judging.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -93,11 +93,12 @@ def _seconds(work: Callable[[], Any], device: Device) -> float:
 def admit(
     params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str, *, headroom: bool
 ) -> Admission:
-    """Return whether a task can be judged, with its eager time and, if `headroom`, its torch.compile time.
+    """Return whether the task with source `code` can be judged, with the figures that were measured.
 
-    `headroom` is set for a task of a data set, which must compile and must leave device memory for other
-    tasks. On a GPU a task that runs out of memory is tried a second time with the largest share of the memory
-    that its process may have. Without `headroom`, as for a user's module, that share is all memory.
+    `headroom` is set for a task of a data set. Such a task must compile and must leave device memory for
+    other tasks, and its time under torch.compile is measured too. On a GPU a task that runs out of memory is
+    tried a second time, with as much memory reserved as its process may have at most. This is `RUNNER_SHARE`
+    of the memory if `headroom` is set, and all memory if it is not set, as for a user's module.
     """
     try:
         check_contract(code, "task")
@@ -162,7 +163,7 @@ def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
 
 
 def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool]:
-    """Return seconds per call of rounds on the same inputs, and whether all rounds had the same outputs."""
+    """Return the seconds per call of rounds on the same inputs, and whether all gave the same outputs."""
     reference = bench.reference
     runner = bench.start(baseline)
     seconds, is_deterministic, first = [], True, None
@@ -193,11 +194,11 @@ def _compile_evidence(bench: AdmissionBench, noop: list[float]) -> dict[str, Any
 
 
 def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
-    """Return which change leaves the output within the tolerance, or None, and how much the output varies.
+    """Return the reason why a change leaves the output correct, or None, and how much the output varies.
 
-    Another input, another parameter, and the parameters' initial values must each change the output. The
-    variation is measured with the judge's parameters and with the initial ones; the smaller figure is
-    returned.
+    Another input, another parameter, and the parameters' initial values must each make the output wrong. The
+    variation (`_spread`) is measured with the judge's parameters and with the initial parameters, and the
+    smaller figure is returned. It is 0 if there is a reason.
     """
     reference, params = bench.reference, bench.reference.params
     description = reference.layout.description
@@ -223,13 +224,13 @@ def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
 def _passes(
     outputs: list[torch.Tensor], single: list[torch.Tensor], expected: list[torch.Tensor], params: Params
 ) -> bool:
-    """Return whether `outputs` count as correct."""
+    """Return whether all of `outputs` are correct according to `correctness.compare`."""
     triples = zip(outputs, single, expected, strict=True)
     return all(compare(output, one, exact, params) is None for output, one, exact in triples)
 
 
 def _spread(outputs: list[torch.Tensor]) -> float:
-    """Return the standard deviation of the output that varies most, relative to its mean magnitude."""
+    """Return the standard deviation of the output that varies most, relative to its mean absolute value."""
     floats = [t.float() for t in outputs if t.dtype.is_floating_point]
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 
@@ -239,7 +240,11 @@ def _does_not_run(error: Exception) -> Admission:
 
 
 def find_trivial_answer(bench: AdmissionBench) -> str | None:
-    """Return the first cheap answer that would pass as correct on this task, or None."""
+    """Return the reason why a trivial answer would be correct on this task, or None if all of them are wrong.
+
+    Trivial answers are for example zeros, the mean of the output, and the output for another seed. A reason
+    is also returned if the task has no floating-point output, or if an output is not finite.
+    """
     reference, params = bench.reference, bench.reference.params
     single, expected = reference.correctness_outputs(0)
     other_seed, _ = reference.correctness_outputs(1)
@@ -258,7 +263,7 @@ def find_trivial_answer(bench: AdmissionBench) -> str | None:
         "mean_passes": replaced(lambda t: torch.full_like(t, t.double().mean().item())),
         "seeds_agree": other_seed,
     }
-    if params.precision != "tf32":  # products in tf32 are rounded as much
+    if params.precision != "tf32":  # tf32 rounds products as much as half does
         answers["half_precision_passes"] = replaced(lambda t: t.half().to(t.dtype))
     if len(single) == len(first_input) == 1 and (first_input[0].shape, first_input[0].dtype) == (
         single[0].shape,

@@ -1,4 +1,4 @@
-"""Preparation of one task for its admission: reference data and baselines in one process."""
+"""Admission bench: the reference data and baselines of one task, all made by one process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import ZygoteKind
 
 ROUND_SHARE = 0.25
-"""Share of a round's usual calls and bytes that an admission uses on a GPU.
+"""Number of calls and bytes in a round of an admission on a GPU, as a share of the usual number.
 
-Nothing else runs on the GPU during a timed round, and its memory limits how many tasks are admitted at once.
-The limits of the eager time and the estimate of headroom need less precision than a reward.
+The rounds are short, because nothing else runs on the GPU during a round, and small, because the GPU's memory
+limits how many tasks are prepared at once. The times that an admission measures need less precision than a
+reward.
 """
 
 
 class AdmissionBench:
-    """Reference data and baselines of one task whose admission is decided; usable after `fill`."""
+    """Reference data and baselines of one task whose admission is decided.
+
+    `fill` must be called before `start`.
+    """
 
     def __init__(
         self,
@@ -33,10 +37,11 @@ class AdmissionBench:
         compiles: bool,
         memory_share: float,
     ):
-        """Start the process and have the task's source describe itself; raises TaskError.
+        """Start the task's process, and compute the memory layout from the description that it sends.
 
-        `compiles` allows the compile baseline. `memory_share` is the share of a GPU's memory that the process
-        may allocate.
+        `compiles` determines whether the process can also take the role of torch.compile. `memory_share` is
+        the share of a GPU's memory that the process may allocate. Raises TaskError if the task's source fails
+        or its description is invalid.
         """
         zygote: ZygoteKind = "compile" if compiles else "plain"
         self.processes = OneProcess(params.device, runner_factory, zygote, memory_share)
@@ -60,13 +65,18 @@ class AdmissionBench:
         )
 
     def fill(self, extra_bytes: int) -> None:
-        """Make the reference data, with `extra_bytes` more of device memory reserved; raises TaskError."""
+        """Make the reference data.
+
+        Device memory of `bytes` plus `extra_bytes` is reserved for them. Raises TaskError if the task's
+        source fails.
+        """
         self.reference.fill(self.bytes + extra_bytes)
 
     def start(self, baseline: Baseline) -> TimedRunner:
-        """Switch the process to the role of `baseline` and return its timed runner; raises TaskError.
+        """Switch the process to the role of `baseline`, and return its timed runner.
 
-        The timed runner that an earlier call returned can no longer be used.
+        The timed runner that an earlier call returned can no longer be used. Raises TaskError if the baseline
+        fails or an output is wrong.
         """
         limit = self.reference.params.sandbox.run_seconds
         return start_baseline(self.reference, self.processes, baseline, warm_up_seconds=limit)

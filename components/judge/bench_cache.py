@@ -11,9 +11,9 @@ from components.judge.task_bench import TaskBench
 
 
 class BenchCache:
-    """Task benches by task id.
+    """Cache of task benches by task id.
 
-    If there are more than `capacity`, the least recently used of those that are not in use are closed.
+    If there are more benches than `capacity`, the least recently used benches that are not in use are closed.
     """
 
     def __init__(self, capacity: int):
@@ -25,9 +25,10 @@ class BenchCache:
 
     @contextlib.contextmanager
     def use(self, task_id: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
-        """Yield the task's bench, which is made if there is none, and do not close it meanwhile.
+        """Yield the bench of a task, and keep it open until the context ends.
 
-        An error of `make` is not cached, since its cause may be in the machine.
+        If the cache has no bench for the task, `make` is called. An error of `make` is raised and not cached,
+        because the machine may have caused it and the next call may succeed.
         """
         with self.lock:
             self.users[task_id] += 1

@@ -1,4 +1,4 @@
-"""Reading and judging of candidates in workspace folders."""
+"""Reading and judging of a candidate in a workspace folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ MAX_FILES = 200
 
 
 def read_workspace(workdir: Path) -> dict[str, str]:
-    """Return the text of a workspace's `model_new.py` and `kernels/*` by path.
+    """Return the texts of `model_new.py` and `kernels/*` in a workspace, by path relative to the workspace.
 
-    Raises UserError if there are links, too many files, large files, or files that are not UTF-8 text.
+    A file that does not exist is left out. Raises UserError if the folder does not exist, or if it has links,
+    too many files, large files, or files that are not UTF-8 text.
     """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
@@ -47,9 +48,10 @@ def read_workspace(workdir: Path) -> dict[str, str]:
 
 
 def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
-    """Judge the candidate in a workspace, compared with torch.compile too, and return the verdict.
+    """Return the verdict on the candidate in a workspace, which is compared with eager and torch.compile.
 
-    `task` is a task file, or None for the workspace's model.py. The judge keeps its files in `folder`.
+    `task` is the path of a task file; if it is None, the task is the workspace's model.py. The judge stores
+    its own files in `folder`.
     """
     files = read_workspace(workdir)
     kernel_task = load_task(task if task is not None else workdir / "model.py")

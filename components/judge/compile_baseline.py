@@ -1,8 +1,9 @@
-"""Choice of the torch.compile mode that evaluations compare with, the fastest one on each task.
+"""Choice of the torch.compile mode that evaluations compare with, which is the fastest mode on each task.
 
-Training compares with the default mode alone, since each other mode takes seconds to minutes per task
-(max-autotune times kernels while it compiles). The mode is chosen once per task, in separate rounds. The
-ratio in the verdict is measured again beside the candidate, so that the choice itself cannot favour a mode.
+Training compares with the default mode only, because each other mode takes seconds to minutes per task
+(max-autotune times kernels while it compiles). The mode is chosen once per task, in rounds without a
+candidate. The ratio in the verdict is measured in other rounds, beside the candidate, so that random errors
+in the choice do not affect it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.sandbox.runner_process import RunnerError
 
 MAX_AUTOTUNE = Baseline("compile", "max-autotune")
-"""Mode that times kernels while it compiles, so that nothing else may use the device meanwhile."""
+"""Baseline in the mode that times kernels while it compiles, and therefore needs the device exclusively."""
 COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
     "cpu": (COMPILE,),
     "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
 }
-"""Modes that are compared, by device.
+"""Baselines of the torch.compile modes that are compared, by device.
 
-The modes other than the default add CUDA graphs and the tuning of Triton kernels, so cpu has only the
-default.
+The modes other than the default add CUDA graphs and the tuning of Triton kernels, so cpu has the default mode
+only.
 """
 
 
 def start_modes(bench: TaskBench) -> None:
-    """Start the modes that may compile beside other work, before the device is needed exclusively."""
+    """Start the baselines of all modes that can compile while other work uses the device.
+
+    Nothing is started if the modes have already been compared.
+    """
     if not bench.mode_seconds:
         modes = COMPILE_MODES[bench.reference.params.device]
         start_available(bench, [mode for mode in modes if mode != MAX_AUTOTUNE])
@@ -40,9 +44,9 @@ def start_modes(bench: TaskBench) -> None:
 def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
     """Return the runner of the fastest mode, the mode, and the seconds of one call by mode.
 
-    The seconds are empty on a device with one mode. The calling thread must have exclusive access to the
-    device. A mode that fails on the task is left out, except for the default one, whose failure raises
-    TaskError or InfrastructureError.
+    The dictionary of seconds is empty on a device with one mode. The calling thread must have exclusive
+    access to the device. A mode that fails on the task is left out. If the default mode fails, TaskError or
+    InfrastructureError is raised.
     """
     modes = COMPILE_MODES[bench.reference.params.device]
     if len(modes) == 1:
@@ -51,15 +55,15 @@ def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline
         bench.mode_seconds.update(baseline_seconds(bench, modes))
     best = min(bench.mode_seconds, key=bench.mode_seconds.__getitem__)
     for mode in modes:
-        if mode not in (COMPILE, best):  # training compares with the default mode
+        if mode not in (COMPILE, best):  # training uses the default mode
             bench.baselines.drop(mode)
     return bench.baselines.get(best), best, dict(bench.mode_seconds)
 
 
 def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Baseline]:
-    """Start each baseline and return those that the task supports.
+    """Start the runner of each baseline, and return the baselines whose runners work on the task.
 
-    Raises TaskError if a required one fails.
+    Raises TaskError if a baseline that is not optional fails.
     """
     available = []
     for baseline in baselines:
@@ -73,9 +77,11 @@ def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Bas
 
 
 def baseline_seconds(bench: TaskBench, baselines: Sequence[Baseline]) -> dict[Baseline, float]:
-    """Return the median seconds per call of each baseline that the task supports, from alternating rounds.
+    """Return the median seconds per call, without the no-op's, of each baseline that works on the task.
 
-    As in a verdict, the first round is not counted, and rounds are added while a median is uncertain.
+    The baselines are measured in alternating rounds. The first round is not included, and more rounds are
+    made as long as a median is uncertain (`statistics.precise_rounds`). If a baseline that is not optional
+    fails, TaskError or InfrastructureError is raised.
     """
     reference = bench.reference
     sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0

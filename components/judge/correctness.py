@@ -1,9 +1,10 @@
-"""Correctness of a candidate's output: its error against float64, compared with the error of float32.
+"""Correctness of a candidate's output: its error relative to float64, compared with the error of float32.
 
-The error may be at most a small multiple of the float32 reference's own error, in maximum and in root mean
-square (RMS), and never above the absolute tolerance. Both are relative to the scale of the reference output
-(docs/design/correctness-criterion.md). A fixed tolerance of 1e-2 or 1e-4 accepts zeros where outputs are
-small, and refuses honest sums where they are large.
+The maximum error and the root mean square (RMS) error of the output may be at most a small multiple of the
+same errors of the float32 reference output, and never above the absolute tolerance. The tolerance is a share
+of the largest absolute value of the reference output (docs/design/correctness-criterion.md). A fixed
+tolerance of 1e-2 or 1e-4 would accept zeros if outputs are small, and refuse honest sums if outputs are
+large.
 """
 
 from __future__ import annotations
@@ -15,27 +16,34 @@ import torch
 from components.core.config import Params, Precision, Sandbox
 
 FLOAT32_FLOOR = 8 * 2.0**-23
-"""Smallest allowed maximum error, relative to the largest output: a few units in the last place."""
+"""Smallest limit of the maximum error, relative to the largest absolute value of the reference output.
+
+It is a few float32 units in the last place, because the float32 reference may happen to have no error.
+"""
 COMPARED_BYTES = 1 << 26
-"""Bytes of reference outputs compared at a time."""
+"""Bytes of reference outputs that are compared at a time."""
 
 
 class ReferenceOutput:
-    """Reference output of one call, prepared once so that a comparison takes three passes in float32.
+    """Reference for one output tensor of a call, prepared so that a comparison takes three passes in float32.
 
-    The float64 value is stored as its float32 part and the float32 part of the remainder. The difference to a
-    result close to the value is then exact; of a result far from it, only that it is far has to be known.
+    The float64 value is stored as its float32 part and the float32 part of the remainder. The difference
+    between an output and the value is then exact if both are close to each other. If they are far apart, the
+    difference is rounded, but the output is wrong in any case.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox, precision: Precision):
-        """Prepare the reference's output at `precision`, `single`, and in float64, `expected`.
+        """Prepare `single`, the reference output at `precision`, and `expected`, the float64 output.
 
-        Both have the same shape.
+        Both tensors have the same shape and are used by `mismatch`.
         """
         self.single = single
         self.mask: torch.Tensor | None = None
         self.slack = (0.0, 0.0)
-        """Allowed distance of a correct result from `single`: maximum and RMS, relative to the scale."""
+        """Largest distance (maximum, RMS) of a correct output from `single`, relative to the scale.
+
+        The scale is the largest absolute value of `expected`.
+        """
         if not single.dtype.is_floating_point:
             return
         both_finite = torch.isfinite(single) & torch.isfinite(expected)
@@ -59,10 +67,11 @@ class ReferenceOutput:
             self.slack = ((self.max_allowed + max_error) / scale, (self.rms_allowed + rms_error) / scale)
 
     def mismatch(self, output: torch.Tensor, *, loose: bool = False) -> str | None:
-        """Return why `output`, of the shape and dtype of `single`, is wrong, or None.
+        """Return the reason why `output` is wrong, or None if it is correct.
 
-        Integers must be equal. With `loose` only the absolute tolerance counts; this is meant for baselines,
-        since torch.compile may round differently.
+        `output` has the shape and dtype of `single`. Integers must be equal. If `loose` is set, only the
+        absolute tolerance is applied; this is used for baselines, because torch.compile may round
+        differently.
         """
         if not self.single.dtype.is_floating_point:
             return None if torch.equal(output, self.single) else "wrong_values"
@@ -77,14 +86,15 @@ class ReferenceOutput:
 def first_mismatch(
     outputs: torch.Tensor, single: torch.Tensor, slack: list[tuple[float, float]]
 ) -> tuple[int, str] | None:
-    """Return the first timed call whose output is wrong, and why; return None if all are right.
+    """Return the index of the first call with a wrong output and the reason, or None if all are right.
 
-    `outputs` and `single`, a baseline's float32 outputs for the same inputs, are [calls, *shape]; `slack` is
-    `ReferenceOutput.slack` by call. Integers must be equal.
+    `outputs` and `single`, a baseline's outputs for the same inputs, have the shape [calls, *shape]. `slack`
+    has `ReferenceOutput.slack` for each call. Integers must be equal.
 
-    A float64 reference for every timed call would cost more than the rest of a judgement. Instead an error
-    may be twice the distance of two correct results, which is known from the correctness sets. Many calls are
-    compared at once, since on cuda each synchronisation costs as much as a small call.
+    There is no float64 reference for timed calls, because computing one would take longer than the rest of a
+    judgement. Instead, an output may differ from the baseline's output by at most twice the slack, which is
+    known from the correctness sets. Many calls are compared at once, because on cuda each synchronisation
+    takes as long as a small call.
     """
     if outputs[0].numel() == 0:
         return None
@@ -106,7 +116,7 @@ def first_mismatch(
         max_error, rms_error = _magnitudes(error)
         relative = torch.tensor(slack[first : first + step], dtype=torch.float64, device=scale.device)
         allowed = 2 * scale[:, None] * relative
-        wrong = ~((max_error <= allowed[:, 0]) & (rms_error <= allowed[:, 1]))  # in this form NaN is wrong
+        wrong = ~((max_error <= allowed[:, 0]) & (rms_error <= allowed[:, 1]))  # NaN is wrong too
         if wrong.any():
             row = _first_true(wrong)
             return first + row, _excess(error[row], *allowed[row].tolist()) or "max_error"
@@ -116,7 +126,10 @@ def first_mismatch(
 def _mismatch_with_special_values(
     output: torch.Tensor, single: torch.Tensor, slack: tuple[float, float]
 ) -> str | None:
-    """Return why one call's output is wrong, or None, if the baseline's output is not finite everywhere."""
+    """Return the reason why the output of one call is wrong, or None if it is right.
+
+    This comparison is used if `single`, the baseline's output, contains NaN or infinity.
+    """
     if not _same_special_values(output, single):
         return "finite_mask"
     finite = torch.isfinite(single)
@@ -130,7 +143,7 @@ def _first_true(rows: torch.Tensor) -> int:
 
 
 def _max_abs(rows: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each row, or NaN for a row that has one.
+    """Return the largest absolute value of each row, which is NaN for a row that contains NaN.
 
     This is several times faster than an infinity norm.
     """
@@ -141,14 +154,14 @@ def _max_abs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and the RMS of each row, in float64."""
+    """Return the largest absolute value and the root mean square of each row, as float64 tensors."""
     error = error.float() if error.dtype in (torch.float16, torch.bfloat16) else error
     norm = torch.linalg.vector_norm(error, dim=1).double()
     return _max_abs(error).double(), norm / math.sqrt(error.shape[1])
 
 
 def _same_special_values(output: torch.Tensor, single: torch.Tensor) -> bool:
-    """Return whether NaNs, infinities and negative infinities are at the same positions."""
+    """Return whether NaN, infinity and negative infinity are at the same positions in both tensors."""
     return all(
         torch.equal(special(output), special(single))
         for special in (torch.isnan, torch.isposinf, torch.isneginf)
@@ -156,15 +169,18 @@ def _same_special_values(output: torch.Tensor, single: torch.Tensor) -> bool:
 
 
 def _excess(error: torch.Tensor, max_allowed: float, rms_allowed: float) -> str | None:
-    """Return which of the two limits `error` exceeds, or None."""
+    """Return the reason why `error` exceeds a limit, or None if it exceeds neither limit.
+
+    The reason is `max_error`, `rms_error`, or `finite_mask` if the largest error is not finite.
+    """
     if error.numel() == 0:
         return None
     largest, rms = (figure.item() for figure in _magnitudes(error.reshape(1, -1)))
-    if not largest <= max_allowed:  # in this form NaN is wrong
+    if not largest <= max_allowed:  # NaN is wrong too
         return "max_error" if math.isfinite(largest) else "finite_mask"
     return None if rms <= rms_allowed else "rms_error"
 
 
 def compare(output: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:
-    """Return why `output` is wrong, or None; see `ReferenceOutput`."""
+    """Return the reason why `output` is wrong according to `ReferenceOutput`, or None if it is correct."""
     return ReferenceOutput(single, expected, params.sandbox, params.precision).mismatch(output)

@@ -1,10 +1,10 @@
 """Access to one device, for many preparations at once or for one measurement, and reservations of its memory.
 
-On cpu a measurement reads the CPU clocks of its runners. Runners start, are checked and compile beside it,
-and only measurements exclude each other. On cuda the clock is wall time. A measurement begins when no
-preparation runs, and preparations that come later wait for the measurements that are already waiting. Long
-work that a runner does without the judge, such as starting or compiling, is background work; it is paused
-during measurements instead.
+On cpu a measurement reads the CPU clocks of its runners. Other runners may therefore start, compile and be
+checked at the same time, and only measurements exclude each other. On cuda the clock is wall time. A
+measurement begins when no preparation is running, and a preparation that comes later waits for the
+measurements that are already waiting. Long work that a runner does without the judge, such as starting or
+compiling, is background work, which is not waited for but paused during measurements.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from components.core.config import Device
 from components.sandbox.runner_process import Runner
 
 MEMORY_SHARE = 0.85
-"""Share of the device's memory that can be reserved; the rest is a margin for low estimates."""
+"""Share of the device's memory that can be reserved; the rest is a margin for estimates that are too low."""
 CACHED_SHARE = 0.1
 """Share of the device's memory that torch may cache in this process, where no other process can use it."""
 TRIM_SECONDS = 5
-"""Seconds between two checks of torch's cache; each check holds the interpreter's lock."""
+"""Smallest number of seconds between two checks of torch's cache.
+
+The checks are rare, because each check holds the interpreter's lock.
+"""
 RETRY_SECONDS = 0.2
 """Seconds between two attempts to release memory of idle task benches."""
 MIN_CORES = 4
-"""Fewest cores of a machine on which timed rounds on cuda get a core of their own."""
+"""Smallest number of cores of a machine on which timed rounds on cuda get a core of their own."""
 
 
 @functools.cache
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the cores for timed rounds and those for everything else, and move this process to the latter.
+    """Return the cores for timed rounds and the cores for other work, and move this process to the latter.
 
-    On a GPU a small kernel takes as long as its launch, and the cores of one machine differ in speed, so all
-    timed rounds use one core (docs/judge.md). The other hardware threads of that core stay idle, since they
-    would slow it down.
+    Both sets have all cores on cpu and on a machine with few cores. On a GPU a small kernel takes as long as
+    its launch, and the cores of one machine differ in speed, so all timed rounds use one core
+    (docs/judge.md). The other hardware threads of that core stay idle, because they would slow it down.
     """
     available = frozenset(os.sched_getaffinity(0))
     if device == "cpu" or len(available) < MIN_CORES:
@@ -68,20 +71,23 @@ def _hardware_threads(core: int) -> frozenset[int]:
 
 
 class DeviceScheduler:
-    """Shared and exclusive access to one device; the thread that measures may also do everything else."""
+    """Scheduler of shared and exclusive access to one device, and of reservations of its memory.
+
+    The thread that has exclusive access for a measurement may also take shared access.
+    """
 
     def __init__(self, device: Device):
         self.is_exclusive = device == "cuda"
-        """Whether a measurement excludes preparations, which holds on cuda."""
+        """Whether a measurement excludes preparations, which is True on cuda and False on cpu."""
         self.device_bytes: int = torch.cuda.get_device_properties(0).total_memory if self.is_exclusive else 0
         """Bytes of the GPU's memory; 0 on cpu."""
         self.timed_cores, self.other_cores = cores(device)
         self.reservable_bytes = int(MEMORY_SHARE * self.device_bytes)
         self.free_bytes = self.reservable_bytes
         self.memory_queue: deque[object] = deque()
-        """One ticket for each thread that waits for memory; they are served in order."""
+        """One ticket for each thread that waits for memory; the threads get memory in this order."""
         self.release_idle_memory: Callable[[], None] = lambda: None
-        """Function that frees memory of idle task benches; called while a thread waits for memory."""
+        """Function that frees memory of idle task benches, for a thread that waits for memory."""
         self.condition = threading.Condition()
         self.trimmed_at = 0.0
         self.preparations = 0
@@ -95,7 +101,11 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Hold shared access for preparation; the holder must not wait for anything else meanwhile."""
+        """Block until no thread measures or waits to measure, and hold shared access for preparation.
+
+        Inside the context the thread must not wait for anything else, because measurements wait for it. On
+        cpu this does nothing.
+        """
         if not self.is_exclusive or self._is_measuring:
             yield
             return
@@ -111,7 +121,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def background_work(self, runner: Runner) -> Iterator[None]:
-        """Let `runner` work while the judge waits for its answer.
+        """Let `runner` work inside the context, while the judge waits for its answer.
 
         On cuda the runner is paused whenever another thread measures.
         """
@@ -130,7 +140,10 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Block until this thread has exclusive access for a measurement, and hold it; reentrant."""
+        """Block until this thread has exclusive access for a measurement, and hold the access.
+
+        A thread that already has the access may enter the context again.
+        """
         if self._is_measuring:
             yield
             return
@@ -156,13 +169,17 @@ class DeviceScheduler:
     def exclusive_device(self) -> Iterator[None]:
         """Hold a GPU exclusively while a candidate exists; do nothing on cpu.
 
-        Kernels that the candidate launched on the GPU continue while its process is stopped.
+        The GPU is held between the candidate's rounds too, because kernels that the candidate has launched
+        continue to run while its process is stopped.
         """
         with self.measuring() if self.is_exclusive else contextlib.nullcontext():
             yield
 
     def trim_cache(self) -> None:
-        """Return the device memory that torch caches if it exceeds `CACHED_SHARE`."""
+        """Release the device memory that torch caches if it exceeds `CACHED_SHARE` of the device's memory.
+
+        Nothing is done on cpu, or within `TRIM_SECONDS` of the last check.
+        """
         with self.condition:
             if not self.is_exclusive or time.monotonic() < self.trimmed_at + TRIM_SECONDS:
                 return
@@ -172,9 +189,10 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def reserve_memory(self, size: int) -> Iterator[None]:
-        """Block until `size` bytes of device memory are free, and hold them.
+        """Block until `size` bytes of device memory are free, and reserve them until the context ends.
 
-        A request for more than can be reserved holds all of it. On cpu nothing is reserved.
+        If `size` is larger than `reservable_bytes`, all reservable memory is reserved. On cpu nothing is
+        reserved.
         """
         wanted = min(size, self.reservable_bytes)  # 0 on cpu
         ticket = object()
@@ -196,7 +214,10 @@ class DeviceScheduler:
                 self.condition.notify_all()
 
     def _take_memory(self, ticket: object, wanted: int) -> bool:
-        """Take the memory if it is free and the ticket is next; otherwise wait briefly and return False."""
+        """Reserve the memory if it is free and the ticket is next, and return whether it was reserved.
+
+        If it was not reserved, the call has waited briefly.
+        """
         with self.condition:
             if self.memory_queue[0] is not ticket or self.free_bytes < wanted:
                 self.condition.wait(RETRY_SECONDS)

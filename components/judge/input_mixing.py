@@ -12,18 +12,20 @@ import torch
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
 MAX_DOUBLED_BYTES = 1 << 28
-"""Most bytes of an input that is stored twice in a row, so that a rotated copy of it is a view."""
+"""Largest size in bytes of an input that is stored twice in a row, so that a rotated copy of it is a view."""
 
 
 class InputMix(NamedTuple):
     """Recipe for the inputs of one call, made of the sets `first` and `second` of an input bank.
 
-    Each flattened tensor of either set is rotated by a number of elements. The call gets (1 - weight) * first
-    + weight * second, mapped to `distribution`. Tensors of integers are only rotated.
+    Each tensor of either set is flattened and rotated by its own number of elements. The call gets (1 -
+    weight) * first + weight * second, changed according to the input distribution `distribution`. Tensors of
+    integers are only rotated, and inputs with a structure (`has_structure`) are not rotated.
 
-    Thus every call has inputs that no earlier call had, although the task's source made only a few sets, and
-    an answer kept from an earlier call is wrong. Rotation alone would not change a sum over all elements.
-    Blending alone would reveal `weight` by a single element.
+    Every call thus has inputs that no earlier call had, although the task's source made only a few sets, and
+    an answer that a candidate kept from an earlier call is wrong. Rotation alone would not be enough, because
+    it does not change a sum over all elements. Blending alone would not be enough, because `weight` could be
+    computed from a single element.
     """
 
     first: int
@@ -35,9 +37,10 @@ class InputMix(NamedTuple):
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat integer view of a tensor, in which NaN equals itself.
+    """Return a flat integer view of a tensor's bits, in which NaN equals itself.
 
-    Its dtype is int64, which is faster to compare, if size and address allow; otherwise it is uint8.
+    The dtype is int64, which is faster to compare, if size and address are multiples of 8. Otherwise it is
+    uint8.
     """
     flat = tensor.view(-1)
     return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else torch.uint8)
@@ -47,7 +50,7 @@ def has_structure(sets: list[list[torch.Tensor]]) -> bool:
     """Return whether an input has a structure that rotation destroys and on which a kernel may rely.
 
     `sets` are two input sets from different seeds. The structures are zeros at fixed positions (as in
-    triangular matrices), symmetry, sorted rows, and rows of equal sum.
+    triangular matrices), symmetry, sorted rows, and rows that all have the same sum.
     """
     for tensors in zip(*sets, strict=True):
         first, second = (t.double() for t in tensors[:2])
@@ -65,9 +68,9 @@ def has_structure(sets: list[list[torch.Tensor]]) -> bool:
 
 
 class InputBank:
-    """Input sets of a task: one for each of `distributions`, then those that timed inputs are mixed from.
+    """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
-    `sets[i][j]` is input `j` of set `i`.
+    `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set.
     """
 
     def __init__(self, sets: list[list[torch.Tensor]], distributions: list[str]):
@@ -83,19 +86,20 @@ class InputBank:
         self.sets.clear()
 
     def original(self, index: int) -> InputMix:
-        """Return the recipe for set `index` as the task's source made it."""
+        """Return the recipe whose inputs are those of set `index`, unchanged."""
         unshifted = (0,) * len(self.sets[index])
         return InputMix(index, index, unshifted, unshifted, 0.0)
 
     def correctness_sets(self) -> list[InputMix]:
-        """Return recipes for the sets with reference outputs."""
+        """Return the recipes for the unchanged inputs of all sets that have reference outputs."""
         return [self.original(i) for i in range(len(self.distributions))]
 
     def fresh(self, calls: int, number: int = 0) -> list[InputMix]:
         """Return recipes for the calls of timed round `number`, which give inputs that no earlier call had.
 
         One call, at a random position, gets an input distribution that depends on `number`. A candidate that
-        counts its calls, to be right on all distributions only while it is verified, is wrong there.
+        handles all distributions only during verification, which it can recognise by counting its calls, is
+        wrong in that call.
         """
         sizes = [t.numel() if self.rotates else 1 for t in self.sets[-1]]
         bases = range(len(self.distributions), len(self.sets))
@@ -111,7 +115,7 @@ class InputBank:
         return mixes
 
     def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:
-        """Write input `index` of a call into the flat tensor `out`."""
+        """Write input `index` of the call that `mix` describes into the flat tensor `out`."""
         first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = self.blends[index] and mix.first != mix.second
         # A small input is stored twice in a row, so that a rotated copy is a view. A large input is stored
@@ -130,7 +134,10 @@ class InputBank:
             out.copy_(INPUT_DISTRIBUTIONS[mix.distribution](out))
 
     def _rotated(self, base: int, index: int, shift: int, start: int, end: int) -> torch.Tensor:
-        """Return elements `start` to `end` of one flat input, rotated by `shift` elements."""
+        """Return elements `start` to `end` of an input, flattened and rotated by `shift` elements.
+
+        The input is number `index` of set `base`.
+        """
         if (base, index) not in self.flattened:
             flat = self.sets[base][index].view(-1)
             double = base >= len(self.distributions) and self.rotates and flat.nbytes <= MAX_DOUBLED_BYTES

@@ -48,24 +48,26 @@ SOURCES = [
     ),
 ]
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
-"""Digest of the judge's own sources, part of every verdict's evidence."""
+"""Digest of the judge's own sources, which is stored in the evidence of every verdict."""
 TASK_DESCRIPTORS = 32
-"""Number of open files of one warm task.
+"""Number of file descriptors that are assumed to be open for one task bench.
 
-They are the shared memory of its reference and of each runner, and each runner's connection and pidfd.
+They belong to the shared memory of its reference and of each runner, and to each runner's connection and
+pidfd.
 """
 OTHER_DESCRIPTORS = 512
-"""Number of open files that are reserved for everything else in the judge's process."""
+"""Number of file descriptors that are reserved for everything else in the judge's process."""
 LOG_CHARACTERS = 2000
-"""Most characters in the log of a verdict; of a longer one the middle is cut."""
+"""Largest number of characters in the log of a verdict; the middle of a longer log is cut out."""
 REASON_CHARACTERS = 200
 
 
 class Judge:
-    """Judge of candidates on one device, with one measurement at a time and builds and preparation beside it.
+    """Judge of candidates on one device, which makes one measurement at a time.
 
-    It raises the process's limit of open files as far as allowed. If the limit stays low, fewer tasks are
-    kept warm.
+    Builds and preparations for several candidates run in parallel. The constructor raises the process's limit
+    of open files to its hard limit; if that limit is low, fewer task benches are kept. Raises UserError if
+    the device, the isolation or the folder cannot be used.
     """
 
     def __init__(self, params: Params, folder: Path):
@@ -90,11 +92,12 @@ class Judge:
         self.scheduler.release_idle_memory = self.bench_cache.close_unused
 
     def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
-        """Judge `files`, text by workspace path, on `task` and return the verdict.
+        """Return the verdict on the candidate with `files` on `task`.
 
-        With `compare_compile` every correct candidate is compared with the fastest mode of torch.compile.
-        Without it only a candidate that is faster than eager is compared, and with the default mode. Raises
-        InfrastructureError for the judge's own faults.
+        `files` maps each workspace path to the text of the file. If `compare_compile` is set, every correct
+        candidate is compared with the fastest mode of torch.compile. Otherwise only a candidate that is
+        faster than eager is compared with torch.compile, in its default mode. Raises InfrastructureError if
+        the judge itself fails.
         """
         try:
             library = self._build(files)
@@ -114,7 +117,10 @@ class Judge:
             ) from error
 
     def _build(self, files: dict[str, str]) -> Path:
-        """Screen and build a candidate and return the path of its library; raises Rejected."""
+        """Screen and build a candidate, and return the path of its library.
+
+        Raises Rejected if a file is refused, or if the candidate does not compile within the time limit.
+        """
         problem = screen_files(files)
         if problem is not None:
             log = "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size."
@@ -146,9 +152,9 @@ class Judge:
         return built.library
 
     def bench(self, task: KernelTask) -> contextlib.AbstractContextManager[TaskBench]:
-        """Return a context that yields the task's bench, a warm one or a new one.
+        """Return a context that yields the task's bench, which is made if the cache does not have it.
 
-        Entering the context raises TaskError if the task itself fails.
+        Entering the context raises TaskError if the task's own source fails.
         """
 
         def make() -> TaskBench:
@@ -160,11 +166,12 @@ class Judge:
 
     @contextlib.contextmanager
     def _device(self, bench: TaskBench, *, every_mode: bool) -> Iterator[None]:
-        """Hold the device for one candidate, on a GPU exclusively and after its baselines have been started.
+        """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
-        Other candidates of the task wait for `candidate_lock` and not for the device. A candidate that starts
-        a baseline holds the lock of the baselines; if it were paused by another candidate's measurement, and
-        that measurement needed the same baseline, neither would continue.
+        A thread that starts a baseline holds the lock of the task's `BaselineCache`, and the start is paused
+        while another thread measures. If that other thread judged a candidate of the same task and needed the
+        lock too, neither thread would continue. Candidates of one task therefore first wait for
+        `candidate_lock`.
         """
         if not self.scheduler.is_exclusive:
             yield
@@ -175,7 +182,8 @@ class Judge:
             if bench.starts_compile_early:
                 try:
                     start_modes(bench) if every_mode else bench.baselines.get(COMPILE)
-                except (TaskError, torch.OutOfMemoryError):  # only candidates compared with it fail
+                except (TaskError, torch.OutOfMemoryError):
+                    # Only candidates that are compared with torch.compile fail, in `_compare`.
                     bench.starts_compile_early = False
             with self.scheduler.exclusive_device():
                 if every_mode:
@@ -187,7 +195,10 @@ class Judge:
     def _measure(
         self, bench: TaskBench, files: dict[str, str], library: int, compare_compile: bool
     ) -> Verdict:
-        """Load a candidate, verify its outputs, time it beside the baselines, and verify it again."""
+        """Load a candidate, verify its outputs before and after timing it, and return its verdict.
+
+        Raises Rejected if the candidate fails.
+        """
         runners: dict[Timed, TimedRunner] = {
             "eager": bench.baselines.get(EAGER),
             "noop": bench.baselines.get(NOOP),
@@ -204,7 +215,8 @@ class Judge:
                 _verify(candidate)
             with rejecting(RUN_ERRORS, hide_text=True):
                 speedups, medians, evidence = self._compare(bench, runners, compare_compile)
-                _verify(candidate)  # again, since a candidate can count its calls
+                # A candidate that counts its calls could be right only until it is timed.
+                _verify(candidate)
         finally:
             candidate.close()
         return make_verdict(
@@ -218,7 +230,11 @@ class Judge:
     def _compare(
         self, bench: TaskBench, runners: dict[Timed, TimedRunner], compare_compile: bool
     ) -> tuple[Speedup, Seconds, dict[str, Any]]:
-        """Time the candidate beside eager, and beside torch.compile if requested or faster than eager."""
+        """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
+
+        The baselines are eager, and torch.compile if `compare_compile` is set or the candidate is faster than
+        eager.
+        """
         candidate, baselines = runners["candidate"], list[Timed](["eager"])
         evidence: dict[str, Any] = {}
         if compare_compile:
@@ -243,9 +259,9 @@ class Judge:
     def _compile_baseline(
         self, bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
     ) -> tuple[TimedRunner, dict[str, Any]]:
-        """Return the runner of torch.compile and its evidence.
+        """Return the timed runner of torch.compile, and the entries about its mode for the evidence.
 
-        The time that this takes does not count against the candidate's limit.
+        The candidate's time limit is extended by the time that this takes.
         """
         began = time.monotonic()
         if every_mode:
@@ -261,7 +277,7 @@ class Judge:
 
     @contextlib.contextmanager
     def _timing(self, candidate: TimedRunner) -> Iterator[None]:
-        """Hold the device for timed rounds; the wait for it does not count against the candidate's limit."""
+        """Hold the device for timed rounds, and add the wait for the device to the candidate's time limit."""
         began = time.monotonic()
         with self.scheduler.measuring():
             candidate.extend_deadline(time.monotonic() - began)
@@ -284,11 +300,11 @@ class Judge:
         }
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        """Return whether a task can be judged, with its eager time and, if `headroom`, its compile time."""
+        """Return the admission of the task with source `code`; for `headroom` see `admission.admit`."""
         return admit(self.params, self.runner_factory, self.scheduler, code, headroom=headroom)
 
     def prepare(self) -> None:
-        """Start the processes that runners are forked from, without waiting for them."""
+        """Start the zygotes, the processes that runners are forked from, without waiting for them."""
         self.runner_factory.prepare()
 
     def close(self) -> None:
@@ -298,7 +314,7 @@ class Judge:
 
 
 def _verify(candidate: TimedRunner) -> None:
-    """Raise Rejected if the candidate is wrong on a correctness set."""
+    """Raise Rejected if the candidate's output is wrong on an input set that has a reference output."""
     reason = candidate.verify("check")
     if reason is not None:
         where = reason.replace(":", " on inputs of the family ")
@@ -315,7 +331,10 @@ def make_verdict(
     seconds: Seconds | None = None,
     evidence: dict[str, Any] | None = None,
 ) -> Verdict:
-    """Return a verdict with its milestone; reason and log are shortened and made readable."""
+    """Return a verdict with its milestone.
+
+    Long reasons and logs are shortened, and their terminal escapes and control characters are removed.
+    """
     verdict = Verdict(
         status=status,
         reason=readable(reason, REASON_CHARACTERS),

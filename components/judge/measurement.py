@@ -1,4 +1,4 @@
-"""Timed runners: how a round of calls is timed, and how its results are read."""
+"""Timed runners, and the measurement of one round of their calls on cpu and on cuda."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
 BASELINE_LIMITS = 10
-"""Time limit of a baseline's round, as a multiple of a candidate's limit; the first round compiles."""
+"""Time limit of a baseline's warm-up or round, as a multiple of `sandbox.run_seconds`.
+
+The limit is long, because torch.compile compiles in the warm-up.
+"""
 SAMPLED_BYTES = 1 << 16
-"""Number of bytes, at random positions, of a timed round's inputs on cuda that are checked for changes."""
+"""Number of random byte positions at which the inputs of a timed round on cuda are checked for changes."""
 
 Operation = Literal["check", "time"]
-"""Kind of round: `check`, untimed, in which the runner checks the form of each result; or `time`, timed."""
+"""Kind of round: `time` for a measurement, `check` if the runner checks each result's form."""
 
 
 @functools.cache
 def _secret_generator(device: torch.device) -> torch.Generator:
-    """Return a generator with a secret seed; torch's default generator is predictable."""
+    """Return a generator with a secret seed, because torch's default generator is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
 
 
 class StagedInputs:
-    """Inputs of one round in memory that no runner can read; every timed runner gets a copy of them.
+    """Inputs of one round, mixed in memory that no runner can read and then copied to each timed runner.
 
-    On cuda the clock runs while a runner gets its inputs. Mixing them there would take as many kernel
-    launches as a small task.
+    The inputs are mixed in advance, because on cuda the clock runs while a runner gets its inputs, and mixing
+    takes as many kernel launches as a small task.
     """
 
     def __init__(self, reference: TaskReference, capacity: int):
@@ -49,7 +52,10 @@ class StagedInputs:
         self.views = [reference.layout.inputs.views(self.memory, number) for number in range(capacity)]
 
     def hold(self, mixes: list[InputMix]) -> StagedInputs:
-        """Write the inputs of `mixes`, at most `capacity` of them, and return self."""
+        """Write the inputs that `mixes` describe into the memory, and return this object.
+
+        `mixes` has at most `capacity` entries.
+        """
         self.mixes = mixes
         for mix, views in zip(mixes, self.views, strict=False):
             for index, view in enumerate(views):
@@ -58,7 +64,7 @@ class StagedInputs:
 
     @property
     def inputs(self) -> torch.Tensor:
-        """The staged inputs as bytes."""
+        """Inputs of the round as a tensor of bytes."""
         return self.memory[: self.stride * len(self.mixes)]
 
 
@@ -73,10 +79,10 @@ class TimedRunner:
         library: int | None,
         seconds: float,
     ):
-        """Start the runner with a copy of the task's parameters and wait until it is ready.
+        """Start the runner with a copy of the task's parameters, and wait until it is ready.
 
-        `library` is the file descriptor of a candidate's library; `seconds` limits the runner's wall time.
-        Raises RunnerError.
+        `library` is the file descriptor of a candidate's library, and None for a baseline. `seconds` limits
+        the runner's wall time. Raises RunnerError if the runner fails.
         """
         self.reference = reference
         self.processes = processes
@@ -125,7 +131,10 @@ class TimedRunner:
             self.runner.signal(signal.SIGSTOP)
 
     def warm_up(self, seconds: float) -> None:
-        """Make one untimed call whose result is not read; torch.compile compiles in it."""
+        """Make one untimed call, in which torch.compile compiles, and ignore its result.
+
+        `seconds` limits the wall time of the call.
+        """
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
         with self.scheduler.background_work(self.runner):
@@ -133,9 +142,10 @@ class TimedRunner:
         self._freeze()
 
     def verify(self, operation: Operation, *, loose: bool = False) -> str | None:
-        """Return why the outputs for the correctness sets are wrong, or None.
+        """Return the reason why an output for a correctness set is wrong, or None if all outputs are right.
 
-        `loose` is explained at `ReferenceOutput.mismatch`.
+        The reason is `inputs_changed` if the outputs are right but the candidate changed its inputs. `loose`
+        is explained at `ReferenceOutput.mismatch`.
         """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)
@@ -148,21 +158,21 @@ class TimedRunner:
         return None
 
     def round(self, operation: Operation, staged: StagedInputs) -> tuple[float, torch.Tensor]:
-        """Run one round over the staged inputs; return seconds per call, and the results as bytes.
+        """Run one round on the staged inputs, and return the seconds per call and the results as bytes.
 
         The results are read before the runner can change them.
 
         On cpu the judge reads each result out of the runner's memory. The time is the CPU time of all the
-        runner's threads from before the inputs exist until the last result is read, so that work of any
-        thread is included; an honest runner sleeps at both ends. A call's inputs do not exist before the
-        previous call has answered, since otherwise one pass over the weights could answer all calls
-        (tests/exploits/batch).
+        runner's threads from before the inputs exist until the last result is read, so that the work of every
+        thread is included. An honest runner waits at both moments and uses no CPU time. A call's inputs do
+        not exist before the previous call has been answered, because otherwise one pass over the weights
+        could answer all calls (tests/exploits/batch).
 
-        On cuda the time is the judge's wall time from before the inputs exist until the results are copied,
-        without a pause in which a runner could compute untimed. In between, the judge overwrites the inputs
-        and the output buffer. Results that were computed directly into that buffer are lost, and deferred
-        work has lost its inputs. One untimed launch wakes the device first. See
-        docs/design/judge-protocol.md.
+        On cuda the time is the judge's wall time from before the inputs exist until the results are copied.
+        The clock does not stop in between, so a runner cannot compute untimed. After the calls, and before
+        the runner delivers its results, the judge overwrites the inputs and the output buffer. Results that
+        were computed directly into that buffer are then lost, and work that was deferred has lost its inputs.
+        One untimed launch before the round wakes the device. See docs/design/judge-protocol.md.
         """
         assert self.runner is not None
         if self.role != "candidate":
@@ -175,8 +185,8 @@ class TimedRunner:
         return seconds / calls, self.results[: self.layout.outputs.stride * calls]
 
     def _host_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
-        # The operating system chooses the cores. With judge and runner on one core, equally fast code is
-        # measured as up to 12 % faster, depending on how the pages of both share that core's cache
+        # The judge does not choose the cores. If judge and runner shared one core, equally fast code would
+        # be measured as up to 12 % faster, depending on how the pages of both share that core's cache
         # (tests/bench/judge_validity.py).
         inputs = self.inputs.raw()[: staged.numel()]
         targets, sources = (
@@ -188,7 +198,7 @@ class TimedRunner:
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
         start = runner.cpu_seconds()
         runner.signal(signal.SIGCONT)
-        np.copyto(targets[0], sources[0])  # torch would wake threads on other cores
+        np.copyto(targets[0], sources[0])  # a copy by torch would wake other threads
         runner.send({"op": operation, "sets": calls})
         for index in range(calls):
             addresses = runner.receive_addresses(len(slots))
@@ -216,7 +226,7 @@ class TimedRunner:
         outputs = self.memory.buffers["outputs"]
         runner.set_cores(self.scheduler.timed_cores)
         runner.signal(signal.SIGCONT)
-        if operation == "time":  # before the inputs exist, or the runner could compute with them
+        if operation == "time":  # without inputs, so that nothing can be computed untimed
             runner.request({"op": "warm", "sets": 0})
         inputs = self.inputs.raw()[: staged.numel()]
         generator = _secret_generator(inputs.device)
@@ -228,11 +238,11 @@ class TimedRunner:
         torch.cuda.synchronize()
         runner.send({"op": operation, "sets": calls})
         runner.receive(b"C")
-        # In a timed round the comparison takes time on the clock of every runner, the no-op included.
+        # In a timed round the comparison is part of the time of every runner, including the no-op.
         # A sample is enough there, since a candidate that works in place changes all of its inputs.
         sample_after = inputs[places]
         differ = operation == "check" and self._inputs_differ(inputs, staged)
-        inputs.fill_(0xFF)  # the scratch set is kept
+        inputs.fill_(0xFF)  # all but the scratch set
         outputs.raw().fill_(0xFF)
         torch.cuda.synchronize()
         runner.acknowledge()
@@ -247,14 +257,14 @@ class TimedRunner:
         return seconds
 
     def _inputs_differ(self, inputs: torch.Tensor, staged: torch.Tensor) -> bool:
-        """Return whether a candidate changed its inputs.
+        """Return whether the candidate changed its inputs, which is always False for a baseline.
 
-        Working in place would save memory traffic that eager cannot avoid.
+        A change is not allowed, because working in place would save memory traffic that eager cannot avoid.
         """
         return self.role == "candidate" and not torch.equal(as_bits(inputs), as_bits(staged))
 
     def extend_deadline(self, seconds: float) -> None:
-        """Extend the runner's deadline by `seconds`, the time that it waited for others."""
+        """Extend the runner's deadline by `seconds`, during which the runner waited for other work."""
         if self.runner is not None:
             self.runner.deadline += seconds
 

@@ -1,8 +1,8 @@
 """Pool of judges, which accepts jobs and returns verdicts.
 
-Each verdict is written to a journal before it is returned. Its key is made of task, candidate, epoch and
-protocol, so a stage that was killed and runs again gets the same verdicts
-(docs/design/caching-and-resume.md).
+Each verdict is written to a journal before it is returned. Its key is made of task, candidate, epoch (the
+caller's name for one set of judgements) and protocol (the settings of the judge). A stage that was killed and
+runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from components.judge.verdict import Admission, Verdict
 from components.sandbox.preflight import check_isolation
 
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
-"""Parameters of the sandbox that change no verdict: where judging runs, how often and how many at once."""
+"""Names of the sandbox parameters that change no verdict and are not part of the protocol's digest."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Source files written by a policy.
+    """Source files of one candidate.
 
     `files` holds sorted pairs of workspace path (`model_new.py`, `kernels/…`) and text.
     """
@@ -37,9 +37,9 @@ class Candidate:
 
     @staticmethod
     def of(files: dict[str, str]) -> Candidate:
-        """Return the candidate with `files`, text by workspace path.
+        """Return the candidate with `files`, which maps each workspace path to the text of the file.
 
-        Lone surrogates are replaced by question marks, since JSON can represent them and UTF-8 cannot.
+        Lone surrogates are replaced by question marks, because UTF-8 cannot represent them.
         """
 
         def encodable(text: str) -> str:
@@ -54,12 +54,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """One judgement to make.
+    """Request to judge one candidate on one task.
 
-    Jobs of equal task, candidate and epoch share one measurement and one journal entry. With
-    `compare_compile` every correct candidate is compared with the fastest mode of torch.compile. Without it
-    only a candidate that is faster than eager is compared, and with the default mode. All jobs of an epoch
-    have the same `compare_compile`.
+    Jobs with the same task, candidate and epoch share one measurement and one journal entry. If
+    `compare_compile` is set, every correct candidate is compared with the fastest mode of torch.compile.
+    Otherwise only a candidate that is faster than eager is compared with torch.compile, in its default mode.
+    All jobs of an epoch have the same `compare_compile`.
     """
 
     task: KernelTask
@@ -84,7 +84,7 @@ class JudgePool(Protocol):
 
 
 class JudgeLike(Protocol):
-    """Interface of what a pool measures with: one judge, or several behind the same methods."""
+    """Interface of the object that a pool judges with: one judge, or several with the same methods."""
 
     def verdict(
         self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False
@@ -118,23 +118,24 @@ class LocalPool:
 
     @property
     def judge(self) -> JudgeLike:
-        """The judge, which is started for the first job whose result is not in the journal."""
+        """Judge of this pool, which is started for the first job whose result is not in the journal."""
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
             return self._judge
 
     def start(self) -> JudgeLike:
-        """Start the judge.
+        """Return a new judge.
 
-        torch is imported here, since a run whose results are all in the journal does not need it.
+        Its module, which imports torch, is imported here, because a run whose results are all in the journal
+        does not need torch.
         """
         from components.judge.judge import Judge
 
         return Judge(self.params, self.folder)
 
     def prepare(self) -> None:
-        """Start in the background what the first jobs need, without waiting for it."""
+        """Start the judge and its processes in a background thread, before the first jobs need them."""
         self.executor.submit(lambda: self.judge.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
@@ -186,7 +187,12 @@ class LocalPool:
         return self._measure_once(key, measure, lambda record: Admission(**record))
 
     def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
-        """Return a future of the journal's record, the future in flight, or a new one that measures."""
+        """Return a future of the result for `key`, and submit `measure` only if it is needed.
+
+        If `measure` has been submitted for `key` and has not ended, its future is returned. If the journal
+        has an entry for `key`, the future is already done, and its result is the entry as converted by
+        `read`.
+        """
         path = self._path(key)
         with self.lock:
             if key in self.in_flight:
@@ -213,7 +219,7 @@ class LocalPool:
     def drop(self) -> None:
         """Cancel the jobs that no judge has begun.
 
-        Threads that wait for one of them get concurrent.futures.CancelledError.
+        Threads that wait for a cancelled job get concurrent.futures.CancelledError.
         """
         with self.lock:
             waiting = list(self.in_flight.values())
@@ -221,23 +227,23 @@ class LocalPool:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel the jobs that have not begun, wait for those that run, and end every sandboxed process."""
+        """Cancel the jobs that have not begun, wait for the running jobs, and end every sandboxed process."""
         self.executor.shutdown(wait=True, cancel_futures=True)
         if self._judge is not None:
             self._judge.close()
 
 
 def with_any_duration(params: Params) -> Params:
-    """Return a copy of `params` with which a task is admitted whatever its eager time."""
+    """Return a copy of `params` with which a task of any eager time can be admitted."""
     data = params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})
     return params.model_copy(update={"data": data})
 
 
 def open_pool(params: Params, verdicts: Path) -> LocalPool:
-    """Return a pool with this machine's judge, or with those of a Ray cluster if `sandbox.pool` is `ray`.
+    """Return a pool with a judge on this machine, or with judges on a Ray cluster if `sandbox.pool` is `ray`.
 
-    `verdicts` is the journal's folder. Raises IsolationUnavailable, before anything is loaded or sampled, if
-    no runner can be isolated on this machine.
+    `verdicts` is the journal's folder. For a judge on this machine, raises IsolationUnavailable if no runner
+    can be isolated here; this is checked before anything is loaded or sampled.
     """
     if params.sandbox.pool == "ray":
         from components.judge.ray_pool import RayPool

@@ -1,6 +1,6 @@
-"""Judges as actors of a Ray cluster, with the jobs, journal and retries of a pool on one machine.
+"""Pool of judges that are actors of a Ray cluster, with the same jobs, journal and retries as `LocalPool`.
 
-Each actor is one judge with a device of its own; its node needs this project, bubblewrap and the compilers.
+Each actor is one judge with a device of its own. Its node needs this project, bubblewrap and the compilers.
 The calling process keeps the journal, so a home can change from one kind of pool to the other between two
 runs without judging anything twice.
 """
@@ -30,15 +30,16 @@ from components.judge.pool import LocalPool
 from components.judge.verdict import Admission, Verdict
 
 KILLED_STATUSES = ("crashed", "build_failed", "load_failed", "out_of_memory")
-"""Statuses that a verdict can have because the candidate's runner was killed from outside."""
+"""Statuses that a verdict can have if the candidate's runner was killed from outside."""
 RESTART_SECONDS = 0.2
-"""Seconds within which an actor that Ray is terminating has ended."""
+"""Seconds to wait so that an actor that Ray is terminating has ended."""
 
 
 class JudgeActor:
-    """One judge on a node of the cluster, with a folder of its own.
+    """Ray actor that runs one judge on a node of the cluster, with a folder of its own.
 
-    It answers with plain dictionaries, since the caller's classes may be older.
+    Its methods return plain dictionaries instead of records, because the caller may have been started with an
+    older version of the records' classes.
     """
 
     def __init__(self, params: dict[str, Any]):
@@ -68,7 +69,10 @@ class JudgeActor:
 
 
 class RemoteJudges:
-    """Actors behind the methods of one judge (`pool.JudgeLike`); each job is sent to one of them."""
+    """Judges that run as Ray actors, and are used through the methods of one judge (`pool.JudgeLike`).
+
+    Each job is sent to one of the actors.
+    """
 
     def __init__(self, params: Params):
         connect()
@@ -88,7 +92,7 @@ class RemoteJudges:
         ]
         self.loads = [0] * sandbox.judges
         self.failed: dict[str, int] = {}
-        """Index of the actor that last failed a job, by the job's key; the next attempt uses another."""
+        """Index of the actor that last failed on a job, by the job's key; the next attempt avoids it."""
         self.workers = sandbox.build_workers
         self.lock = threading.Lock()
 
@@ -96,7 +100,7 @@ class RemoteJudges:
         with self._actor(task.task_id) as actor:
             incarnation, record = _result(actor.verdict.remote(task, files, compare_compile))
             if record["status"] in KILLED_STATUSES:
-                # Ray kills an actor's runners before the actor, which would report a crash of the candidate.
+                # Ray kills an actor's runners before the actor, and the actor then reports a crash.
                 time.sleep(RESTART_SECONDS)
                 if _result(actor.incarnation.remote()) != incarnation:
                     raise InfrastructureError("the judge's Ray actor died while it judged")
@@ -121,10 +125,10 @@ class RemoteJudges:
 
     @contextmanager
     def _actor(self, key: str) -> Iterator[Any]:
-        """Yield the actor for jobs with this key, which has the task's warm baselines.
+        """Yield the actor that is assigned to jobs with this key, since it has the task's baselines.
 
-        Another actor is chosen if that one failed the last job with this key, or if it has `workers` jobs
-        more than the least loaded one.
+        Another actor is chosen if the assigned actor was the last that failed on a job with this key, or if
+        it has at least `workers` jobs more than the least loaded actor.
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]
@@ -154,9 +158,9 @@ class RayPool(LocalPool):
 
 
 def connect() -> None:
-    """Connect to the Ray cluster at RAY_ADDRESS, by default the one that runs on this machine.
+    """Connect to the Ray cluster at the address RAY_ADDRESS, or on this machine if the variable is not set.
 
-    Raises UserError if there is none.
+    Raises UserError if there is no such cluster.
     """
     if ray.is_initialized():
         return
@@ -171,10 +175,10 @@ def connect() -> None:
 
 
 def _result(reference: Any) -> Any:
-    """Wait for a call of an actor's method and return its result.
+    """Wait for the result of a call of an actor's method, and return it.
 
-    Raises InfrastructureError if the actor died. An InfrastructureError or UserError of the method is raised
-    unchanged.
+    Raises InfrastructureError if the actor died. An InfrastructureError or UserError that the method raised
+    is raised unchanged.
     """
     try:
         return ray.get(reference)

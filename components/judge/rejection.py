@@ -1,4 +1,4 @@
-"""Rejection of candidates: the status, reason and log that a verdict has for each kind of failure."""
+"""Conversion of a candidate's failures into the status, reason and log of its verdict."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ PLAIN_REASON = re.compile(
     "wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|output_is_mapped"
     "|wrong_(?:shape|dtype|device)|torch_compute"
 )
-"""Messages of a runner that may be passed on after the runner has received timed inputs.
+"""Pattern of the runner messages that may appear in a verdict after the runner has received timed inputs.
 
-Other candidates of the task get inputs made of the same sets, and free text could carry the answers to them.
+Any other message is replaced by `HIDDEN`, because a candidate could put answers into its message for other
+candidates of the task, whose inputs are mixed from the same sets.
 """
 HIDDEN = "it failed in a timed call, having passed verification"
 
 Rejection = tuple[Status, str, str]
-"""Status, reason and log of a verdict, in which `{text}` stands for the runner's message."""
+"""Status, reason and log of a verdict, in which `{text}` is replaced by the runner's message."""
 
 RUN_ERRORS: dict[str, Rejection] = {
     "crashed": ("crashed", "process_died", "{text}"),
@@ -31,17 +32,21 @@ RUN_ERRORS: dict[str, Rejection] = {
     "wrong": ("wrong_output", "{text}", "the output has not the reference's form: {text}"),
     "forbidden": ("forbidden", "{text}", "computing with torch is forbidden: {text}"),
 }
-"""Rejection by the kind of a RunnerError that is raised while the candidate is called."""
+"""Rejections by the kind of the RunnerError, for errors that are raised while the candidate is called."""
 LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
     "error": ("load_failed", "import", "{text}"),
     "wrong": ("crashed", "wrong", "{text}"),
     "forbidden": ("crashed", "forbidden", "{text}"),
 }
-"""Rejection by the kind of a RunnerError that is raised while the candidate is loaded and has no outputs."""
+"""Rejections by the kind of the RunnerError, for errors that are raised while the candidate is loaded.
+
+No output exists yet while a candidate is loaded. The kinds `wrong` and `forbidden`, which are errors of a
+call, are therefore reported as crashes.
+"""
 
 
 class Rejected(Exception):
-    """Fault of a candidate, with the status, reason and log of its verdict."""
+    """Exception for a candidate that fails, with the status, reason and log of its verdict."""
 
     def __init__(self, status: Status, reason: str, log: str):
         super().__init__(f"{status}: {reason}")
@@ -52,9 +57,10 @@ class Rejected(Exception):
 
 @contextlib.contextmanager
 def rejecting(errors: Mapping[str, Rejection], *, hide_text: bool = False) -> Iterator[None]:
-    """Convert a RunnerError to Rejected, with the entry of `errors` for its kind.
+    """Convert a RunnerError raised inside the context into Rejected, as `errors` defines for its kind.
 
-    With `hide_text` only the part of a message that matches `PLAIN_REASON` is passed on.
+    A kind without an entry gets the status `crashed`. If `hide_text` is set, only the part of the runner's
+    message that matches `PLAIN_REASON` is used; a message without a match is replaced by `HIDDEN`.
     """
     try:
         yield

@@ -1,4 +1,7 @@
-"""Processes and shared memory for the roles of a task, separate for each role or common to all."""
+"""Processes and shared memory for the roles of a task, either separate for each role or shared by all roles.
+
+A role determines what a runner does, for example make the reference data or run eager.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from components.sandbox.shared_memory import Buffer
 
 @dataclass(frozen=True)
 class RunnerMemory:
-    """Shared memory of one timed runner, by name: parameters, inputs, and on cuda outputs."""
+    """Shared memory of one timed runner: its buffers by name, for parameters, inputs, and on cuda outputs."""
 
     buffers: dict[RegionName, Buffer]
 
     @staticmethod
     def allocate(device: Device, layout: TaskLayout) -> RunnerMemory:
-        """Allocate buffers for the inputs of one round and of one scratch set.
+        """Allocate buffers for the parameters, one round's inputs, a scratch set, and on cuda outputs.
 
         If the device has too little memory, the buffers that were already made are closed.
         """
@@ -50,7 +53,7 @@ class RunnerMemory:
 class ProcessPerRole:
     """Factory of a separate process for every role, and of separate memory for every timed runner.
 
-    In common memory a candidate could write what other runners read.
+    The memory is separate, because a candidate could otherwise change the memory that other runners read.
     """
 
     def __init__(self, device: Device, factory: RunnerFactory):
@@ -77,8 +80,8 @@ class ProcessPerRole:
 class OneProcess:
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    It is used for admissions only, where there is no candidate. Creating a CUDA context for each role would
-    take most of the time of an admission.
+    It is used only for admissions, in which no candidate runs. One process saves most of the time of an
+    admission, because a CUDA context does not have to be created for each role.
     """
 
     def __init__(self, device: Device, factory: RunnerFactory, zygote: ZygoteKind, memory_share: float):
@@ -119,6 +122,6 @@ class OneProcess:
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and take the one that `header` names."""
+    """Have a runner leave its role and take the role that `header` names."""
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

@@ -1,8 +1,10 @@
-"""Screening of candidates for what SKILL.md forbids, before any of their code runs.
+"""Screening of a candidate's files, source code and imported symbols, before any of its code runs.
 
-Two of three checks are here, each against an allow-list: the syntax tree of model_new.py, and the symbols
-that the built library imports. The third check, inside the runner, is components/sandbox/op_blocker.py. No
-reward depends on these checks alone.
+The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of model_new.py
+with lists of allowed names, and `screen_symbols` compares the symbols that the built library imports with a
+list of allowed symbols. The operators that a candidate calls are blocked later, in its runner
+(components/sandbox/op_blocker.py). A candidate that evades the screening is still verified and timed like any
+other candidate.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ FORBIDDEN_NAMES = frozenset(
     """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
 )
 CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
-"""Modules whose functions `__init__` may call, since load_state_dict replaces what they compute there."""
+"""Modules all of whose functions may be called in `__init__`, which is the only place for most of them.
+
+They compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
+"""
 
 
 def screen_files(files: dict[str, str]) -> str | None:
-    """Return what is wrong with the names and sizes of the files, or None.
+    """Return the reason why a candidate's files are refused, or None if they are accepted.
 
-    The names become paths on the judge's machine, and the texts become parts of messages.
+    A name must match `FILE_NAME`, because it becomes a path on the judge's machine. A text must be encodable
+    in UTF-8, because it is sent in messages. The texts must not be too large.
     """
     for name, text in files.items():
         if not FILE_NAME.fullmatch(name):
@@ -56,7 +62,7 @@ def screen_files(files: dict[str, str]) -> str | None:
 
 
 def _dotted_name(node: ast.expr) -> str:
-    """Return the name of nested attributes, such as `torch.nn.Linear`, with `?` for other expressions."""
+    """Return an expression's dotted name, such as `torch.nn.Linear`, with `?` for a root without a name."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
@@ -79,12 +85,13 @@ def _call_reason(call: ast.Call, in_init: bool) -> str | None:
     if root in ("torch", "nn", "F"):
         return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
     if not head:
-        return None  # a function of the file, whose body is checked too; other names fail when called
+        # A function of the file is allowed, because its body is checked too. Other names fail when called.
+        return None
     return None if last in TENSOR_METHODS else f"call:{name}"
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node once, and whether it is inside an `__init__`.
+    """Yield every node of a syntax tree, each with whether it is inside a function `__init__`.
 
     The traversal is not recursive, so that deeply nested code cannot exhaust the stack.
     """
@@ -97,7 +104,10 @@ def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def screen_python(code: str) -> str | None:
-    """Return why model_new.py is forbidden, or None; raises SyntaxError if it does not parse."""
+    """Return the reason why `code`, the text of model_new.py, is forbidden, or None if it is allowed.
+
+    Raises SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
+    """
     for node, in_init in _nodes(ast.parse(code)):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -148,10 +158,10 @@ ALLOWED_SYMBOLS = re.compile(
 
 
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
-    """Return why a library is forbidden, or None.
+    """Return the reason why a library that imports `symbols` is forbidden, or None if it is allowed.
 
-    A library may import what `ALLOWED_SYMBOLS` matches, and the symbols in `binding`, which are those of the
-    judge's own binding.
+    A library may import the symbols that `ALLOWED_SYMBOLS` matches. It may also import the symbols in
+    `binding`, because the judge's own binding, which is part of every library, imports them.
     """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5

@@ -1,4 +1,4 @@
-"""Statistics of timed rounds: paired ratios with an interval, and how many rounds are enough."""
+"""Statistics of timed rounds: speed-up ratios with a 95 % interval, and the number of rounds needed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from components.agent.reward import MARGIN
 from components.judge.verdict import Ratio
 
 RESOLVED = 0.2
-"""Smallest difference to the no-op that can be resolved, as a share of the no-op's own cost.
+"""Smallest time beyond the no-op's time that can be measured, as a share of the no-op's time.
 
 The no-op reads and writes as many bytes as the outputs have, and any honest candidate must at least write
 them. A smaller difference is noise, and as a divisor it would result in ratios of several hundred.
 """
 NARROW = 0.025
-"""Half the width of a 95 % interval of the log-ratio that counts as narrow.
+"""Half-width of a 95 % interval of a log-ratio, at or below which a measurement is precise enough.
 
-At this width code that is equally fast is seldom measured as 5 % faster (docs/judge.md).
+At this half-width, equally fast code is seldom measured as 5 % faster (docs/judge.md).
 """
 UNCERTAIN_ROUNDS = 8
 """Number of rounds at which an interval is assumed to be twice as wide as estimated."""
 UNPAIRED_ROUNDS = 4
-"""Most rounds for a time that is not a paired ratio, as a multiple of `sandbox.rounds`.
+"""Largest number of rounds for a time that is not a paired ratio, as a multiple of `sandbox.rounds`.
 
-Over more rounds than this, such a time mostly varies with the load of the machine.
+More rounds would not make such a time more precise, because the load of the machine changes meanwhile.
 """
 Z95 = NormalDist().inv_cdf(0.975)
 
 
 def net(samples: list[float], noop: list[float]) -> np.ndarray:
-    """Return the seconds of each round less the no-op's median cost, but at least what can be resolved."""
+    """Return the seconds of each round minus the median seconds of the no-op.
+
+    Each result is at least `RESOLVED` times the no-op's median, because a smaller difference is noise.
+    """
     cost = float(np.median(noop))
     return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)
 
@@ -40,12 +43,13 @@ def net(samples: list[float], noop: list[float]) -> np.ndarray:
 def paired_ratio(
     baseline: np.ndarray, candidate: np.ndarray, *, process_spread: float = 0.0, resamples: int = 1000
 ) -> Ratio:
-    """Return the median paired ratio of baseline to candidate, with a 95 % interval.
+    """Return the median ratio of baseline to candidate seconds over paired rounds, with a 95 % interval.
 
-    The interval comes from a circular block bootstrap: neighbouring rounds share the machine's state, so
-    blocks of rounds are drawn instead of single rounds. `process_spread` is the standard deviation of the
-    log-ratio between two processes of the same code, whose memory is at different addresses. It widens the
-    interval as an independent error does.
+    `baseline` and `candidate` have the seconds of the same rounds. The interval is computed with a circular
+    block bootstrap, which draws blocks of consecutive rounds instead of single rounds, because neighbouring
+    rounds are affected by the same state of the machine. `process_spread` is the standard deviation of the
+    log-ratio between two processes that run the same code at different memory addresses. The interval is
+    widened by it as by an independent error.
     """
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
@@ -61,12 +65,13 @@ def paired_ratio(
 
 
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
-    """Return how many rounds there should be after `rounds` of them gave `ratio`: the same, or twice as many.
+    """Return how many rounds there should be in total, after `rounds` rounds have resulted in `ratio`.
 
-    The rounds are enough if the interval is narrow, or if the ratio is at least twice the interval's half
-    width away from the margin that counts as faster. The factor of two makes false gains by repeated looks
-    unlikely. An interval from few rounds is itself uncertain and is assumed to be wider. The answer is at
-    most `most`.
+    `rounds` is returned if the interval is narrow (`NARROW`), or if the estimate differs from `MARGIN`, the
+    limit for faster code, by at least twice the interval's half-width (on the log scale). The factor of two
+    makes it unlikely that repeated checks find a gain that does not exist. An interval from few rounds is
+    uncertain itself, so it is assumed to be wider (`UNCERTAIN_ROUNDS`). Otherwise twice as many rounds are
+    returned. No rounds are added beyond `most`.
     """
     half_width = math.log(ratio.high / ratio.low) / 2 * (1 + UNCERTAIN_ROUNDS / rounds)
     settled = half_width <= max(NARROW, abs(math.log(ratio.estimate / MARGIN)) / 2)
@@ -74,11 +79,12 @@ def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
 
 
 def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, most: int) -> int:
-    """Return how many rounds there should be after `rounds` of them gave `samples`, seconds of each baseline.
+    """Return how many rounds there should be in total, after `rounds` rounds have resulted in `samples`.
 
-    The rounds are enough if each median, net of the no-op's, is known to `NARROW` either way; otherwise there
-    should be twice as many, at most `most`. The uncertainty of the no-op's median counts as well, since a
-    round of the no-op copies all inputs and outputs too.
+    `samples` has the seconds of each baseline. `rounds` is returned if the median of each baseline, minus the
+    no-op's median, is known with a relative error of at most `NARROW`. Otherwise twice as many rounds are
+    returned. No rounds are added beyond `most`. The error of the no-op's median is included, because it
+    varies too: a round of the no-op copies all inputs and outputs.
     """
     doubt = 1 + UNCERTAIN_ROUNDS / rounds
     noop_width = _half_width(noop)
@@ -87,9 +93,9 @@ def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, m
 
 
 def _half_width(samples: list[float]) -> float:
-    """Return half the width of a 95 % interval of the median.
+    """Return half the width of a 95 % interval of the median of `samples`, in seconds.
 
-    The estimate uses the median absolute deviation, which is robust to outliers.
+    The estimate uses the median absolute deviation, because it is robust to outliers.
     """
     deviation = 1.4826 * float(np.median(np.abs(np.asarray(samples) - np.median(samples))))
     return Z95 * math.sqrt(math.pi / 2 / len(samples)) * deviation

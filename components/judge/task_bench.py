@@ -1,4 +1,4 @@
-"""Preparation of one task for judging candidates: its reference data, and its baselines in warm runners."""
+"""Task bench: the reference data and running baselines with which the candidates of one task are judged."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from components.sandbox.runner_process import RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
 TIMED_RUNNERS = 5
-"""Most timed runners of a task: a candidate, eager, the no-op, and two modes of torch.compile."""
+"""Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes."""
 BASELINE_SECONDS = 24 * 3600
-"""Wall-time limit of a baseline's runner in seconds; each of its rounds also has its own limit."""
+"""Wall-time limit of a baseline's runner in seconds; each of its rounds also has a shorter limit."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A trusted computation that candidates are compared with; `mode` is one of torch.compile's modes."""
+    """Computation that is timed beside candidates: eager, the no-op, or torch.compile in the mode `mode`."""
 
     role: Literal["eager", "noop", "compile"]
     mode: str = "default"
 
     @property
     def is_optional(self) -> bool:
-        """Whether a task can be judged without it: true of any but the default mode of torch.compile."""
+        """Whether a task can be judged without this baseline: a non-default mode of torch.compile."""
         return self.mode != "default"
 
     def __str__(self) -> str:
@@ -51,7 +51,11 @@ def start_baseline(
     *,
     warm_up_seconds: float,
 ) -> TimedRunner:
-    """Start a baseline, warm it up and verify its outputs; raises TaskError if it fails or is wrong."""
+    """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
+
+    The no-op is neither warmed up nor verified. `warm_up_seconds` limits the wall time of the warm-up. Raises
+    TaskError if the baseline fails or an output is wrong.
+    """
     header: RoleHeader = {
         "role": baseline.role,
         "code": reference.code,
@@ -76,7 +80,7 @@ def start_baseline(
 
 
 class BaselineCache:
-    """Warm runners of a task's baselines, each started at its first use."""
+    """Timed runners of a task's baselines, each of which is started at its first use and then kept."""
 
     def __init__(self, reference: TaskReference, processes: ProcessPerRole):
         self.reference = reference
@@ -85,7 +89,10 @@ class BaselineCache:
         self.lock = threading.RLock()
 
     def get(self, baseline: Baseline) -> TimedRunner:
-        """Return the runner of `baseline`, which is started if it does not run yet; raises TaskError."""
+        """Return the runner of `baseline`, after starting it if it does not run yet.
+
+        Raises TaskError if the baseline fails or an output is wrong.
+        """
         with self.lock:
             if baseline not in self.runners:
                 limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
@@ -95,12 +102,12 @@ class BaselineCache:
             return self.runners[baseline]
 
     def drop(self, baseline: Baseline) -> None:
-        """End the runner of `baseline`; the next use starts another one."""
+        """End the runner of `baseline`; its next use starts another runner."""
         if baseline in self.runners:
             self.runners.pop(baseline).close()
 
     def drop_runner(self, runner: TimedRunner) -> None:
-        """End the runner of a baseline and remove it from the cache."""
+        """End `runner`, the runner of a baseline, and remove it from the cache."""
         for baseline in [baseline for baseline, known in self.runners.items() if known is runner]:
             self.drop(baseline)
 
@@ -110,7 +117,10 @@ class BaselineCache:
 
 
 class TaskBench:
-    """Reference data and baselines with which the candidates of one task are judged; usable after `fill`."""
+    """Reference data and baselines with which the candidates of one task are judged.
+
+    `fill` must be called before the bench is used.
+    """
 
     def __init__(self, params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str):
         processes = ProcessPerRole(params.device, runner_factory)
@@ -119,9 +129,9 @@ class TaskBench:
         self.reference = TaskReference(params, scheduler, code, processes, Sizing())
         self.baselines = BaselineCache(self.reference, processes)
         self.mode_seconds: dict[Baseline, float] = {}
-        """Seconds of one call by mode of torch.compile; empty until the modes have been compared."""
+        """Seconds of one call by mode of torch.compile, which is empty until the modes have been compared."""
         self.starts_compile_early = True
-        """Whether to start torch.compile before a candidate needs it; False once that has failed."""
+        """Whether to start torch.compile before a candidate needs it; False after such a start failed."""
         self.candidate_lock = threading.Lock()
         """Lock that is held on a GPU while a candidate of this task is measured."""
 
@@ -136,9 +146,10 @@ class TaskBench:
         )
 
     def fill(self) -> None:
-        """Make the reference data; raises TaskError.
+        """Make the reference data, and then end the runner that makes them.
 
-        The runner that makes them is ended, so that it does not exist while candidates run.
+        The runner is ended so that it does not exist while candidates run. Raises TaskError if the task's
+        source fails.
         """
         self.reference.fill(self.bytes)
         self.reference.end_runner()

@@ -1,4 +1,4 @@
-"""Shapes, counts and sizes in bytes of everything that the judge prepares for one task."""
+"""Sizes of one task: shapes and memory layout of its tensors, numbers of its calls and input sets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from components.sandbox.runner_protocol import MemoryLayout, Region, RegionName
 from components.sandbox.shared_memory import Buffer, Slot
 
 MAX_CALLS = {"cpu": 32, "cuda": 256}
-"""Most calls in one round, by device."""
+"""Largest number of calls in one round, by device."""
 MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Most bytes for the inputs and outputs of one runner's round, unless a single call has more."""
+"""Largest size in bytes of the inputs and outputs of one round, by device, unless one call has more."""
 MAX_CALL_SHARE = 1 / 16
-"""Largest share of a GPU's memory for the inputs and outputs of one call, which exist in about 15 copies."""
+"""Largest share of a GPU's memory that the inputs and outputs of one call may take.
+
+The share is small, because about 15 copies of the inputs and outputs of a call exist at once.
+"""
 MAX_REFERENCE_BYTES = 24 << 30
-"""Most bytes for correctness sets and their reference outputs; a large task has fewer sets, at least one."""
+"""Largest size in bytes of all correctness sets, which are the input sets with reference outputs.
+
+A large task has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
+"""
 CONTEXT_BYTES = 600 << 20
 """Bytes of device memory that CUDA uses for each process."""
 
@@ -47,12 +53,13 @@ TensorSpec = tuple[Shape, Dtype]
 
 
 class Description(FrozenModel):
-    """Description of a task by its own source; validated, since the source is untrusted.
+    """Description of a task that its own source sends from a runner; validated, as the source is untrusted.
 
-    `inputs` and `scalars` have one entry for each argument of a call: a tensor's shape and dtype in `inputs`,
-    any other value as `[value]` in `scalars`, and None in the other list. `state` describes the module's
-    state dict, and `parameters` names the tensors in it that are parameters. `seconds` is the time of the
-    fastest call and `peak_bytes` the GPU memory that the calls reserved, 0 on cpu.
+    `inputs` and `scalars` both have one entry for each argument of a call. A tensor has its shape and dtype
+    in `inputs` and None in `scalars`. Any other value has None in `inputs` and `[value]` in `scalars`.
+    `state` has the names, shapes and dtypes of the module's state dict, and `parameters` has the names in it
+    that are parameters. `seconds` is the time of the fastest call. `peak_bytes` is the GPU memory that the
+    calls reserved, or 0 on cpu.
     """
 
     init_inputs: list[Any] = Field(max_length=64)
@@ -67,7 +74,11 @@ class Description(FrozenModel):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Offsets of the tensors of one set in a buffer, and the distance in bytes from one set to the next."""
+    """Positions of the tensors of one set in a buffer that holds several sets one after another.
+
+    `slots` has the positions in the first set, and `stride` is the distance in bytes from one set to the
+    next.
+    """
 
     slots: list[Slot]
     stride: int
@@ -77,7 +88,10 @@ class TensorLayout:
         return TensorLayout(*shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in specs]))
 
     def region(self, buffer: Buffer | None) -> Region:
-        """Return the layout in the form that a runner receives, with the size of `buffer` if there is one."""
+        """Return the layout in the form that a runner receives.
+
+        The form includes the size of `buffer` if `buffer` is not None.
+        """
         slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
         region: Region = {"slots": slots, "stride": self.stride}
         if buffer is not None:
@@ -85,7 +99,7 @@ class TensorLayout:
         return region
 
     def tensors(self, buffer: Buffer, index: int) -> list[torch.Tensor]:
-        """Return views of the tensors of set `index`."""
+        """Return views of the tensors of set `index` in `buffer`."""
         return [
             buffer.tensor(Slot(index * self.stride + slot.offset, slot.shape, slot.dtype))
             for slot in self.slots
@@ -102,20 +116,20 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Extent to which a task is prepared and timed; the defaults are those for judging candidates."""
+    """Options for how much of a task is prepared and timed; the defaults are used for judging candidates."""
 
     round_share: float = 1.0
-    """Share of a round's usual calls and bytes."""
+    """Number of calls and bytes in a round, as a share of the usual number."""
     min_correctness_sets: int = 1
     timed_sets: int = 6
-    """Most input sets that timed inputs are mixed from; at least two are made."""
+    """Largest number of input sets that timed inputs are mixed from; at least two sets are made."""
     keep_references: bool = True
-    """Whether prepared reference outputs of all correctness sets are kept, or prepared at each use."""
+    """Whether to keep prepared reference outputs, instead of preparing them again at each use."""
 
 
 @dataclass(frozen=True)
 class TaskLayout:
-    """Layout of a task's tensors in memory, and how many sets of each there are."""
+    """Layout of a task's tensors in memory, and the numbers of its calls and input sets."""
 
     description: Description
     sizing: Sizing
@@ -127,19 +141,23 @@ class TaskLayout:
     calls: int
     """Number of calls in one timed round."""
     capacity: int
-    """Number of sets of inputs and outputs that a timed runner holds, without its scratch set."""
+    """Number of sets of inputs and outputs that fit into a timed runner's memory.
+
+    The memory has one more set of inputs, the scratch set, which is used for warm-up calls.
+    """
     distributions: list[str]
     """Input distribution of each correctness set."""
     input_sets: int
-    """Number of all input sets: first the correctness sets, then those that timed inputs are mixed from."""
+    """Number of all input sets: the correctness sets, then the sets that timed inputs are mixed from."""
 
     @staticmethod
     def of(
         description: Description, sandbox: Sandbox, device: Device, device_bytes: int, sizing: Sizing
     ) -> TaskLayout:
-        """Return the layout of a task; `device_bytes` is the GPU's memory, 0 on cpu.
+        """Return the layout of the task that `description` describes.
 
-        Raises ValueError if one call has more inputs and outputs than can be measured.
+        `device_bytes` is the size of the GPU's memory, or 0 on cpu. Raises ValueError if the inputs and
+        outputs of one call are too large to be measured.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -176,10 +194,10 @@ class TaskLayout:
 
     @property
     def bank_bytes(self) -> int:
-        """Estimated bytes of all inputs, outputs and parameters, and of what the judge derives from them."""
+        """Estimated bytes of all input sets, outputs and parameters, and of the data derived from them."""
         count = len(self.distributions)
         doubled = 2 * (self.input_sets - count) if self.inputs.stride <= MAX_DOUBLED_BYTES else 0
-        references = count if self.sizing.keep_references else 3  # one set, and what preparing it takes
+        references = count if self.sizing.keep_references else 3  # one set, and memory for preparing it
         return (
             self.inputs.stride * (self.input_sets + doubled)
             + (self.outputs.stride + self.expected.stride) * count
@@ -189,24 +207,25 @@ class TaskLayout:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of the inputs of one round."""
+        """Largest size in bytes of the inputs of one round."""
         return self.inputs.stride * self.capacity
 
     @property
     def timed_runner_bytes(self) -> int:
-        """Estimated bytes of one timed runner: process, shared memory, and results in the judge's memory."""
+        """Estimated bytes of one timed runner: process, shared memory, results in the judge's memory."""
         held = self.inputs.stride + 3 * self.outputs.stride * self.capacity
         return CONTEXT_BYTES + self.staged_bytes + held + self.description.peak_bytes
 
     def reference_runner_bytes(self, limit: int) -> int:
         """Return the estimated bytes of the runner that makes the reference data.
 
-        The runner computes in float64 too, and may allocate at most `limit` bytes.
+        The runner computes in float64 too, so the estimate is three times the peak of the task's own calls.
+        It is at most `limit`, the number of bytes that the runner may allocate, plus `CONTEXT_BYTES`.
         """
         return CONTEXT_BYTES + min(3 * self.description.peak_bytes, limit)
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
-        """Return the description of shared memory that a runner receives.
+        """Return the description of the shared memory, in the form that a runner receives.
 
         The memory holds `sets` sets of inputs; `buffers` are its buffers by name. On cpu a timed runner has
         no buffer for outputs, but their layout is always part of the description.

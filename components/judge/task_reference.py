@@ -1,6 +1,7 @@
 """Secret inputs, parameters and reference outputs of one task, made by a runner of the task's own source.
 
-All candidates of the task are judged with the same data. Each runs in a new process that has seen none of it.
+All candidates of the task are judged with the same data. Each candidate runs in a new process, so that it
+knows nothing about the data from an earlier judgement.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from components.sandbox.shared_memory import Buffer
 
 @contextlib.contextmanager
 def task_errors() -> Iterator[None]:
-    """Raise TaskError for errors that the task's own source causes."""
+    """Convert errors inside the context that are caused by the task's own source into TaskError."""
     try:
         yield
     except RunnerError as error:
@@ -42,7 +43,10 @@ def task_errors() -> Iterator[None]:
 
 
 class TaskReference:
-    """Reference data of one task: `layout` exists after construction, everything else after `fill`."""
+    """Secret inputs, parameters and reference outputs of one task.
+
+    The attribute `layout` exists after construction. All other data exist after `fill`.
+    """
 
     parameters: Buffer
     parameter_seed: int
@@ -58,13 +62,16 @@ class TaskReference:
         processes: ProcessPerRole | OneProcess,
         sizing: Sizing,
     ):
-        """Start a runner of the task's source and have it describe itself; raises TaskError."""
+        """Start a runner of the task's source, and compute the layout from the description that it sends.
+
+        Raises TaskError if the source fails or its description is invalid.
+        """
         self.params = params
         self.scheduler = scheduler
         self.code = code
         self.runner: Runner | None = None
         self.resources = contextlib.ExitStack()
-        """Buffers and the reservation of memory for them, released in reverse order."""
+        """Buffers and the memory reserved for them, which `close` releases in reverse order."""
         self._outputs: dict[int, list[ReferenceOutput]] = {}
         self._slack: dict[int, list[tuple[float, float]]] = {}
         header: RoleHeader = {"role": "describe", "code": code, "precision": params.precision}
@@ -85,10 +92,11 @@ class TaskReference:
             cleanup.pop_all()
 
     def fill(self, memory_bytes: int) -> None:
-        """Make parameters, inputs and reference outputs from secret seeds; raises TaskError.
+        """Make parameters, inputs and reference outputs from secret seeds.
 
-        `memory_bytes` of device memory are reserved first. Correctness sets have outputs at the task's
-        precision and in float64; the sets that timed calls are mixed from have none.
+        `memory_bytes` of device memory are reserved first. Correctness sets get reference outputs, both at
+        the task's precision and in float64. The sets that timed calls are mixed from get no outputs. Raises
+        TaskError if the task's source fails.
         """
         layout = self.layout
         correctness_sets = len(layout.distributions)
@@ -133,7 +141,10 @@ class TaskReference:
         return buffer
 
     def _request(self, buffers: dict[RegionName, Buffer], orders: list[dict[str, Any]], sets: int) -> None:
-        """Switch the runner to the role of the reference and have it carry out `orders` on `sets` sets."""
+        """Switch the runner to the role `reference`, and have it carry out `orders` one after another.
+
+        `buffers` is the memory that the runner gets beside the parameters, with space for `sets` input sets.
+        """
         assert self.runner is not None
         runner = self.runner
         buffers = {"parameters": self.parameters, **buffers}
@@ -153,9 +164,11 @@ class TaskReference:
                 runner.request(order)
 
     def probe(self, changes: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-        """Return the float32 outputs of the first set under each of `changes`; raises TaskError.
+        """Return the task's outputs for changed versions of the first input set, one list for each change.
 
-        A change holds entries that replace those of the order from which the set was made.
+        Each entry of `changes` replaces entries of the order with which the set was made, for example so that
+        one input comes from another seed. The outputs are at the task's precision. Raises TaskError if the
+        task's source fails.
         """
         order = {
             "op": "fill",
@@ -186,9 +199,11 @@ class TaskReference:
                 ]
 
     def first_wrong(self, mixes: list[InputMix], memory: torch.Tensor, *, loose: bool = False) -> str | None:
-        """Return why the outputs in `memory`, one set for each of `mixes`, are wrong, or None.
+        """Return the reason why an output in `memory` is wrong, or None if all outputs are right.
 
-        `mixes` are correctness sets; the reason names the input distribution.
+        `memory` holds the outputs for the correctness sets that `mixes` names, one set after another. The
+        reason ends with the name of the input distribution. `loose` is explained at
+        `ReferenceOutput.mismatch`.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
@@ -202,7 +217,12 @@ class TaskReference:
     def first_mismatch(
         self, memory: torch.Tensor, baseline: torch.Tensor, mixes: list[InputMix]
     ) -> str | None:
-        """Return why the outputs in `memory` do not match a baseline's for the same inputs, or None."""
+        """Return the reason why an output in `memory` does not match the one in `baseline`, or None.
+
+        The result is None if all outputs match. `memory` holds the results of a timed round on the inputs of
+        `mixes`, and `baseline` holds the results of a round of a baseline on the same inputs. The reason ends
+        with the name of the input distribution.
+        """
         slacks = []
         for mix in mixes:
             index = self.layout.distributions.index(mix.distribution)
@@ -222,9 +242,10 @@ class TaskReference:
         return None
 
     def _references(self, index: int) -> list[ReferenceOutput]:
-        """Return the outputs of one correctness set, prepared for comparison.
+        """Return the reference outputs of one correctness set, prepared for comparison.
 
-        They are prepared at their first use, or at each use unless `Sizing.keep_references`.
+        If `Sizing.keep_references` is set, they are prepared at the first use and kept. Otherwise they are
+        prepared at each use.
         """
         if index in self._outputs:
             return self._outputs[index]
@@ -240,14 +261,14 @@ class TaskReference:
         return prepared
 
     def correctness_outputs(self, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the outputs of one correctness set at the task's precision, and in float64."""
+        """Return the reference outputs of one correctness set, at the task's precision and in float64."""
         return (
             self.layout.outputs.tensors(self.output_buffer, index),
             self.layout.expected.tensors(self.expected_buffer, index),
         )
 
     def end_runner(self) -> None:
-        """End the runner of the task's source; no more data can be made afterwards."""
+        """End the runner of the task's source, after which no more data can be made."""
         if self.runner is not None:
             self.runner.close()
             self.runner = None

@@ -1,4 +1,4 @@
-"""Timed rounds of a candidate beside its baselines."""
+"""Measurement of a candidate and its baselines in alternating timed rounds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ from components.sandbox.runner_process import RunnerError
 
 Timed = Literal["candidate", "eager", "compile", "noop"]
 RawSeconds = dict[Timed, list[float]]
-"""Seconds per call of each round, by runner."""
+"""Seconds per call in each round, by the name of the runner."""
 ROUNDS_SHARE = 0.1
-"""Largest share of a candidate's time limit that rounds may have taken if more are to be added."""
+"""Share of the time limit `sandbox.run_seconds` after which no more rounds are added to a measurement."""
 
 
 def timed_rounds(
     bench: TaskBench, runners: dict[Timed, TimedRunner], baselines: Sequence[Timed]
 ) -> RawSeconds:
-    """Time all runners in alternating rounds and in rotating order, with new inputs in each round.
+    """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
 
-    Every output of the candidate must match eager's for the same inputs, and the candidate's inputs must be
-    unchanged; Rejected is raised otherwise. The first round is not counted, since a runner that was stopped
-    for a while is slow in it. The number of rounds is doubled, up to `sandbox.most_rounds`, until the ratio
-    to each of `baselines` is precise enough (`statistics.wanted_rounds`).
+    In each round all runners get the same new inputs, and their order rotates from one round to the next. The
+    first round is left out of the result, because a runner that has been stopped for a while is slow in it.
+    There are `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`, until
+    the candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the
+    rounds have taken `ROUNDS_SHARE` of the time limit.
+
+    Raises Rejected if an output of the candidate does not match eager's output for the same inputs, or if the
+    candidate changed its inputs. Raises RunnerError if the candidate fails, and InfrastructureError if a
+    baseline fails.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls
@@ -47,7 +52,7 @@ def timed_rounds(
             except RunnerError as error:
                 if name == "candidate":
                     raise
-                bench.baselines.drop_runner(runners[name])  # the next attempt starts another
+                bench.baselines.drop_runner(runners[name])  # the next attempt starts a new one
                 raise InfrastructureError(f"{name}: {error}") from error
             if name != "candidate":
                 runners["candidate"].extend_deadline(time.monotonic() - began)
@@ -72,11 +77,14 @@ def _wrong(reason: str) -> Rejected:
 
 
 def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:
-    """Return the candidate's speed-up over `baseline`, both net of the no-op."""
+    """Return the candidate's speed-up over `baseline`, after the no-op's time has been subtracted from both.
+
+    `process_spread` is explained at `statistics.paired_ratio`.
+    """
     baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
     return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)
 
 
 def median_seconds(raw: RawSeconds, name: Timed) -> float:
-    """Return the median seconds of one call, net of the no-op."""
+    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted."""
     return float(np.median(net(raw[name], raw["noop"])))

@@ -20,11 +20,15 @@ Status = Literal[
     "forbidden",
     "infrastructure",
 ]
-"""Result of a judgement; `infrastructure` is a fault of judge or task, never charged to the candidate."""
+"""Results of judging a candidate; `infrastructure` is a fault of the judge or the task."""
 
 
 class Ratio(FrozenModel):
-    """Paired speed-up, baseline seconds over candidate seconds, with a 95 % interval (block bootstrap)."""
+    """Ratio of baseline seconds to candidate seconds over paired rounds, with a 95 % interval.
+
+    `low` and `high` are the ends of the interval, which is computed with a block bootstrap
+    (`statistics.paired_ratio`).
+    """
 
     estimate: float
     low: float
@@ -32,7 +36,7 @@ class Ratio(FrozenModel):
 
 
 class Seconds(FrozenModel):
-    """Median seconds of one call; None for what was not measured."""
+    """Median seconds of one call of the candidate and of each baseline; a field is None if not measured."""
 
     candidate: float | None = None
     eager: float | None = None
@@ -40,7 +44,7 @@ class Seconds(FrozenModel):
 
 
 class Speedup(FrozenModel):
-    """Speed-ups over each baseline; None for what was not measured."""
+    """Speed-ups of the candidate over each baseline; a field is None if not measured."""
 
     eager: Ratio | None = None
     compile: Ratio | None = None
@@ -49,8 +53,8 @@ class Speedup(FrozenModel):
 class Verdict(FrozenModel):
     """The judge's verdict on one candidate.
 
-    `reason` is machine-readable, such as `max_error:given`; `log` is short readable text for the agent.
-    `milestone` is computed by `components.agent.reward`, once, when the verdict is made.
+    `reason` is a short code for programs, such as `max_error:given`, and `log` is a short text for the
+    policy. `milestone` is computed by `components.agent.reward` when the verdict is made.
     """
 
     status: Status
@@ -66,7 +70,11 @@ class Verdict(FrozenModel):
 
 @dataclass(frozen=True)
 class Admission:
-    """Result of an admission: whether the task can be judged, the reason if not, and what was measured."""
+    """Result of checking whether a task can be judged.
+
+    `reason` is a short code, which is empty if the task is admitted. `evidence` holds the measured figures,
+    or the detail of a failure.
+    """
 
     admitted: bool
     reason: str
