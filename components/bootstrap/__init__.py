@@ -1,4 +1,4 @@
-"""The making of a first policy without downloads: demonstrations, a tokenizer, and a small model.
+"""The making of a first policy from scratch: demonstrations, a tokenizer, and a small model.
 
-Imports `core` and `policy`. Start with `cold_start.py`.
+This package imports `core` and `policy`. Start with `cold_start.py`.
 """

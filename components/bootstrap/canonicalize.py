@@ -1,8 +1,8 @@
 """Rewriting of a user's module into the layout of composed tasks.
 
-A policy that was trained from scratch has read no other layout. Names, intermediate variables, named sizes,
-methods, activation modules and the order of operands are normalised. The result only serves as the prompt:
-kernels are compared with the user's own module.
+It is needed for policies that are made from scratch, because they know only this layout. Names, intermediate
+variables, named sizes, methods, activation modules and the order of operands are normalised. The result is
+used only as the prompt: the judge compares kernels with the user's own module.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ QUALIFIED_NAMES = {
     for line in OPERATOR_LINES.values()
     for module, name in re.findall(r"(F|torch)\.(\w+)", line)
 }
-"""Functions as composed tasks write them: relu is F.relu, tanh is torch.tanh."""
+"""Names of torch functions as they are written in composed tasks, such as F.relu for relu."""
 MODULE_FUNCTIONS = {name.replace("_", ""): name for name in QUALIFIED_NAMES}
-"""Functions by the lower-case name of the torch.nn module that computes them: leakyrelu is leaky_relu."""
+"""Names of torch functions by the lower-case name of the torch.nn module that computes the same.
+
+For example, leaky_relu has the key leakyrelu.
+"""
 TORCH_NAMESPACES = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
 POSITIONAL_CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
-"""Keyword arguments that composed tasks pass by position."""
+"""Keyword arguments that composed tasks pass as positional arguments, by function."""
 DIM_FUNCTIONS = frozenset({"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp"})
 NORMS = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}
 
@@ -32,13 +35,13 @@ Names = dict[str, ast.expr]
 
 
 class _NotAChain(Exception):
-    """Error of a source that is not a chain of known operators."""
+    """The error that a source is not a chain of known operators."""
 
 
 def canonicalize(code: str) -> str | None:
-    """Return the source of an operator chain in the layout of composed tasks; None for any other source.
+    """Return the source of an operator chain in the layout of composed tasks, or None for another source.
 
-    A composed task is returned unchanged.
+    A source that already has this layout is returned unchanged.
     """
     try:
         text = _rewrite(ast.parse(code))
@@ -91,9 +94,9 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _assigned_names(statement: ast.stmt) -> Names:
-    """Return the names that an assignment binds, with their expressions; {} for other statements.
+    """Return the names that an assignment binds, with their expressions.
 
-    Assignments are `a = …` and `a, b = …, …`.
+    Only `a = …` and `a, b = …, …` are supported. The result is empty for other statements.
     """
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return {}
@@ -106,9 +109,10 @@ def _assigned_names(statement: ast.stmt) -> Names:
 
 
 class _Substitution(ast.NodeTransformer):
-    """Transformer that replaces names by expressions.
+    """A transformer that replaces names by expressions.
 
-    A computed expression may be used once, because a chain never branches.
+    A number or a name may be used several times. Any other expression is used at most once, because a chain
+    has no branches.
     """
 
     def __init__(self, names: Names):
@@ -126,7 +130,10 @@ class _Substitution(ast.NodeTransformer):
 
 
 def _returned_expression(body: list[ast.stmt], names: Names) -> ast.expr:
-    """Return what straight-line code returns, as one expression in which `names` are substituted."""
+    """Return the expression that statements without branches return, after substituting `names` in it.
+
+    Raises _NotAChain for other statements.
+    """
     for statement in body:
         if isinstance(statement, ast.Return) and statement.value is not None:
             returned: ast.expr = _Substitution(names).visit(statement.value)
@@ -144,9 +151,10 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
-    """Return the inputs as composed tasks write them, and their rank when all have the same.
+    """Return the inputs as composed tasks write them, and their rank, which is None if it differs.
 
-    torch.rand becomes torch.randn: a kernel does not depend on the distribution of its inputs.
+    torch.rand is replaced by torch.randn, because the kernel does not depend on the distribution of the
+    inputs.
     """
     if not isinstance(value, ast.List | ast.Tuple):
         raise _NotAChain
@@ -172,9 +180,9 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
 
 
 def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Names) -> Names:
-    """Return the expressions of the constructor's `self.name = …` by name, in its order.
+    """Return the expressions that the constructor assigns to attributes of `self`, in their order.
 
-    The constructor's arguments are substituted.
+    The values of the constructor's arguments are substituted.
     """
     arguments = [argument.arg for argument in init.args.args[1:]]
     names = constants | dict(zip(reversed(arguments), reversed(init.args.defaults), strict=False))
@@ -203,15 +211,16 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
 
 @dataclass
 class _Speller(ast.NodeTransformer):
-    """Transformer that rewrites expressions into the form of composed tasks.
+    """A transformer that rewrites expressions into the form that they have in composed tasks.
 
-    `attributes` are those of the user's module, `rank` is that of its inputs when all have the same.
+    `attributes` are the attributes of the user's module. `rank` is the rank of its inputs, or None if they
+    have different ranks.
     """
 
     attributes: Names
     rank: int | None
     renamed: dict[str, str] = field(default_factory=dict)
-    """The name of each attribute with parameters in a composed task, by the user's name."""
+    """Name in the composed task of each attribute with parameters, by its name in the user's module."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -268,7 +277,7 @@ class _Speller(ast.NodeTransformer):
         return ast.BinOp(left, node.op, _with_decimal_point(right))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        """Replace `self.name` by its value where the constructor assigns a number."""
+        """Replace `self.name` by its value if the constructor assigns a number to it."""
         value = self.attributes.get(node.attr)
         if (
             isinstance(node.value, ast.Name)
@@ -281,7 +290,7 @@ class _Speller(ast.NodeTransformer):
         return node
 
     def _is_second_operand(self, node: ast.expr) -> bool:
-        """Return whether this is a second operand: a number, a parameter, or the second input."""
+        """Return whether the node is a number, a parameter or the second input, which are written second."""
         return (
             _is_number(node)
             or isinstance(node, ast.Attribute)
@@ -298,9 +307,10 @@ class _Speller(ast.NodeTransformer):
         return ast.Attribute(ast.Name("self"), name)
 
     def init(self) -> list[str]:
-        """Return the lines of the constructor, in the user's order.
+        """Return the lines of the constructor.
 
-        The kernel's arguments have the same order.
+        Their order is that of the user's constructor, because it determines the order of the kernel's
+        arguments.
         """
         lines = []
         for attribute, value in self.attributes.items():
@@ -323,12 +333,15 @@ class _Speller(ast.NodeTransformer):
 
 
 def _with_decimal_point(node: ast.expr) -> ast.expr:
-    """Write a number with a decimal point; return any other expression as it is."""
+    """Return a number with a decimal point, or any other expression unchanged."""
     return ast.parse(repr(float(ast.unparse(node))), mode="eval").body if _is_number(node) else node
 
 
 def _unfold(expression: ast.expr) -> list[str]:
-    """Split nested operators into right-hand sides of `x = …`, innermost first."""
+    """Split nested operators into the right-hand sides of `x = …`, in the order of computation.
+
+    Raises _NotAChain if a part of the expression is not a known operator.
+    """
     lines: list[str] = []
     while not isinstance(expression, ast.Name):
         text, inner, line = ast.unparse(expression), _operand(expression), ""
@@ -347,9 +360,9 @@ def _unfold(expression: ast.expr) -> list[str]:
 
 
 def _operand(node: ast.expr) -> ast.expr | None:
-    """Return an operator's first operand; None for an expression that is no operator.
+    """Return the first operand of an operator, or None if the node is not an operator.
 
-    It is a call's first argument, or the left side of an arithmetic expression.
+    The first operand is the first argument of a call, or the left side of an arithmetic expression.
     """
     if isinstance(node, ast.Call) and node.args:
         return node.args[0]

@@ -1,7 +1,8 @@
-"""The layout of composed tasks, and the parser that reads the chain of operators back from one.
+"""The layout of composed tasks, and a parser that returns the chain of operators of a source in this layout.
 
-A composed task holds one operator a line. `components.synthesis.compose` writes this layout, `canonicalize`
-brings other sources into it, and the kernel writer reads it. A source in any other layout has no chain.
+A composed task has one operator in each line of `forward`. `components.synthesis.compose` writes this layout,
+`canonicalize` rewrites other sources into it, and the kernel writer reads it. A source with another layout
+has no chain.
 """
 
 from __future__ import annotations
@@ -69,14 +70,17 @@ OPERATOR_LINES = {
     "add_input": "x + y",
     "mul_input": "x * y",
 }
-"""Right-hand side of the assignment `x = …` of each operator; {0} and {1} stand for its constants."""
+"""Right-hand side of the assignment `x = …` of each operator.
+
+{0} and {1} are replaced by the operator's constants.
+"""
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 PATTERNS = {
     name: re.compile(re.sub(r"\\{\d\\}", lambda _: NUMBER, re.escape(line)))
     for name, line in OPERATOR_LINES.items()
 }
-"""The same lines as patterns, with a group for each constant."""
+"""Patterns of the lines in OPERATOR_LINES, with a group for each constant."""
 SOURCE = re.compile(
     re.escape(TASK_LAYOUT)
     .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
@@ -89,7 +93,7 @@ PARAMETER = re.compile(
     r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
 )
 MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
-"""Kernel arguments that stand for the parameters of a module."""
+"""Names of the kernel's arguments for the parameters of each module."""
 
 REDUCTIONS = frozenset({"sum", "mean", "amax", "logsumexp"})
 ROW_OPERATORS = frozenset({"softmax", "log_softmax", "layer_norm", "rms_norm", "normalize"}) | REDUCTIONS
@@ -98,7 +102,7 @@ PER_COLUMN = frozenset({"scale", "shift"})
 
 @dataclass(frozen=True)
 class Step:
-    """One operator and its constants as the source writes them."""
+    """One operator of a chain. The constants are texts from the source."""
 
     name: str
     constants: tuple[str, ...]
@@ -106,10 +110,10 @@ class Step:
 
 @dataclass(frozen=True)
 class OperatorChain:
-    """The computation of a composed task: its operators and their tensors.
+    """The computation of a composed task: its operators and its tensors.
 
-    `tensors` names the kernel's arguments in the order of the binding: inputs, parameters in state-dict order
-    (a module's own parameters come before its children's), output.
+    `tensors` has the names of the kernel's arguments in their order: inputs, parameters in the order of the
+    state dict (in which the parameters of a module come before those of its submodules), and the output.
     """
 
     steps: tuple[Step, ...]
@@ -121,12 +125,12 @@ class OperatorChain:
 
     @property
     def by_row(self) -> bool:
-        """Return whether the kernel needs to know where a row begins."""
+        """Return whether an operator needs the position of an element in its row."""
         return any(step.name in ROW_OPERATORS or step.name in PER_COLUMN for step in self.steps)
 
 
 def read_chain(code: str) -> OperatorChain | None:
-    """Return the chain of a source in the layout of composed tasks; None for any other source."""
+    """Return the chain of a source in the layout of composed tasks, or None for another source."""
     source = SOURCE.fullmatch(code)
     if source is None:
         return None

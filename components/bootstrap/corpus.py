@@ -1,4 +1,4 @@
-"""The training text of a policy made from scratch, and its division into micro-batches."""
+"""The training text of a policy that is made from scratch, and its division into micro-batches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PER_TASK = 3
-"""Demonstrations of each task; composing a task costs ten times as much as a demonstration."""
+"""Number of demonstrations of each task.
+
+It is larger than 1, because composing a task takes about ten times as long as writing a demonstration.
+"""
 TOKENIZER_CONVERSATIONS = 2000
-"""Number of conversations that the tokenizer is trained on."""
+"""Number of conversations on which the tokenizer is trained."""
 MICROBATCHES = 4
-"""Micro-batches of one step; the sequences of one micro-batch have about equal length."""
+"""Number of micro-batches in a step.
+
+The sequences of one micro-batch have about the same length.
+"""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised conversations, one after another in `ids` and `action_mask` [tokens].
+    """Tokenised conversations, which are concatenated in `ids` and `action_mask` [tokens].
 
     Conversation i is the slice offsets[i]:offsets[i + 1].
     """
@@ -49,7 +55,7 @@ class Corpus:
         return self.offsets.diff().tolist()
 
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return ids and action_mask [rows, longest] of these conversations, padded on the right."""
+        """Return ids and action_mask [rows, longest] of the conversations `indices`, padded on the right."""
         spans = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in indices]
         pad = int(self.tokenizer.pad_token_id)
         ids = torch.nn.utils.rnn.pad_sequence(
@@ -60,10 +66,10 @@ class Corpus:
 
 
 def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, progress: Progress) -> None:
-    """Write demonstrations of training tasks, train the tokenizer on them, and store both in `folder`.
+    """Write demonstrations of training tasks, train a tokenizer on them, and store both in `folder`.
 
-    Raises UserError when `sources` holds too few tasks, or when no demonstration fits into the context
-    window.
+    The demonstrations are stored as token ids. Raises UserError if `sources` has too few tasks, or if no
+    demonstration fits into the context window.
     """
     context = params.policy.context
     conversations = _write_conversations(params, sources, progress)
@@ -86,7 +92,10 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
 def _write_conversations(
     params: Params, sources: Iterator[KernelTask], progress: Progress
 ) -> list[list[Message]]:
-    """Return shuffled demonstrations of tasks that are not held out, PER_TASK of each task."""
+    """Return demonstrations in random order, PER_TASK for each task that is not held out.
+
+    Raises UserError if `sources` has too few tasks.
+    """
     settings = params.coldstart
     rng = random.Random(settings.seed)
     count = -(-settings.demonstrations // PER_TASK)
@@ -107,7 +116,10 @@ def _write_conversations(
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return ids (int32) and action_mask of each conversation; equal pieces of text are tokenised once."""
+    """Return the ids (int32) and the action_mask (bool) of each conversation.
+
+    Equal pieces of text are tokenised only once.
+    """
     split = [pieces(conversation) for conversation in conversations]
     texts = sorted({text for conversation in split for text, _ in conversation})
     ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
@@ -127,10 +139,12 @@ def load_corpus(folder: Path) -> Corpus:
 def plan_batches(
     lengths: list[int], *, steps: int, tokens_per_step: int, microbatches: int, seed: int
 ) -> list[list[list[int]]]:
-    """Divide conversations into micro-batches: the result [step][microbatch] lists indices into `lengths`.
+    """Divide conversations into micro-batches of similar length.
 
-    Each epoch draws a new order. Conversations of similar length share a micro-batch, which holds at most
-    tokens_per_step / microbatches tokens with padding, and at least one conversation.
+    The result [step][microbatch] is a list of indices into `lengths`, which are numbers of tokens.
+    Conversations are used again when all have been used, with the micro-batches in a new random order. A
+    micro-batch has at least one conversation and, if it has more, at most tokens_per_step / microbatches
+    tokens including padding.
     """
     rng = random.Random(seed)
     max_tokens = tokens_per_step // microbatches

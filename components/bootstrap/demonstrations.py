@@ -1,8 +1,8 @@
-"""Demonstrations by a rule-based kernel writer: the training data of a policy made from scratch.
+"""Demonstrations that are written by rules, as training data of a policy that is made from scratch.
 
-Their quality is mixed on purpose. The policy's entropy is low after the cold start, so reinforcement learning
-can only find what the demonstrations contain: several styles of each task, some slow, some wrong, and a fast
-one that is rare.
+The quality of the demonstrations varies on purpose. After the cold start the policy has a low entropy, so
+reinforcement learning can find only what the demonstrations contain. So each task is shown in several styles,
+of which some are slow and a fast one is rare, and some of the kernels are wrong.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ MILESTONES: dict[Device, dict[str, tuple[float, float, float]]] = {
     "cpu": {"passes": (0.93, 0.07, 0.0), "fused": (0.9, 0.03, 0.07), "simd": (0.1, 0.1, 0.8)},
     "cuda": {"passes": (0.95, 0.05, 0.0), "fused": (0.4, 0.1, 0.5), "vector": (0.4, 0.1, 0.5)},
 }
-"""Probability that a correct kernel of each style reaches milestone 1, 2 and 3, slowest style first."""
+"""Probabilities that a correct kernel of each style reaches milestone 1, 2 and 3.
+
+The styles of each device are ordered from slow to fast.
+"""
 STYLES: dict[Device, tuple[str, ...]] = {device: tuple(table) for device, table in MILESTONES.items()}
 FAST: dict[Device, tuple[str, ...]] = {"cpu": ("simd",), "cuda": ("fused", "vector")}
-"""Styles whose use is set by `fast_share`.
+"""Styles whose share of the kernels is set by the parameters `fast_share` and `second_fast_share`.
 
-Fusing alone speeds up a GPU kernel, but hardly a single CPU thread.
+Fused kernels are included only for GPUs, because fusing hardly speeds up a kernel on a single CPU thread.
 """
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
@@ -38,7 +41,10 @@ WRONG_OUTPUT_REASONS = ("max_error:given", "max_error:given", "max_error:scaled"
 
 
 def write_kernel(code: str, style: str, device: Device) -> str | None:
-    """Return the text of kernels/forward.cpp (or .cu) for a composed task; None for another layout."""
+    """Return the text of kernels/forward.cpp (or .cu) for a composed task.
+
+    Returns None if the source `code` does not have the layout of composed tasks.
+    """
     chain = read_chain(code)
     if chain is None:
         return None
@@ -48,7 +54,7 @@ def write_kernel(code: str, style: str, device: Device) -> str | None:
 
 
 def write_call(kernel: str, device: Device) -> str:
-    """Return the tool call that writes the kernel."""
+    """Return the text of the tool call that writes the kernel file."""
     path = f"kernels/forward.{SUFFIX[device]}"
     return (
         f"<tool_call>\n<function=Write>\n<parameter=file_path>\n{path}\n</parameter>\n"
@@ -59,7 +65,7 @@ def write_call(kernel: str, device: Device) -> str:
 MEASURE_CALL = (
     f"<tool_call>\n<function=Bash>\n<parameter=command>\n{MEASURE}\n</parameter>\n</function>\n</tool_call>"
 )
-"""Tool call that builds the kernel, compares it with the reference, and times it."""
+"""Text of the tool call that builds the kernel, compares it with the reference, and measures its time."""
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
@@ -88,7 +94,10 @@ FUNCTION = re.compile("|".join(re.escape(name) + r"(?=\()" for name in WRONG_FUN
 
 @dataclass(frozen=True)
 class Mistake:
-    """A way to make a kernel wrong: a pattern of lines, and the lines that replace one of them."""
+    """A way to make a kernel wrong.
+
+    `applies` returns whether a line can be changed, and `edit` returns the lines that replace the line.
+    """
 
     applies: Callable[[str], object]
     edit: Callable[[str, random.Random], list[str]]
@@ -119,7 +128,7 @@ LOST_CHARACTER = Mistake(lambda line: line.endswith(";") and "v" in line, _lose_
 def mutate(kernel: str, rng: random.Random) -> str:
     """Return a wrong version of a kernel.
 
-    It has a changed constant or function, a missing line, or a syntax error.
+    It has another constant or function, a missing line, or a missing character.
     """
     mistakes = [OTHER_CONSTANT, OTHER_CONSTANT, DROPPED_LINE, OTHER_FUNCTION]
     rng.shuffle(mistakes)
@@ -139,9 +148,9 @@ def mutate(kernel: str, rng: random.Random) -> str:
 
 
 def simulate_observation(kernel: str, quality: str, device: Device, rng: random.Random) -> tuple[str, int]:
-    """Return plausible output of the measuring tools, and the milestone, for a kernel of this quality.
+    """Return simulated output of the measuring tools, and the milestone, for a kernel of this quality.
 
-    `quality` is a style for a correct kernel, or `wrong`.
+    `quality` is the style of a correct kernel, or `wrong`.
     """
     written = f"Written kernels/forward.{SUFFIX[device]}."
     if quality == "wrong":
@@ -155,7 +164,7 @@ def simulate_observation(kernel: str, quality: str, device: Device, rng: random.
         milestone
     ]
     microseconds = rng.uniform(50, 900)
-    # The judge measures torch.compile only for candidates that beat eager.
+    # The judge measures torch.compile only for candidates that are faster than eager mode.
     compile_time, compile_ratio = (
         (f"{microseconds * against_compile:.1f} us", f", {against_compile:.2f}x compile")
         if milestone > 1
@@ -182,7 +191,7 @@ def _balanced(kernel: str) -> bool:
 def _attempt(
     code: str, fast_share: float, wrong_share: float, device: Device, rng: random.Random
 ) -> tuple[str, str]:
-    """Return a kernel in a random style and its quality: the style, or `wrong`."""
+    """Return a kernel in a random style, and its quality, which is the style or `wrong`."""
     slow = tuple(style for style in STYLES[device] if style not in FAST[device])
     styles = FAST[device] if rng.random() < fast_share else slow
     style = rng.choice(styles) if len(styles) > 1 else styles[0]
@@ -197,10 +206,11 @@ def _attempt(
 def make_demonstration(
     task: KernelTask, rng: random.Random, coldstart: Coldstart, device: Device
 ) -> list[Message]:
-    """Return the chat messages of one episode on a composed task, for `policy.prompt: compact`.
+    """Return the messages of one episode on a composed task, for the setting `policy.prompt: compact`.
 
-    A single-turn episode writes one kernel. A multi-turn episode measures it, writes a second one unless the
-    first reached milestone 3, and ends with a turn without a tool call.
+    In an episode with a single turn, the assistant writes one kernel. In an episode with several turns, the
+    assistant writes a kernel and measures it, writes and measures a second kernel unless the first reached
+    milestone 3, and ends with a turn without a tool call.
     """
     kernel, quality = _attempt(task.code, coldstart.fast_share, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:
@@ -215,8 +225,8 @@ def make_demonstration(
         messages.append({"role": "tool", "content": content})
         if milestone == 3 or not again:
             break
-        # The second attempt is better than the first: less often wrong, and fast as often as the parameters
-        # say.
+        # The second attempt is better than the first: it is wrong less often, and fast with the probability
+        # second_fast_share.
         kernel, quality = _attempt(
             task.code, coldstart.second_fast_share, coldstart.wrong_share / 3, device, rng
         )

@@ -1,8 +1,8 @@
-"""C++ code of each torch operator, shared by the templates for cpu and cuda.
+"""C++ code of each core operator, which the kernel templates for cpu and cuda share.
 
-The code of an operator is one or two lines on `float v`, written with the functions of vec.h. Text that does
-not depend on constants or shapes is equal in every kernel, so that the tokenizer merges it into a token or
-two.
+The code of an elementwise operator is one or two lines that change `float v` with functions of vec.h. All
+text except constants and shapes is equal in every kernel, so that the tokenizer merges it into one or two
+tokens.
 """
 
 from __future__ import annotations
@@ -46,28 +46,34 @@ ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One loop over a row.
+    """C++ code of one loop over a row that computes accumulators.
 
-    It consists of declarations of accumulators, their update by each element, and the lines after the loop.
+    `declare` are the declarations of the accumulators, `clause` is their OpenMP reduction clause, `each` are
+    the lines for each element, and `finish` are the lines after the loop.
     """
 
     declare: tuple[str, ...]
     clause: str
     each: tuple[str, ...]
-    """Lines on `v`; `b[i] = v;` among them stores the row."""
+    """Lines for each element `v` of the row. The line `b[i] = v;`, if it is included, stores the element."""
     finish: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RowOperator:
-    """An operator on whole rows: reductions, then `apply` to every element or `result` for one value."""
+    """C++ code of an operator on whole rows.
+
+    The loops `sweeps` are followed by the line `apply` for every element, or by the expression `result` if
+    the operator returns one value for each row.
+    """
 
     sweeps: tuple[Reduction, ...]
     apply: str = ""
     result: str = ""
 
 
-# Sums are in double: a float sum of 4,096 terms, one after another, is off by more than torch's cascaded one.
+# Sums are computed in double, because a sequential sum of 4,096 terms in float is less exact than torch's
+# sum.
 ROW = {
     "softmax": RowOperator(
         (
@@ -147,7 +153,7 @@ LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf"
 LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
 CUDA_MATH = {"vexp": "expf", "vlog1p": "log1pf", "vtanh": "tanhf", "verf": "erff"}
 CUDA_MATH |= {"vsqrt": "sqrtf", "vabs": "fabsf", "vmax": "fmaxf", "vmin": "fminf"}
-"""Functions of vec.h and what replaces them; nvcc refuses std::fmax in device code."""
+"""CUDA functions that replace the functions of vec.h, because nvcc refuses std::fmax in device code."""
 
 
 def elementwise(step: Step) -> str:
@@ -155,6 +161,6 @@ def elementwise(step: Step) -> str:
 
 
 def replace_functions(text: str, names: dict[str, str]) -> str:
-    """Replace the functions of vec.h by `names` (LIBM or CUDA_MATH)."""
+    """Return C++ code in which the functions of vec.h are replaced according to `names` (LIBM or CUDA_MATH)."""
     text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
     return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: names[match.group()], text)

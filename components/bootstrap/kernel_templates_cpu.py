@@ -1,6 +1,7 @@
-"""C++ kernels of operator chains in three styles.
+"""Generation of C++ kernels for operator chains in three styles.
 
-The styles are one loop for each operator, fused loops, and vectorised fused loops.
+The styles are one loop for each operator (`passes`), fused loops (`fused`), and vectorised fused loops
+(`simd`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
 
 
 def arguments(chain: OperatorChain) -> list[str]:
-    """Return declarations of the kernel's tensors."""
+    """Return the C++ declarations of the kernel's tensors and, if needed, of the size of the input."""
     lines = [
         f"  {'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
         for index, name in enumerate(chain.tensors)
@@ -23,7 +24,7 @@ def arguments(chain: OperatorChain) -> list[str]:
 
 
 def fused_elements(chain: OperatorChain, vectorised: bool) -> list[str]:
-    """Return one loop over all elements, for a chain of elementwise operators."""
+    """Return the C++ lines of one loop over all elements, for a chain of elementwise operators."""
     pragma = ["  #pragma omp simd"] if vectorised else []
     body = [f"    {elementwise(step)}" for step in chain.steps]
     return [
@@ -37,7 +38,7 @@ def fused_elements(chain: OperatorChain, vectorised: bool) -> list[str]:
 
 
 def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[str]:
-    """Return one loop over the columns of a row."""
+    """Return the C++ lines of one loop over the columns of a row of the array `source`."""
     pragma = [f"    #pragma omp simd{f' reduction({clause})' if clause else ''}"] if vectorised else []
     return [
         *pragma,
@@ -49,9 +50,9 @@ def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[st
 
 
 def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
-    """Return fused loops for a chain with row operators.
+    """Return the C++ lines of fused loops for a chain with row operators.
 
-    Elementwise operators join the next loop over the row.
+    Elementwise operators are computed in the next loop over the row.
     """
     lines, pending, source, touched = [], [], "a", False
     tail: list[str] = []
@@ -64,7 +65,7 @@ def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
             operator = ROW[step.name]
             for sweep in operator.sweeps:
                 rewrites = "b[i] = v;" in sweep.each
-                # The row is stored when it differs from memory, unless no later loop reads it.
+                # The changed row is stored unless no later loop reads it.
                 last = step.name in REDUCTIONS and sweep is operator.sweeps[-1]
                 store = ["b[i] = v;"] if pending and not rewrites and not last else []
                 lines += [f"    {line}" for line in sweep.declare]
@@ -94,7 +95,7 @@ def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
 
 
 def separate_loops(chain: OperatorChain) -> list[str]:
-    """Return one loop for each operator, over a copy of the input."""
+    """Return the C++ lines of one loop for each operator, all of which change one copy of the input."""
     lines = ["  std::vector<float> a(x, x + t[0].numel);"]
     for step in chain.steps:
         line = replace_functions(elementwise(step), LIBM) if step.name not in ROW else ""
@@ -111,9 +112,9 @@ def separate_loops(chain: OperatorChain) -> list[str]:
 
 
 def row_operator_loops(step: Step) -> list[str]:
-    """Return the loops that apply one row operator to the copy of the input in place.
+    """Return the C++ lines that apply one row operator to the copy of the input in place.
 
-    A reduction stores one value a row and shrinks the copy.
+    A reduction stores one value for each row and shrinks the copy to these values.
     """
     operator = ROW[step.name]
     lines = ["  for (int64_t r = 0; r < rows; ++r) {", "    float* b = &a[r * cols];"]

@@ -1,6 +1,7 @@
-"""CUDA kernels of operator chains in three styles.
+"""Generation of CUDA kernels for operator chains in three styles.
 
-The styles are one launch for each operator, one fused kernel, and one with wide memory accesses.
+The styles are one launch for each operator (`passes`), one fused kernel (`fused`), and one fused kernel with
+wide memory accesses (`vector`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def launch(chain: OperatorChain, name: str, grid: str, shared: str = "0") -> str
 
 
 def element_kernel(chain: OperatorChain) -> list[str]:
-    """Return a kernel with one thread for each element."""
+    """Return the CUDA lines of a kernel that computes one element in each thread."""
     body = [f"    {elementwise(step)}" for step in chain.steps]
     kernel = [
         "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
@@ -73,9 +74,9 @@ def element_kernel(chain: OperatorChain) -> list[str]:
 
 
 def float4_kernel(chain: OperatorChain) -> list[str]:
-    """Return a kernel with one thread for four elements as float4.
+    """Return the CUDA lines of a kernel that computes four elements as one float4 in each thread.
 
-    The number of elements of composed tasks is a multiple of 16.
+    This needs no remainder loop, because composed tasks have a multiple of 16 elements.
     """
     names = [name for name in chain.tensors if name in ("x", "y")]
     loads = [f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names]
@@ -117,9 +118,10 @@ def loop(source: str, body: list[str]) -> list[str]:
 
 
 def row_operator_loops(step: Step, pending: list[str], source: str, stored: bool) -> tuple[list[str], str]:
-    """Return the loops of a row operator, and the name of the array that holds the row afterwards.
+    """Return the CUDA lines of a row operator, and the name of the array that then contains the row.
 
-    Each block of threads computes one row.
+    Each block of threads computes one row. `pending` are lines for each element that have to be computed
+    before, `source` is the array that contains the row, and `stored` is whether later lines read the row.
     """
     operator, lines = ROW[step.name], []
     for sweep in operator.sweeps:
@@ -147,7 +149,7 @@ def block_functions(text: str, template: str) -> list[str]:
 
 
 def row_kernel(chain: OperatorChain, template: str) -> list[str]:
-    """Return a kernel with one block for each row, which stays in shared memory between loops."""
+    """Return the CUDA lines of a kernel with one block for each row, which is kept in shared memory."""
     lines: list[str] = []
     pending: list[str] = []
     tail: list[str] = []
@@ -178,9 +180,9 @@ def row_kernel(chain: OperatorChain, template: str) -> list[str]:
 
 
 def separate_kernels(chain: OperatorChain) -> list[str]:
-    """Return one launch for each operator, with the output as the buffer between them.
+    """Return the CUDA lines of one kernel for each operator, which pass their results in the output tensor.
 
-    A reduction and the operators before it share a launch: the output is too small for their rows.
+    A reduction and the operators before it are one kernel, because the output tensor is too small for rows.
     """
     cut = next(
         (index + 1 for index, step in enumerate(chain.steps) if ROW.get(step.name) and ROW[step.name].result),

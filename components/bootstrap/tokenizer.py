@@ -1,10 +1,10 @@
-"""The tokenizer of a policy made from scratch, and the tokenisation of conversations.
+"""The tokenizer of a policy that is made from scratch, and the tokenisation of conversations.
 
-Byte-pair merges join whole lines, and runs of lines that never change (the head of a file, the tags of a tool
-call). A kernel therefore has about 20 tokens, one for each operator. Each constant is one token, because a
-small policy makes mistakes when it copies a constant of several tokens. A conversation is tokenised in the
-pieces that the agent loop handles (prompt, sampled turn, suffix), so that training and sampling see equal
-ids.
+Its byte-pair merges can join whole lines, and also runs of lines that never change (the head of a file, the
+tags of a tool call). So a kernel has only about 20 tokens, one for each operator. Each common constant is one
+token, because a small policy makes mistakes when it copies a constant that has several tokens. A conversation
+is tokenised in the same pieces (prompt, sampled turn, suffix) as in the agent loop, so that training and
+sampling use equal ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Message = dict[str, str]
-"""A message: its `role` (system, user, assistant, tool) and `content`."""
+"""Type of a message, which has a `role` (system, user, assistant or tool) and a `content`."""
 
 PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -29,21 +29,22 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PIECE = r"(?:(?![^\n]*(?: = |[;0-9]))(?:[^\n]*\n|[^\n]+$))+|[^\n]*\n"
-"""Pattern of a run of lines without assignments, semicolons and digits, or of a single line."""
+"""Pattern of a run of lines that have no assignment, semicolon or digit, or of a single other line."""
 CONSTANT = r"(?<![\w.])(?:\d+\.\d{1,2}|\d{3,})(?![\d])"
-"""Pattern of a short decimal or a size, without its sign.
+"""Pattern of a decimal with at most two digits after the point, or of an integer with at least three digits.
 
-The digits of `1e-5`, `t[0]` or `0.70710678f` do not match.
+The sign is not included. The digits of `1e-5`, `t[0]` or `0.70710678f` do not match.
 """
 
 COMMON = 0.002
-"""Share of the texts in which a constant must occur so that it becomes one token."""
+"""Least share of the texts in which a constant must occur to become one token."""
 
 
 def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on `messages`.
+    """Train a tokenizer on the messages.
 
-    `vocabulary` includes the special tokens and the 256 bytes; `context` is the longest input in tokens.
+    `vocabulary` is the number of tokens, including the special tokens and the 256 bytes. `context` is the
+    largest number of tokens of an input.
     """
     texts = [part for message in messages for part in _parts(message)]
     counts = Counter(constant for text in texts for constant in set(re.findall(CONSTANT, text)))
@@ -63,8 +64,7 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Nearly as often as a line that every text holds, so that a common constant becomes a token before rarer
-    # lines do.
+    # Common constants are added so often that each is merged into one token before rarer lines are.
     tokenizer.train_from_iterator([*texts, *common * (len(texts) // 4)], trainer)
     from transformers import PreTrainedTokenizerFast
 
@@ -80,15 +80,16 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
 
 
 def _parts(message: Message) -> list[str]:
-    """Return the parts of a message as (text, whether it is sampled); each is tokenised as one text."""
+    """Return the parts of a message that are tokenised as separate texts when the tokenizer is trained."""
     heading, content = f"{message['role']}\n", message["content"]
     return [heading, content] if message["role"] == "assistant" else [heading + content]
 
 
 def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """Split a conversation in ChatML into (text, whether it is sampled), each tokenised separately.
+    """Split a conversation in ChatML into pieces (text, whether the policy samples it).
 
-    The joined texts are the chat template's text without the newline at its end.
+    Each piece is tokenised separately. The concatenated texts are equal to the text of the chat template,
+    without the newline at its end.
     """
     texts: list[tuple[str, bool]] = []
     before = ""
@@ -105,9 +106,9 @@ def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
 def encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a conversation, and a mask that is 1 on the assistant's turns.
+    """Return the ids of a conversation, and a mask that is 1 on the ids of the assistant's turns.
 
-    Their end-of-turn tokens are included.
+    A turn includes its end-of-turn token.
     """
     ids: list[int] = []
     mask: list[int] = []

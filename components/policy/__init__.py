@@ -1,4 +1,5 @@
-"""Policies that write kernels: checkpoints, prompts, and the backends that sample from them.
+"""Checkpoints of policies, their prompts, and the backends that sample from them.
 
-Imports `core`. Other packages use `checkpoint`, `sampler.Sampler` and `backends`. Start with `sampler.py`.
+This package imports `core`. Other packages use `checkpoint`, `sampler.Sampler` and `backends`. Start with
+`sampler.py`.
 """

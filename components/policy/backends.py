@@ -1,7 +1,7 @@
-"""The choice of the sampling backend that `policy.backend` names.
+"""Functions that open the sampling backend which `policy.backend` names.
 
-Evaluation and `optimize` use `open_sampler` for a fixed checkpoint. Training changes the weights between
-samples: see `components.training.weight_sync`.
+Evaluation and `cuda-agent optimize` call `open_sampler` for a checkpoint whose weights do not change.
+Training, which changes the weights between samples, uses `components.training.weight_sync`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def open_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> Sampler:
-    """Return a sampler of the model in `folder`, whose weights are named `version`.
+    """Return a sampler of the model in `folder`. `version` is the name of its weights in trajectories.
 
-    The weights are sent to the backend when that is a vLLM server.
+    If the backend is a vLLM server, the weights are sent to it.
     """
     settings, dtype = params.policy, params.engine.dtype
     if settings.backend == "transformers":
@@ -45,7 +45,11 @@ def open_sampler(
 def open_vllm_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> VllmSampler:
-    """Return a sampler over vLLM, in this process with the model in `folder`, or on `policy.server`."""
+    """Return a sampler that uses vLLM.
+
+    If the backend is `vllm-server`, it uses the server `policy.server`. Otherwise it loads the model in
+    `folder` into a vLLM of this process.
+    """
     from components.policy.vllm_local import LocalVllm
     from components.policy.vllm_sampler import VllmSampler
     from components.policy.vllm_server import VllmServer

@@ -1,7 +1,8 @@
-"""Client of an OpenAI-compatible server: POST /chat/completions and GET /models.
+"""A client of an OpenAI-compatible server, which uses POST /chat/completions and GET /models.
 
-A request is repeated with growing pauses and another seed after status 429 or 5xx or without a connection,
-but not after an invalid answer or a timeout. The key is read from OPENAI_API_KEY and never stored.
+A request is repeated with growing pauses and another seed if the server answers with status 429 or 5xx or
+cannot be reached. It is not repeated after an answer that is not valid or after a timeout. The API key is
+read from OPENAI_API_KEY and never stored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from components.core.errors import UserError
 TRIES = 6
 """Largest number of attempts of a request."""
 MODEL_LIST_TRIES = 2
-"""Largest number of attempts of the first request; few, so that a mistyped address is reported soon."""
+"""Largest number of attempts of the first request.
+
+It is small, so that a wrong address is reported soon.
+"""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 MAX_REPLY_BYTES = 16 << 20
@@ -31,15 +35,15 @@ Message = dict[str, Any]
 
 
 class ServerFailed(Exception):
-    """Error of a server that returned no usable turn; the message is one sentence."""
+    """The error that a server returned no usable turn. The message is one sentence."""
 
 
 class ToolsUnsupported(Exception):
-    """Error of a server that refuses requests which describe tools."""
+    """The error that a server refuses a request because the request describes tools."""
 
 
 class _ServerRecord(BaseModel):
-    """Base class of the records in an answer; fields that servers add are ignored."""
+    """Base class of the records in an answer, which ignores unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -50,7 +54,7 @@ class _Function(_ServerRecord):
 
 
 class NativeCall(_ServerRecord):
-    """A tool call as the server parsed it; `arguments` is JSON text, or already an object."""
+    """A tool call that the server has parsed. `arguments` is JSON text or an object."""
 
     id: str = ""
     function: _Function = _Function()
@@ -77,7 +81,7 @@ class _Reply(_ServerRecord):
 
 
 class ChatTurn(_ServerRecord):
-    """One sampled turn; the token counts are the server's, 0 where it reports none."""
+    """One sampled turn. The token counts are taken from the answer and are 0 if the server reports none."""
 
     content: str
     calls: tuple[NativeCall, ...]
@@ -87,7 +91,7 @@ class ChatTurn(_ServerRecord):
 
 
 class ChatClient:
-    """Client of one server and one of its models, safe for concurrent use; `version` names both."""
+    """A client of one model on one server, which is safe for concurrent use."""
 
     def __init__(
         self,
@@ -99,8 +103,9 @@ class ChatClient:
     ):
         """Prepare a client without contacting the server.
 
-        An empty `model` is replaced by the server's first one at the first request. `option` names the origin
-        of `url` in messages. `pause` waits between attempts.
+        If `model` is empty, the first request asks the server for its models and the first of them is used.
+        `option` is the command line option of `url`, for messages. `pause` is called with the seconds to wait
+        between attempts.
         """
         base = url.rstrip("/")
         base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
@@ -128,7 +133,10 @@ class ChatClient:
         return f"{self.url} {self.model}".strip()
 
     def choose_model(self) -> str:
-        """Return the model's name; raises UserError when the server cannot be reached or names no model."""
+        """Return the name of the model, which is requested from the server if it is not known yet.
+
+        Raises UserError if the server cannot be reached or names no model.
+        """
         with self.choosing:
             if not self.model:
                 try:
@@ -153,9 +161,10 @@ class ChatClient:
         temperature: float,
         seed: int,
     ) -> ChatTurn:
-        """Sample and return the assistant's next turn.
+        """Sample the assistant's next turn.
 
-        Raises ServerFailed after the last attempt, and ToolsUnsupported when the server refuses `tools`.
+        Raises ServerFailed if no attempt returned a usable turn, and ToolsUnsupported if the server refuses
+        `tools`.
         """
         body = {
             "model": self.choose_model(),
@@ -188,8 +197,8 @@ class ChatClient:
             if attempt:
                 longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
                 self.pause(max(retry_after, longest * random.uniform(0.5, 1.0)))
-                # `transformers serve` answers 500 to an incomplete tool call, which the same seed would
-                # repeat.
+                # `transformers serve` answers 500 if a sampled tool call is incomplete. The same seed would
+                # sample the same call again, so the seed is changed.
                 body = body | {"seed": body["seed"] + 1} if body is not None else None
             try:
                 with self.http.stream(method, path, json=body) as response:
@@ -219,7 +228,10 @@ class ChatClient:
 
 
 def _read(response: httpx.Response) -> bytes:
-    """Return the body; raises ServerFailed when it is too long or takes too long."""
+    """Return the body of an answer.
+
+    Raises ServerFailed if the body is longer than MAX_REPLY_BYTES or takes longer than REQUEST_SECONDS.
+    """
     text, started = bytearray(), time.monotonic()
     for part in response.iter_bytes():
         text += part

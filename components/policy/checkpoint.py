@@ -1,7 +1,8 @@
-"""Checkpoints of policies: Hugging Face folders with a manifest.
+"""Checkpoints of policies, which are Hugging Face folders with a manifest.
 
-A checkpoint is a folder that transformers and vLLM load (safetensors, config, tokenizer), plus
-`manifest.json` with the digest of every file. A folder without a matching manifest is not a checkpoint.
+A checkpoint is a folder that transformers and vLLM can load (safetensors, config, tokenizer), with an
+additional file `manifest.json` that has the digest of every other file. A folder without a matching manifest
+is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Manifest(BaseModel):
-    """Origin and contents of a checkpoint; `digest` identifies the whole folder."""
+    """The origin of a checkpoint and the digests of its files. `digest` identifies the whole folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,9 +60,9 @@ def save_checkpoint(
     figures: dict[str, float],
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Manifest:
-    """Write a checkpoint atomically and return its manifest.
+    """Write a checkpoint as a folder that appears in one step, and return its manifest.
 
-    `extra` holds further tensors by the name of their safetensors file.
+    `extra` has further tensors, by the name of the safetensors file in which they are stored.
     """
     from safetensors.torch import save_file
 
@@ -86,9 +87,10 @@ def save_checkpoint(
 
 
 def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
-    """Return the manifest; raises UserError naming the first file that does not match it.
+    """Return the manifest of a checkpoint after checking its files.
 
-    With `device`, also raises UserError for a policy that writes kernels for another device.
+    Raises UserError, which names the file, if a file does not match the manifest. If `device` is not empty,
+    also raises UserError if the policy was trained to write kernels for another device.
     """
     try:
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
@@ -107,9 +109,10 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
 
 @contextlib.contextmanager
 def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
-    """Turn the errors that transformers raises for a damaged folder into one UserError.
+    """Convert the errors that transformers raises in the block for a damaged folder into a UserError.
 
-    `what` names the damaged part in the message.
+    `what` names the part of the folder in the message. Errors of the operating system other than a missing
+    file are raised unchanged.
     """
     from jinja2 import TemplateError
     from safetensors import SafetensorError
@@ -157,7 +160,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """Return the causal language model of a folder, in evaluation mode."""
+    """Return the causal language model in a folder, in evaluation mode.
+
+    Raises UserError if it cannot be loaded.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The prompts of a policy: one user message for each task."""
+"""The prompt of a policy, which is one user message for each task."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from components.core.config import PROJECT, Device, Policy
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
 """End of the compact prompt of an episode with several turns.
 
-A prompt without it asks for one final answer.
+A compact prompt without this end asks for the final answer in one turn.
 """
 KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
-    """Return the content of the user message: the task's source, after SKILL.md in the full form."""
+    """Return the content of the user message for a task with the source `code`.
+
+    The compact prompt is the source itself. The full prompt is SKILL.md followed by the source.
+    """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
     skill = (PROJECT / "agent_workdir" / "SKILL.md").read_text()

@@ -1,4 +1,4 @@
-"""The interface of generation backends: token ids in, token ids and log-probabilities out."""
+"""The interface of the backends that sample token ids and their log-probabilities for given token ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids and their log-probabilities (nats, after temperature).
+    """Sampled token ids and their log-probabilities, in nats under the distribution after temperature.
 
     The ids include the end-of-turn token if it was sampled.
     """
@@ -16,21 +16,21 @@ class Completion:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    """`stop` after an end-of-turn token, or `length`."""
+    """Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached."""
 
 
 class Sampler(Protocol):
-    """A generation backend; `version` names the weights that it samples with."""
+    """A backend that samples from a policy. `version` is the name of the weights that it samples with."""
 
     version: str
 
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """Sample one completion for each prompt, in order.
+        """Sample one completion for each prompt, in the order of the prompts.
 
-        Temperature 0 always takes the most probable token. Equal arguments and weights give equal results,
-        except on backends whose documentation says otherwise. A completion ends at the end of the context
-        window; it is empty when the prompt fills the window.
+        At temperature 0, each token is the most probable one. Equal arguments and weights give equal results,
+        unless the documentation of the backend says otherwise. A completion ends at the end of the context
+        window at the latest. It is empty if the prompt fills the window.
         """
         ...

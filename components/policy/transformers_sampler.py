@@ -1,4 +1,4 @@
-"""Sampling with transformers, for profiles without vLLM."""
+"""Sampling with transformers in this process, for profiles without vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from components.policy.sampler import Completion
 
 @dataclass
 class _Row:
-    """State of one sequence while it is sampled."""
+    """The state of one sequence while it is sampled."""
 
     prompt: list[int]
     uniforms: list[float]
-    """Random numbers in [0, 1), one for each token that may be sampled; their count is the token limit."""
+    """Random numbers in [0, 1), one for each token that may be sampled.
+
+    So their number is the largest number of tokens.
+    """
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
@@ -33,9 +36,9 @@ class _Row:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """Layer of a key-value cache with spare capacity.
+    """A layer of a key-value cache that allocates memory for further tokens in advance.
 
-    `DynamicLayer` copies all keys and values for every token.
+    transformers' `DynamicLayer` instead copies all keys and values for every new token.
     """
 
     SPARE_TOKENS = 64
@@ -47,9 +50,10 @@ class _PreallocatedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append states and return all keys and values.
+        """Append the states of new tokens, and return all keys and all values.
 
-        The states are [batch, heads, new, head_dim], the results [batch, heads, old + new, head_dim].
+        The arguments have the shape [batch, heads, new, head_dim], and the results [batch, heads, old + new,
+        head_dim].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -75,11 +79,12 @@ class _PreallocatedLayer(DynamicLayer):
 
 
 class TransformersSampler:
-    """Sampler of a transformers model in this process.
+    """A sampler of a transformers model in this process.
 
-    A caller that changes the weights of `model` sets `version`. The loop replaces `generate`, whose overhead
-    is larger than a small model's arithmetic. The random numbers of a sequence depend on the seed and its
-    index alone, so up to rounding a sequence does not depend on its batch.
+    A caller that changes the weights of `model` must also set `version`. The class has its own sampling loop,
+    because the overhead of transformers' `generate` is larger than the arithmetic of a small model. The
+    random numbers of a sequence depend only on the seed and the index of the sequence. So, up to rounding, a
+    sequence does not depend on the other sequences of its batch.
     """
 
     def __init__(
@@ -103,9 +108,9 @@ class TransformersSampler:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """Sample one completion for each prompt, in order, as `Sampler.generate` describes.
+        """Sample one completion for each prompt, as specified by `Sampler.generate`.
 
-        At temperature 0 log-probabilities are those of the distribution at temperature 1.
+        At temperature 0, the log-probabilities are those under the distribution at temperature 1.
         """
         rows = []
         for index, prompt in enumerate(prompts):
@@ -127,7 +132,7 @@ class TransformersSampler:
         return [Completion(tuple(row.ids), tuple(row.logprobs), row.finish_reason) for row in rows]
 
     def _complete(self, rows: list[_Row], temperature: float) -> None:
-        """Sample all rows together until each is finished."""
+        """Sample all rows as one batch until every row is finished, and write the results into the rows."""
         cache = DynamicCache(config=self.model.config)
         cache.layers = [
             _PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -164,7 +169,8 @@ class TransformersSampler:
             ids, positions = tokens[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             if 2 * len(unfinished) < len(rows):
-                # Finished rows stay until they are the majority; their removal copies the whole cache.
+                # Finished rows are removed only when they are the majority, because a removal copies the
+                # whole cache.
                 keep = torch.tensor(unfinished, device=self.device)
                 cache.batch_select_indices(keep)
                 ids, positions, mask = ids[keep], positions[keep], mask[keep]
@@ -172,17 +178,18 @@ class TransformersSampler:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row; return the tokens and their log-probabilities.
+    """Sample one token for each row, and return the tokens and their log-probabilities.
 
-    The distribution function of `logits` [batch, vocabulary] is inverted at `uniforms` [batch] in [0, 1), in
-    float64, so that the cumulative sum represents rare tokens. Temperature 0 takes the most probable token.
+    `logits` has the shape [batch, vocabulary], and `uniforms` has one random number in [0, 1) for each row,
+    at which the cumulative distribution is inverted. The computation is in float64, because in float32 the
+    cumulative sum would lose rare tokens. At temperature 0, the most probable token is returned.
     """
     logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logprobs.argmax(dim=-1)
     else:
         cumulative = logprobs.exp().cumsum(dim=-1)
-        # The number is scaled by the last cumulative sum, which is not exactly 1 because of rounding.
+        # The random number is scaled by the last cumulative sum, which is not exactly 1 because of rounding.
         tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[
             :, 0
         ].clamp(max=logits.shape[-1] - 1)

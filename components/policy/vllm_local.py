@@ -1,4 +1,4 @@
-"""vLLM in the environment of this process; it runs its engine in a child process."""
+"""A vLLM that is loaded by this process and runs its engine in a child process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from components.policy.vllm_server import check_completion
 
 
 class LocalVllm:
-    """`VllmBackend` over `vllm.LLM`."""
+    """The `VllmBackend` that calls `vllm.LLM`."""
 
     def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
-        """Load the checkpoint `folder`; raises UserError where vLLM is not installed."""
-        # Weights are transferred as pickled handles of CUDA memory, which only this process sends.
+        """Load the checkpoint in `folder`.
+
+        Raises UserError if vLLM is not installed.
+        """
+        # vLLM receives weights as pickled handles of CUDA memory. This is safe, because only this process
+        # sends them.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         try:
             from vllm import LLM, SamplingParams
@@ -37,9 +41,11 @@ class LocalVllm:
             max_model_len=settings.context,
             gpu_memory_utilization=settings.gpu_memory_share,
             logprobs_mode="processed_logprobs",
-            # Without this the model's generation_config would truncate the distribution that is sampled.
+            # Without this setting, the generation_config of the model would truncate the distribution that is
+            # sampled.
             generation_config="vllm",
-            # Set only when used: the ipc engine of vLLM 0.24 imports ray, which vLLM does not depend on.
+            # This is set only if it is needed, because the ipc engine of vLLM 0.24 imports ray, which is not
+            # a dependency of vLLM.
             weight_transfer_config=WeightTransferConfig(backend="ipc")
             if settings.weight_transfer == "ipc"
             else None,

@@ -1,7 +1,7 @@
-"""Sampling with vLLM, in this process or on a server: token ids in, token ids and log-probabilities out.
+"""A sampler that uses vLLM in this process or on a server, and the interface that both have.
 
-`VllmBackend` is the interface of both. `VllmSampler` samples from either, and sends new weights by vLLM's
-weight transfer. After each transfer it compares the workers' fingerprint with the weights. Names of calls,
+`VllmBackend` is the interface. `VllmSampler` samples from a backend, sends new weights to it with vLLM's
+weight transfer, and then checks with a fingerprint that the workers have the new weights. The names of calls,
 routes and fields are those of vLLM 0.24.
 """
 
@@ -29,7 +29,10 @@ WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to complete, up to the token `stop` or for `max_tokens`; temperature 0 is greedy."""
+    """A sequence to complete until the token `stop`, with at most `max_tokens` tokens.
+
+    At temperature 0, each token is the most probable one.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -39,13 +42,14 @@ class Request:
 
 
 class VllmBackend(Protocol):
-    """Interface of a running vLLM.
+    """The interface of a running vLLM.
 
-    Its log-probabilities are those after temperature (`logprobs_mode` processed_logprobs).
+    Its log-probabilities are those of the distribution after temperature (`logprobs_mode` is
+    processed_logprobs).
     """
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return one completion for each request, in order."""
+        """Return one completion for each request, in the order of the requests."""
         ...
 
     def init_weight_transfer_engine(self) -> None: ...
@@ -57,22 +61,22 @@ class VllmBackend(Protocol):
     def finish_weight_update(self) -> None: ...
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        """Call a method of every worker and return their results."""
+        """Call a method of every worker, and return the results of the workers."""
         ...
 
     def reset_prefix_cache(self) -> None: ...
 
     def sleep(self) -> None:
-        """Release the memory of weights and cache."""
+        """Release the GPU memory of the weights and the key-value cache."""
         ...
 
     def wake_up(self) -> None: ...
 
 
 class VllmSampler:
-    """Sampler over vLLM.
+    """A sampler that uses vLLM.
 
-    Equal arguments may give different results, because batching changes rounding.
+    Equal arguments may give different results, because rounding depends on how vLLM forms batches.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class VllmSampler:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> list[Completion]:
-        """Sample one completion for each prompt, in order, as `Sampler.generate` describes."""
+        """Sample one completion for each prompt, as specified by `Sampler.generate`."""
         requests = {
             index: Request(
                 tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.end_of_turn
@@ -104,10 +108,11 @@ class VllmSampler:
     def push(
         self, weights: Sequence[tuple[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:
-        """Replace the sampler's weights, and check that the workers hold them.
+        """Replace the weights of vLLM, and check that its workers have the new ones.
 
-        Names and shapes are those of a checkpoint. `folder` holds the same weights for the transfer by disk.
-        Raises UserError when a worker does not hold the weights afterwards.
+        The names and shapes in `weights` are those of a checkpoint. If the weights are transferred by disk,
+        `folder` is a checkpoint with the same weights. Raises UserError if a worker does not have the new
+        weights.
         """
         started = time.monotonic()
         self.wake_up()
@@ -117,15 +122,15 @@ class VllmSampler:
             self.vllm.collective_rpc("reload_weights", {"weights_path": str(folder.resolve())})
         else:
             dtype = getattr(torch, before[0]["dtype"])
-            # The tensors stay referenced until the end of the update; a handle does not keep memory alive.
+            # `sent` keeps the tensors alive until the end of the update, because a handle does not.
             sent = [(name, tensor.detach().to(dtype).contiguous()) for name, tensor in weights]
             self.vllm.start_weight_update()
             self.vllm.update_weights(ipc_update_info(sent))
             self.vllm.finish_weight_update()
             if any(tensor.is_cuda for _, tensor in sent):
-                # Free memory that the other process has released.
+                # This frees the memory that the other process has released.
                 torch.cuda.ipc_collect()
-        # Cached keys and values were computed with the old weights.
+        # The cached keys and values were computed with the old weights.
         self.vllm.reset_prefix_cache()
         self._check(before, [tensor for _, tensor in weights])
         self.version = version
@@ -135,10 +140,11 @@ class VllmSampler:
         return self.vllm.collective_rpc("weight_fingerprint", {})
 
     def _check(self, before: list[dict[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Raise UserError when the workers do not hold the weights.
+        """Raise UserError unless the workers have the weights.
 
-        The fingerprint of a single worker must be that of the weights. Of several workers, each of which
-        holds a part, every fingerprint must have changed.
+        If there is one worker, its fingerprint must be equal to that of the weights. If there are several,
+        each of which has a part of the weights, the fingerprint of every worker must differ from the one in
+        `before`.
         """
         after = self._fingerprints()
         expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))
@@ -156,7 +162,7 @@ class VllmSampler:
             )
 
     def sleep(self) -> None:
-        """Release the GPU's memory until the next push when `policy.sleep` is set."""
+        """Release vLLM's GPU memory until the next `wake_up` or `push`, if `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
             self.vllm.sleep()
             self.asleep = True

@@ -1,7 +1,7 @@
-"""Client of a vLLM server.
+"""A client of a vLLM server.
 
-The server runs in a separate environment, because vLLM and Prefect need different versions of fastapi. The
-routes for weights, sleep and workers need a server that was started with VLLM_SERVER_DEV_MODE=1;
+The server runs in a separate Python environment, because vLLM and Prefect need different versions of fastapi.
+It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weights, sleep and workers.
 docs/training.md has the whole command.
 """
 
@@ -18,22 +18,25 @@ from components.policy.sampler import Completion
 from components.policy.vllm_sampler import Request
 
 MAX_CONNECTIONS = 256
-"""Largest number of requests in flight; further ones wait in this process."""
+"""Largest number of requests that are sent at the same time. Further requests wait in this process."""
 TIMEOUT_SECONDS = 3600.0
-"""Longest wait for one answer, in seconds; a turn of 32,768 tokens in a full batch takes minutes."""
+"""Longest wait for one answer, in seconds.
+
+It is long, because a turn of 32,768 tokens in a full batch takes minutes.
+"""
 
 
 class RequestRefused(UserError):
-    """Error of a request that the server answered with an error status."""
+    """The error that the server answered a request with an error status."""
 
 
 class VllmServer:
-    """`VllmBackend` over HTTP."""
+    """The `VllmBackend` that sends HTTP requests to a server."""
 
     def __init__(self, url: str):
-        """Connect to the server's root `url`, such as http://127.0.0.1:8000.
+        """Connect to the server with the root address `url`, such as http://127.0.0.1:8000.
 
-        Raises UserError when no vLLM answers.
+        Raises UserError if no vLLM server answers.
         """
         self.url = url.rstrip("/")
         if not self.url:
@@ -46,11 +49,15 @@ class VllmServer:
         )
         self._call("GET", "/health")
         if self._call("GET", "/is_sleeping").get("is_sleeping"):
-            # A trainer that was killed may have left the server asleep.
+            # A training process that was killed may have left the server in sleep mode.
             self.wake_up()
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Send one HTTP request for each sequence, since the prompts of one request share its seed."""
+        """Return one completion for each request.
+
+        Each sequence is sent as a separate HTTP request, because all prompts of one HTTP request have the
+        same seed.
+        """
         with ThreadPoolExecutor(
             max_workers=max(1, min(MAX_CONNECTIONS, len(requests))), thread_name_prefix="vllm"
         ) as threads:
@@ -66,8 +73,8 @@ class VllmServer:
                 "temperature": request.temperature,
                 "seed": request.seed,
                 "stop_token_ids": [request.stop],
-                # Set, because otherwise the model's generation_config would truncate the distribution that is
-                # trained.
+                # These are set because otherwise the generation_config of the model would truncate the
+                # distribution that is sampled.
                 "top_p": 1.0,
                 "top_k": 0,
                 "min_p": 0.0,
@@ -90,7 +97,8 @@ class VllmServer:
         try:
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
         except RequestRefused:
-            # A trainer that was killed may have left an update open; all weights are sent again now.
+            # A training process that was killed may have left an update unfinished, so it is finished first.
+            # All weights are sent again after it.
             self.finish_weight_update()
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
 
@@ -114,9 +122,9 @@ class VllmServer:
         self._call("POST", "/wake_up")
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the answer's JSON object, {} without one.
+        """Return the JSON object in the answer, or an empty one if the answer has no content.
 
-        Raises UserError when the server does not answer or refuses the request.
+        Raises UserError if the server does not answer, has no such route, or refuses the request.
         """
         try:
             response = self.client.request(method, route, json=body)
@@ -140,7 +148,11 @@ class VllmServer:
 
 
 def check_completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
-    """Return the completion that vLLM sampled; raises UserError when it is incomplete."""
+    """Return the completion that vLLM sampled.
+
+    Raises UserError if the completion is not complete: a log-probability is missing, or it ended for another
+    reason than `stop` or `length`.
+    """
     if len(ids) != len(logprobs) or finish_reason not in ("stop", "length"):
         raise UserError(
             f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, "

@@ -1,7 +1,8 @@
-"""Extension of vLLM's workers: `--worker-extension-cls components.policy.vllm_worker.Fingerprint`.
+"""An extension of vLLM's workers that computes a fingerprint of their weights.
 
-vLLM 0.24 has no call that identifies the weights that it holds. This file is imported in vLLM's environment
-and needs only torch.
+It is loaded with `--worker-extension-cls components.policy.vllm_worker.Fingerprint`, because vLLM 0.24 itself
+has no call that identifies its weights. This file is imported in vLLM's Python environment and needs only
+torch.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ class _Worker(Protocol):
 
 
 class Fingerprint:
-    """Mixin of vLLM's worker class."""
+    """A mixin that vLLM adds to its worker class."""
 
     def weight_fingerprint(self: _Worker) -> dict[str, Any]:
-        """Return the fingerprint of this worker's parameters, and the dtype of the largest one."""
+        """Return the fingerprint of this worker's parameters, and the dtype of the largest parameter.
+
+        The keys are `fingerprint` and `dtype`.
+        """
         parameters = list(self.get_model().parameters())
         dtype = max(parameters, key=lambda parameter: parameter.numel()).dtype
         return {"fingerprint": fingerprint(parameters, dtype), "dtype": str(dtype).removeprefix("torch.")}

@@ -1,6 +1,7 @@
-"""Transfer of weights to a sampler in another process, and a fingerprint to compare weights.
+"""The data for a transfer of weights to another process, and a fingerprint that identifies weights.
 
-The sampler's process imports this file too (`components.policy.vllm_worker`); it needs only torch.
+The process that receives the weights imports this file too (`components.policy.vllm_worker`), so the file
+needs only torch.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 CHUNK_ELEMENTS = 2**24
-"""Number of elements that are converted at once."""
+"""Number of elements of a tensor that are converted at the same time."""
 
 
 def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
-    """Return the sum of the bit patterns of all elements after a cast to `dtype`, modulo 2^62.
+    """Return a number that identifies the values of all elements after a cast to `dtype`.
 
-    It does not depend on order, nor on how matrices are concatenated or padded with zeros: a sampler that
-    keeps query, key and value projections in one matrix has the same fingerprint.
+    It is the sum of the bit patterns of the elements as float32, modulo 2^62. It does not depend on the order
+    of the tensors, on their concatenation or on padding with zeros. So it is also correct if vLLM stores the
+    query, key and value projections as one matrix.
     """
     total = 0
     for tensor in tensors:
@@ -34,8 +36,8 @@ def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
 def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
     """Return the `update_info` of vLLM's ipc backend: names, dtypes, shapes and memory handles.
 
-    The caller keeps the tensors alive until the receiver has finished. On CUDA the receiver must be on the
-    same GPU.
+    The caller must keep the tensors alive until the receiver has finished. Tensors on a GPU can only be
+    received by a process that uses the same GPU.
     """
     shared = [{_device(tensor): reduce_tensor(tensor)[1]} for _, tensor in weights]
     return {
@@ -48,5 +50,5 @@ def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def _device(tensor: Tensor) -> str:
-    """Return the key by which vLLM finds the handle for its GPU."""
+    """Return the name under which vLLM looks up the memory handle for its GPU."""
     return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else "cpu"
