@@ -1,4 +1,4 @@
-"""Making training tasks: mining operators, composing modules, filtering them, and data sets.
+"""The making of training tasks: mining of operators, composition of modules, filters, and data sets.
 
-Imports `core`, `policy` and `judge`. Start with `dataset.py`.
+This package imports `core`, `policy` and `judge`. Start with `dataset.py`.
 """

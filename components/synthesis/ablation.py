@@ -1,6 +1,6 @@
-"""Test that every operator of a composed chain has an effect.
+"""A test whether every operator of a composed chain has an effect on the output.
 
-Each operator is left out in turn, on a small input.
+Each operator is left out in turn, and the outputs on a small input are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from components.synthesis.mined_operators import FIT_ERRORS
 
 MIN_EFFECT = 1e-2
-"""Smallest RMS change of the output when an operator is left out, relative to the output's RMS."""
+"""Least RMS change of the output that leaving out an operator must cause, relative to the output's RMS."""
 MIN_SPREAD = 3e-3
 """Smallest standard deviation of the output, relative to its RMS."""
 OUTPUT_RMS = (1e-4, 1e4)
@@ -34,9 +34,10 @@ def passes_ablation(
 ) -> bool:
     """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
 
-    `run` applies a chain to a fixed input in the given dtype. The output must have `min_values` elements; at
-    most about `max_samples` of them are compared for being distinct. With `ablate_single` a chain of one
-    operator is compared with its input. `max_float32_error` is relative to the output's RMS.
+    `run` applies a chain to a fixed input in the given dtype. The output must have at least `min_values`
+    elements, and enough of about `max_samples` of them must have distinct values. `max_float32_error` is the
+    largest RMS difference between the outputs in float32 and float64, relative to the output's RMS. If
+    `ablate_single` is true, a chain of one operator is compared with its input.
     """
     try:
         out = run(chain, torch.float32)
@@ -62,7 +63,11 @@ def passes_ablation(
 def _has_effect(
     out: Tensor, rest: Sequence[T], run: Callable[[Sequence[T], torch.dtype], Tensor], min_change: float
 ) -> bool:
-    """Return whether `out` differs from the output of the `rest` of the chain, or the rest does not fit."""
+    """Return whether leaving out an operator changes the output.
+
+    `out` is the output of the whole chain, and `rest` is the chain without the operator. The result is also
+    true if the rest cannot be applied to the input.
+    """
     try:
         without = run(rest, torch.float32)
     except FIT_ERRORS:

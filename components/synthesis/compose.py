@@ -1,8 +1,8 @@
 """Composition of tasks from the core operators.
 
-A task is a chain of operators whose shapes and dtypes fit, written as a self-contained module. A chain is
-kept when its output on a small input varies, and changes when any one operator is left out. For example, relu
-after a square, softmax before a sum, or a shift before a softmax never become tasks.
+A task is a chain of operators with matching shapes and dtypes, which is written as a self-contained module. A
+chain becomes a task only if its output on a small input varies, and changes when any one of its operators is
+left out. For example, a relu after a square has no effect, so no task has this sequence.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from components.synthesis.ablation import passes_ablation
 from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical
 
 HELD_OUT_SHARE = 0.2
-"""Share of operator sequences that are never trained on."""
+"""Share of operator sequences that are reserved for held-out tasks."""
 MAX_DRAWS = 200
-"""Number of chains drawn to find one whose estimated eager time fits; then any chain is accepted."""
+"""Number of draws to find a chain whose estimated eager time fits, before any size is accepted."""
 PROBE = (8, 256)
-"""Rows and columns of the input on which operators are left out."""
+"""Rows and columns of the small input on which chains are tested."""
 Step = tuple[str, tuple[str, ...]]
-"""Type of a step: the name of an operator, and its constants as the source writes them."""
+"""Type of a step: the name of an operator, and its constants as texts for the source."""
 Steps = tuple[Step, ...]
 
 
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Return whether this operator sequence is reserved for held-out tasks, in any spelling.
+    """Return whether the operator sequence is reserved for held-out tasks.
 
-    A hash of (seed, sequence) decides, so all parts of the pipeline agree without a common list.
+    A hash of the seed and the sequence decides, so that all parts of the pipeline agree without a common
+    list. All spellings of an operator give the same result.
     """
     digest = hashlib.sha256(f"{seed}:{'>'.join(map(canonical, ops))}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
 def write_source(steps: Steps, rows: int, cols: int) -> str:
-    """Return the source of a task with this chain on inputs [rows, cols]."""
+    """Return the source of a task with these operators on inputs of the shape [rows, cols]."""
     operators = [BY_NAME[name] for name, _ in steps]
     init = "".join(f"        {operator.init.format(cols=cols)}\n" for operator in operators if operator.init)
     lines = "\n".join(f"        x = {BY_NAME[name].line.format(*constants)}" for name, constants in steps)
@@ -61,7 +62,7 @@ def write_source(steps: Steps, rows: int, cols: int) -> str:
 
 @functools.cache
 def _function(name: str, constants: tuple[str, ...]) -> Callable[[Tensor, Tensor, SimpleNamespace], Tensor]:
-    """Return the operator as a function, evaluated from its line in the table."""
+    """Return the operator as a function of (x, y, self), which is evaluated from its line in the table."""
     line = BY_NAME[name].line.format(*constants)
     function: Callable[[Tensor, Tensor, SimpleNamespace], Tensor] = eval(
         f"lambda x, y, self: {line}", {"torch": torch, "F": F}
@@ -89,10 +90,10 @@ def _probe(dtype: torch.dtype) -> tuple[Tensor, Tensor, SimpleNamespace]:
 
 @functools.cache
 def _width_after(name: str, width: int, cols: int) -> int:
-    """Return the number of columns after an operator; 0 when the operator does not fit.
+    """Return the number of columns after the operator, or 0 if the operator does not fit.
 
-    The operator is applied to meta tensors, float32 [rows, width]. `cols` is the width of the task's input.
-    Neither constants nor the number of rows change the result.
+    The operator is applied to a float32 meta tensor with `width` columns. `cols` is the number of columns of
+    the task's input. The result does not depend on constants or on the number of rows.
     """
     operator, rows = BY_NAME[name], ROWS[0]
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
@@ -107,7 +108,7 @@ def _width_after(name: str, width: int, cols: int) -> int:
 
 
 def fits(steps: Steps, cols: int) -> bool:
-    """Return whether shapes and dtypes fit throughout the chain, which is applied to meta tensors."""
+    """Return whether every operator of the chain fits the output of the operator before it."""
     width = cols
     for name, _ in steps:
         width = _width_after(name, width, cols)
@@ -117,7 +118,7 @@ def fits(steps: Steps, cols: int) -> bool:
 
 
 def every_operator_matters(steps: Steps) -> bool:
-    """Return whether the output varies and every operator changes it by more than 1 % (RMS)."""
+    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS)."""
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
         x, y, modules = _probe(dtype)
@@ -151,7 +152,10 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
 
 
 def _shapes(data: Data) -> list[tuple[int, int]]:
-    """Return the pairs of rows and columns inside data.numel."""
+    """Return the pairs of rows and columns whose product lies within data.numel.
+
+    Raises UserError if there is none.
+    """
     low, high = data.numel
     shapes = [(rows, cols) for cols in COLS for rows in ROWS if low <= rows * cols <= high]
     if not shapes:
@@ -163,11 +167,14 @@ def _shapes(data: Data) -> list[tuple[int, int]]:
 
 
 def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
-    """Estimate the eager time of a chain, to choose a size; the judge measures it."""
+    """Estimate the eager time of a chain in seconds.
+
+    The estimate is used to choose the size of a task, whose time the judge then measures.
+    """
     reduction = next(
         (i for i, (name, _) in enumerate(steps) if BY_NAME[name].kind == "reduction"), len(steps)
     )
-    # On a GPU each eager operator reads and writes every element at about 3 TB/s.
+    # On a GPU, each eager operator is assumed to read and write every element at 3 TB/s.
     return (
         numel
         * 1e-9
@@ -176,10 +183,10 @@ def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
 
 
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
-    """Return a composed task of a size whose estimated eager time falls into data.eager_seconds.
+    """Return a composed task whose estimated eager time lies within data.eager_seconds if possible.
 
-    `ops` are the operators in order, `data_source` is torch#N, `split` says whether the sequence is held out.
-    Raises UserError when data.numel holds no shape.
+    The field `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split`
+    depends on `is_held_out`. Raises UserError if data.numel permits no shape.
     """
     shapes, mix = _shapes(data), data.operator_mix
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
@@ -213,7 +220,7 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
-    """Yield composed tasks without end; equal arguments give equal tasks."""
+    """Yield composed tasks without end. Equal arguments give equal tasks."""
     rng = random.Random(seed)
     while True:
         yield compose_task(rng, data, device)

@@ -1,9 +1,9 @@
-"""Structural similarity of `Model` classes, to keep training tasks apart from evaluation programs.
+"""Structural similarity of `Model` classes, which keeps training tasks different from evaluation programs.
 
-The paper drops a training task whose similarity to any evaluation program exceeds 0.9 (appendix 6). Here the
-similarity is the Dice coefficient of the multisets of all subtrees of both syntax trees: 1 for equal
-structure, 0 when no subtree is common. Before the comparison assignments are inlined, and variable names,
-constants, docstrings and module prefixes are erased.
+The paper drops a training task if its similarity to an evaluation program is above 0.9 (appendix 6). Here,
+the similarity is the Dice coefficient of the multisets of all subtrees of both syntax trees. It is 1 for
+equal structures, and 0 if there is no common subtree. Before the comparison, assignments are inlined, and
+variable names, numbers, docstrings and module prefixes are removed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from components.core.files import digest_bytes
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
 MAX_INLINED_NODES = 2000
-"""Largest number of syntax nodes of an inlined expression, since repeated x = x * x grows exponentially."""
+"""Largest number of syntax nodes of an expression that is inlined.
+
+The limit is needed because repeated assignments such as x = x * x grow exponentially when they are inlined.
+"""
 
 Subtrees = Counter[str]
 
 
 def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
-    """Count the subtrees of the normalised `Model`.
+    """Return how often each subtree occurs in the normalised `Model`.
 
-    With `constants` their values are kept and `get_inputs` is included, so that equal results mean equal
-    operator graphs on equal shapes.
+    If `constants` is true, the values of constants are kept and the functions `get_inputs` and
+    `get_init_inputs` are included. Then equal results mean equal operator graphs on equal shapes.
     """
     tree = ast.parse(code)
     counts: Subtrees = Counter()
@@ -50,7 +53,7 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
 def graph_digest(code: str) -> str:
     """Return a digest of the operator graph.
 
-    It is equal for sources that differ only in names, prefixes and formatting.
+    It is equal for sources that differ only in the names of variables, in module prefixes and in formatting.
     """
     return digest_bytes(
         "\n".join(
@@ -60,25 +63,28 @@ def graph_digest(code: str) -> str:
 
 
 def similarity(a: Subtrees, b: Subtrees) -> float:
-    """Return the Dice coefficient of two multisets of subtrees, 0 to 1."""
+    """Return the Dice coefficient of two multisets of subtrees, from 0 to 1."""
     total = a.total() + b.total()
     return 2 * (a & b).total() / total if total else 0.0
 
 
 class EvaluationPrograms:
-    """The evaluation programs that training tasks must not resemble."""
+    """The evaluation programs to which training tasks must not be similar."""
 
     def __init__(self, against: Iterable[str]):
-        """Read folders of .py files, .py files, or parquet files with a column `code`.
+        """Read the programs in .py files, folders of .py files, or parquet files with a column `code`.
 
-        Raises UserError naming the first that cannot be read.
+        Raises UserError, which names the first path that cannot be read or has no program.
         """
         self.programs = [
             (origin, count_subtrees(code)) for name in against for origin, code in _sources(Path(name))
         ]
 
     def nearest(self, code: str) -> tuple[float, str]:
-        """Return the highest similarity to any program and that program's origin, or (0, "")."""
+        """Return the highest similarity to any program and the origin of that program.
+
+        Returns (0.0, "") if there are no programs.
+        """
         subtrees = count_subtrees(code)
         return max(
             ((similarity(subtrees, other), origin) for origin, other in self.programs), default=(0.0, "")
@@ -124,7 +130,7 @@ def _has_model(code: str) -> bool:
 
 
 def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
-    """Return the body with assignments `name = expression` inlined into the statements that follow.
+    """Return the statements of a function with all assignments `name = expression` inlined.
 
     The docstring and super().__init__() are removed.
     """
@@ -146,7 +152,7 @@ def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
                 continue
             values.pop(statement.targets[0].id, None)
         elif not isinstance(statement, ast.Return | ast.Assign | ast.Expr):
-            # Values that a branch or loop may assign are unknown afterwards.
+            # A name that is assigned in a branch or a loop has no known value afterwards.
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                     values.pop(node.id, None)

@@ -1,7 +1,8 @@
-"""The core operators: a small table of torch operators for tasks that the rule-based kernel writer can solve.
+"""The core operators, which are the torch operators for which the rule-based kernel writer can write kernels.
 
-Every operator is one line of `forward` that maps `x` to a new `x`. Constants come from small palettes and are
-written with a decimal point, so that the tokenizer of a small policy holds each of them as one token.
+Each operator is one line of `forward` that computes a new `x` from `x`. Its constants are chosen from small
+sets and are written with a decimal point, so that the tokenizer of a small policy has one token for each of
+them.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
 
 @dataclass(frozen=True)
 class CoreOperator:
-    """An operator of the table, with the constants and parameters that it needs."""
+    """A core operator with its constants and parameters."""
 
     name: str
     kind: Kind
     constants: tuple[tuple[str, ...], ...] = ()
-    """The permitted values of each constant."""
+    """Permitted values of each constant."""
     init: str = ""
-    """The statement in `__init__` that makes its parameters; `{cols}` is the width of the input."""
+    """Statement in `__init__` that creates the parameters of the operator.
+
+    `{cols}` is replaced by the number of columns of the input.
+    """
     cost: float = 0.12
-    """Rough eager nanoseconds for one element on one CPU core; it is only used to choose a size."""
+    """Approximate eager nanoseconds for one element on one CPU core, which are used only to choose a size."""
 
     @property
     def line(self) -> str:
-        """Return the right-hand side of `x = …`, with `{0}` and `{1}` for its constants."""
+        """Return the right-hand side of `x = …`, in which `{0}` and `{1}` stand for the constants."""
         return OPERATOR_LINES[self.name]
 
 
@@ -96,8 +100,9 @@ BY_NAME = {seed.name: seed for seed in CORE_OPERATORS}
 
 
 def canonical(name: str) -> str:
-    """Return one name for all spellings of an operator: nn.LeakyReLU and F.leaky_relu become leakyrelu.
+    """Return a name that is equal for all spellings of an operator.
 
-    A name without a dot is returned unchanged.
+    For example, it is leakyrelu for nn.LeakyReLU and F.leaky_relu. A name without a dot is returned
+    unchanged.
     """
     return name.rpartition(".")[2].replace("_", "").lower() if "." in name else name

@@ -1,6 +1,6 @@
-"""The cost of an operator: floating-point operations, and the bytes that eager mode moves.
+"""The cost of an operator, which is the number of floating-point operations and of bytes in eager mode.
 
-Costs are counted on meta tensors.
+The cost is computed on meta tensors, without executing the operator.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ VIEWS = frozenset(
 NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in CORE_OPERATORS}
 """Eager nanoseconds for one element on one CPU core, by the canonical name of the operator."""
 OTHER_NANOSECONDS = 0.5
-"""Nanoseconds that are assumed for every other operator."""
+"""Nanoseconds for one element that are assumed for every other operator."""
 CPU_FLOPS = 4e10
-"""Approximate floating-point operations a second of one CPU core."""
+"""Approximate number of floating-point operations per second of one CPU core."""
 GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
-"""Approximate operations a second, bytes a second, and seconds of a kernel launch of a GPU."""
+"""Approximate FLOP/s, memory bandwidth in bytes/s, and seconds of one kernel launch of a GPU."""
 
 
 class Meter(TorchDispatchMode):
-    """Counter of the operations, bytes and kernel launches of the code that it surrounds.
+    """A context manager that counts floating-point operations, bytes and kernel launches of torch operators.
 
-    The tensors may be meta tensors.
+    `largest` is the number of bytes of the largest tensor. The tensors may be meta tensors.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """Cost of a template on one input.
+    """The cost of a template on one input.
 
-    `after` is the output's shape and strides, `calls` counts kernel launches, `largest` is the bytes of the
-    largest tensor, parameters included.
+    `after` is the shape and the strides of the output, `calls` is the number of kernel launches, and
+    `largest` is the number of bytes of the largest tensor, including parameters.
     """
 
     after: tuple[tuple[int, ...], tuple[int, ...]]
@@ -78,7 +78,7 @@ class OperatorCost:
 def operator_cost(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> OperatorCost | None:
-    """Return the cost of a template on an input of this layout; None when it does not fit."""
+    """Return the cost of a template on an input with this shape and strides, or None if it does not fit."""
     with Meter() as meter:
         after = output_layout.__wrapped__(template, shape, stride)
     return (
@@ -89,10 +89,10 @@ def operator_cost(
 def estimate_operator_seconds(
     template: OperatorTemplate, cost: OperatorCost, device: Device
 ) -> tuple[float, float]:
-    """Estimate the eager seconds that do not depend on the size, and those that grow with it.
+    """Estimate the eager seconds that do not depend on the size of the input, and those that grow with it.
 
-    The estimate is used to choose a size. On a GPU the fixed part is the time of the kernel launches, which
-    is nearly all of the time of a small input.
+    The estimate is used to choose a size. On a GPU, the fixed part is the time of the kernel launches, which
+    is nearly the whole time for a small input. On a CPU, the fixed part is 0.
     """
     if device == "cuda":
         return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH

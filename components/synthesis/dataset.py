@@ -1,11 +1,9 @@
-"""The build of a data set: candidates are composed, filtered and judged.
+"""The build of a data set, in which candidates are composed, filtered and judged.
 
-Every rejected candidate is kept with its reason.
-
-
-Candidates are decided in the order of composition, so the admitted set depends on the parameters and the
-verdicts alone, not on which admission finished first. Admissions are journalled by the pool, so a killed
-build that is started again judges no candidate twice.
+Every rejected candidate is stored with the reason. Candidates are decided in the order of their composition,
+so the admitted tasks depend only on the parameters and the verdicts, and not on which admission finished
+first. The pool stores the admissions in the journal, so that no candidate is judged again if a killed build
+is started again.
 """
 
 from __future__ import annotations
@@ -36,43 +34,43 @@ from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import Draft, TorchComposer
 
 MAX_REFUSED_IN_A_ROW = 60
-"""Number of executed candidates refused in a row after which the build fails."""
+"""Number of successive candidates refused after they were executed at which the build fails."""
 MAX_USELESS_IN_A_ROW = 5000
-"""Number of duplicate or unneeded candidates in a row after which the build fails."""
+"""Number of successive duplicate or unneeded candidates after which the build fails."""
 
 LOOKAHEAD = 16
-"""Size of the window for each worker of the pool.
+"""Number of candidates in the window for each worker of the pool.
 
-Decisions are made in order, and one admission may take a minute.
+The window is large, because candidates are decided in order and one admission may take a minute.
 """
 AHEAD = 2
-"""Number of candidates submitted at a time for each worker of the pool.
+"""Largest number of undecided submitted candidates for each worker of the pool.
 
-A resized task, which is decided first, waits only for these.
+It is small, because a resized task is the next to be decided and has to wait until these are judged.
 """
 
 
 class AdmissionPool(Protocol):
-    """The part of the judge pool that a build uses."""
+    """The methods of the judge pool that a build uses."""
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
 
 
 @dataclass(frozen=True)
 class TaskCandidate:
-    """A composed task in the window: refused because of its source, or submitted for admission."""
+    """A composed task in the window, which is refused because of its source or is to be judged."""
 
     task: KernelTask
     refused: Rejection | None = None
     judgement: Future[Admission] | None = None
     draft: Draft | None = None
-    """Templates or module of the task, if it is composed from the mined table."""
+    """The templates or the module of the task if it was composed from the mined table."""
     resized: bool = False
-    """Whether its size was chosen after a measurement, which is done at most once."""
+    """Whether the size of the task was changed after a measurement, which is done at most once."""
 
     @property
     def is_ruled_out(self) -> bool:
-        """Return whether neither this task nor another size of it can be admitted any more."""
+        """Return whether neither the task nor another size of it can be admitted."""
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
         admission = self.judgement.result()
@@ -82,19 +80,20 @@ class TaskCandidate:
 
 
 Quota = tuple[str, str]
-"""Type of a split and a kind of task; a data set has a number of tasks for each."""
+"""Type of a pair of a split and a kind of task. A data set has a number of tasks for each pair."""
 
 
 def task_quotas(data: Data) -> Counter[Quota]:
-    """Return the number of tasks of each split and kind, from the mix of the parameters.
+    """Return the number of tasks of each split and kind according to the parameters.
 
-    Tasks of the core operators have one kind, "": their mix is drawn at random.
+    Tasks of the core operators have only the kind "", because the number of their operators is drawn at
+    random.
     """
     wanted: Counter[Quota] = Counter()
     for split, count in (("train", data.tasks), ("held_out", data.held_out)):
         for kind, share in source_shares(data).items():
             wanted[split, kind] = int(count * share)
-        # The largest remainders are rounded up.
+        # The numbers with the largest remainders are rounded up, so that the sum is correct.
         by_remainder = sorted(
             source_shares(data),
             key=lambda kind: (
@@ -110,7 +109,10 @@ def task_quotas(data: Data) -> Counter[Quota]:
 
 
 def source_shares(data: Data) -> dict[str, float]:
-    """Return the share of each data_source; {"": 1.0} for the core operators."""
+    """Return the share of each kind of task, which is its data_source.
+
+    For the core operators, the result is {"": 1.0}.
+    """
     if data.operators == "core":
         return {"": 1.0}
     modules = data.transformers_share if data.operators == "all" and not data.composer else 0.0
@@ -119,10 +121,10 @@ def source_shares(data: Data) -> dict[str, float]:
 
 
 class DatasetBuilder:
-    """A build in progress.
+    """The state of the build of a data set.
 
-    Candidates enter a window in the order of their source and are decided in that order. Without `wanted`
-    every candidate of a finite source is judged: that is an import.
+    Candidates enter a window in the order of their source, and are decided in this order. If `wanted` is
+    None, as for an import, every candidate of a finite source is judged.
     """
 
     def __init__(
@@ -182,9 +184,10 @@ class DatasetBuilder:
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
-        """Return whether the candidate is needed, and decrement its number in `open_quotas` if so.
+        """Return whether the candidate is needed, and decrement its number in `open_quotas` if it is.
 
-        All candidates before it that can still be admitted are assumed to be admitted.
+        `open_quotas` are the missing tasks on the assumption that all earlier candidates are admitted that
+        still can be.
         """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
@@ -195,7 +198,7 @@ class DatasetBuilder:
     def open_quotas(self) -> Counter[Quota]:
         """Return the number of missing tasks of each quota.
 
-        All candidates of the window that can still be admitted are assumed to be admitted.
+        All candidates in the window that can still be admitted are treated as admitted.
         """
         open_quotas = Counter(self.wanted or {})
         open_quotas.subtract(self.done)
@@ -207,7 +210,10 @@ class DatasetBuilder:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def feed(self) -> None:
-        """Submit the first needed candidates of the window, with at most AHEAD * workers in flight."""
+        """Submit needed candidates of the window to the pool, in their order.
+
+        At most AHEAD candidates for each worker are submitted and not yet judged.
+        """
         in_flight = sum(
             1
             for candidate in self.window
@@ -223,7 +229,10 @@ class DatasetBuilder:
                 in_flight += 1
 
     def await_admission(self) -> Admission | None:
-        """Wait for the admission of the window's first candidate; None when it need not be judged."""
+        """Wait for the admission of the window's first candidate and return it.
+
+        Returns None if the candidate need not be judged, because it is refused or its quota is complete.
+        """
         first = self.window[0]
         quota = self.quota(first.task)
         if first.refused or (self.wanted is not None and self.done[quota] >= self.wanted[quota]):
@@ -317,7 +326,7 @@ class DatasetBuilder:
 
 
 def check_output_folder(out: Path) -> None:
-    """Raise UserError unless `out` is a new or empty folder, or holds a data set."""
+    """Raise UserError unless `out` does not exist, is an empty folder, or contains a data set."""
     if out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file()):
         return
     if out.exists() or out.is_symlink():
@@ -327,13 +336,13 @@ def check_output_folder(out: Path) -> None:
 def build_dataset(
     params: Params, out: Path, pool: AdmissionPool, progress: Progress, seeds: Path | None = None
 ) -> DatasetSummary:
-    """Make a data set and write it to `out`.
+    """Build a data set and write it to the folder `out`.
 
     The files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md. Equal parameters
-    and verdicts give an equal data set, in whatever order verdicts come. `seeds` is the folder of the mined
-    table, which data.operators core does not need; the journal of data.composer's answers lies beside it.
-    Raises UserError when data.against cannot be read, when nearly no candidate is admitted, or when `out`
-    holds another data set.
+    and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder of the
+    mined table, which is not needed if data.operators is `core`. The answers to data.composer are stored in
+    the folder `answers` beside it. Raises UserError if data.against cannot be read, if nearly no candidate is
+    admitted, or if `out` contains another data set.
     """
     check_output_folder(out)
     data = params.data
@@ -378,9 +387,9 @@ def admit_tasks(
     pool: AdmissionPool,
     progress: Progress,
 ) -> DatasetSummary:
-    """Judge every given task and write those that are admitted, as `build_dataset` does.
+    """Judge every given task, and write a data set of the admitted ones to the folder `out`.
 
-    Raises UserError when none is admitted.
+    The files are the same as those of `build_dataset`. Raises UserError if no task is admitted.
     """
     check_output_folder(out)
     builder = DatasetBuilder(params, pool, progress, None)

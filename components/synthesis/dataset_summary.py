@@ -1,4 +1,4 @@
-"""The files of a data set beside its tasks: rejected candidates, metrics, plots, and the data card."""
+"""The files of a data set besides its tasks: rejected candidates, metrics, plots and the data card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from components.core.task import KernelTask
 from components.synthesis.core_operators import canonical
 
 UNREADABLE = ("no_code", "cut_off", "contract")
-"""Reasons for the rejection of candidates whose source may not be Python."""
+"""Reasons for the rejection of candidates whose source may not be valid Python."""
 FIRST_LOOK = (
     *UNREADABLE,
     "hostile",
@@ -29,9 +29,9 @@ FIRST_LOOK = (
     "duplicate_graph",
     "similar_to_evaluation",
 )
-"""Reasons for a rejection that is decided without running the source."""
+"""Reasons for a rejection without executing the source."""
 HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
-"""Lower edges of the distribution of headroom."""
+"""Lower edges of the bins of the distribution of headroom."""
 BINS = 20
 """Number of bins of the distribution of similarities."""
 QUANTILES = (0, 0.1, 0.5, 0.9, 1)
@@ -40,7 +40,7 @@ QUANTILES = (0, 0.1, 0.5, 0.9, 1)
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected candidate, with a machine-readable reason and its detail."""
+    """A rejected candidate with the reason, which programs can read, and a detail for people."""
 
     task: KernelTask
     reason: str
@@ -49,9 +49,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Outcome of a build.
+    """The result of a build.
 
-    `candidates` counts the admitted, the rejected, and those that complete quotas did not need.
+    `candidates` is the number of all decided candidates. `surplus` is the number of those that were not
+    judged, because their quotas were complete.
     """
 
     version: str
@@ -60,16 +61,16 @@ class DatasetSummary:
     admitted: tuple[KernelTask, ...]
     rejected: tuple[Rejection, ...]
     similarities: tuple[float, ...] = ()
-    """Highest similarity of each compared candidate to any evaluation program, ascending."""
+    """Highest similarity of each compared candidate to an evaluation program, in ascending order."""
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Return the number of rejections by reason, most frequent first."""
+        """Return the number of rejections by reason, in descending order."""
         return dict(Counter(rejection.reason for rejection in self.rejected).most_common())
 
     @property
     def funnel(self) -> list[tuple[str, int]]:
-        """Return the number of candidates that remain after each step."""
+        """Return the steps of the build and the number of candidates that remain after each step."""
         unseen = self.candidates - sum(
             count for reason, count in self.reasons.items() if reason in FIRST_LOOK
         )
@@ -120,7 +121,7 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
 
 
 def metrics(summary: DatasetSummary) -> dict[str, Any]:
-    """Return the figures for `dvc metrics show` and the report."""
+    """Return the figures of a data set that `dvc metrics show` and the report show."""
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
     splits = Counter(task.split for task in summary.admitted)
@@ -157,7 +158,7 @@ def metrics(summary: DatasetSummary) -> dict[str, Any]:
 
 
 def card(params: Params, summary: DatasetSummary, figures: dict[str, Any]) -> str:
-    """Return the data card, for users of the data set."""
+    """Return the text of the data card, which is the README.md of the data set."""
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = (
         "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"

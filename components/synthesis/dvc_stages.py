@@ -18,11 +18,11 @@ from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
 
 ERROR_PREFIX = "error: "
-"""Prefix of the last line of a failed stage; the line says what is wrong and how to fix it."""
+"""Prefix of the last line of a failed stage, which says what is wrong and how to fix it."""
 
 
 class LineProgress:
-    """Progress as lines on standard error: at most one every `seconds` seconds, and the last step."""
+    """A `Progress` that prints a line to standard error every `seconds` seconds and at the last step."""
 
     def __init__(self, seconds: float = 5.0):
         self.seconds = seconds
@@ -41,7 +41,10 @@ class LineProgress:
 
 
 def seeds(params: Params, out: Path) -> str:
-    """Mine the operator table; for the core operators the folder stays empty and torch is not imported."""
+    """Mine the table of operators.
+
+    For the core operators, the output folder stays empty and torch is not imported.
+    """
     out.mkdir(parents=True, exist_ok=True)
     if params.data.operators == "core":
         return "seeds: the core table, nothing to mine"
@@ -89,15 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        # No profile is used, so that the file which DVC tracks and `dvc exp run -S` changes decides every
-        # parameter.
+        # No profile is used here, because every parameter must be decided by the file that DVC tracks and
+        # that `dvc exp run -S` changes.
         params = resolve(path=options.params).params
         result = (
             seeds(params, options.out)
             if options.stage == "seeds"
             else tasks(params, options.seeds, options.out, options.verdicts)
         )
-    except Exception as error:  # DVC reports the printed text, and its own exit code.
+    except Exception as error:  # DVC passes on the output but not the exit code.
         sentence = str(error) if isinstance(error, UserError) else environment_fault(error)
         if not sentence:
             traceback.print_exc()

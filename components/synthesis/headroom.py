@@ -1,11 +1,11 @@
-"""Headroom: the time of torch.compile over the least time that the device needs.
+"""The headroom of a task, which is the time of torch.compile divided by a lower bound of the time.
 
     headroom = compile seconds / max(compulsory bytes / bandwidth, operations / rate)
 
-Compulsory bytes are those of inputs, parameters and outputs, each counted once. Operations are counted on
-meta tensors for composed chains; for other sources they are unknown, and the headroom is an upper bound.
-Bandwidth and rate are measured on the present device. The headroom can be below 1 when the working set fits
-into a cache.
+Compulsory bytes are the bytes of inputs, parameters and outputs, each counted once. Operations are counted on
+meta tensors for composed chains. For other sources they are unknown, and the headroom is only an upper bound.
+Bandwidth and rate are measured on the present device. The headroom can be below 1 if the data fit into a
+cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from components.core.task import KernelTask
 
 MAX_REPEATS = 4
-"""Number of occurrences of a task with the most headroom in one pass of training."""
+"""Largest number of times that a task occurs in one pass of training."""
 
 
 def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
-    """Return `headroom` and `operations` (None if unknown) from an admission's evidence.
+    """Return `headroom` and `operations` (None if unknown), computed from the evidence of an admission.
 
-    The result is {} when the compile baseline was not measured.
+    The result is empty if the time of torch.compile was not measured.
     """
     if "compile_seconds" not in evidence:
         return {}
@@ -33,10 +33,10 @@ def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str
 
 
 def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
-    """Repeat tasks for one pass of training by their headroom.
+    """Return the tasks of one pass of training, with repetitions according to their headroom.
 
-    A task occurs once more for each doubling of its headroom, at most MAX_REPEATS times. Tasks of unknown
-    headroom occur once.
+    A task occurs once, and once more for each doubling of its headroom above 1, but at most MAX_REPEATS
+    times. A task with unknown headroom occurs once.
     """
     return [
         task

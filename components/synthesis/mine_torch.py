@@ -1,9 +1,9 @@
-"""Mining of the installed torch for operator templates.
+"""Mining of operator templates from the installed torch.
 
 Every public module of torch.nn and every public function of torch.nn.functional, torch and torch.special is
-tried with the arguments of its signature on tensors of rank 2 to 5. A template is kept when it fits a meta
-tensor and, on a small real one, is deterministic, finite, precise in float32, and neither constant nor its
-own input.
+tried with the arguments of its signature on tensors of rank 2 to 5. A template is kept if it fits a meta
+tensor and if its output on a small real tensor is deterministic, finite, precise in float32, not constant and
+not equal to the input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_VARIANTS = 14
 
 @dataclass(frozen=True)
 class Argument:
-    """A parameter of an operator's signature."""
+    """An argument in the signature of an operator."""
 
     name: str
     is_required: bool
@@ -53,7 +53,7 @@ class Argument:
 
 
 def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
-    """Return the templates in the order of names, and every public name without one.
+    """Return all templates in the order of their names, and the public names without a template.
 
     Mining takes about ten seconds.
     """
@@ -65,7 +65,7 @@ def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
         for name, thing in _public():
             kept, reason = _working_templates(name, thing)
             if kept and not isinstance(thing, type):
-                # torch.absolute is an alias of torch.abs: aliases dispatch to equal operators.
+                # Aliases, such as torch.absolute for torch.abs, are recognised by equal dispatched operators.
                 meaning = tuple(_trace(template) for template in kept)
                 other = meanings.setdefault(meaning, name)
                 if other != name and canonical(other) != canonical(name):
@@ -82,7 +82,7 @@ def _public() -> Iterator[tuple[str, Any]]:
         if isinstance(thing, type) and issubclass(thing, nn.Module):
             yield f"nn.{name}", thing
     for space, prefix in ((F, "F"), (torch, "torch"), (torch.special, "torch.special")):
-        # This order puts torch.asin before its alias torch.arcsin.
+        # This order puts a name such as torch.asin before its alias torch.arcsin.
         for name in sorted(dir(space), key=lambda name: (name.startswith("arc"), name)):
             thing = getattr(space, name)
             if name.startswith("_") or not callable(thing) or isinstance(thing, type):
@@ -92,7 +92,10 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
-    """Return the templates that work, each with its ranks, or the reason why there is none."""
+    """Return the templates of an operator that work, each with its ranks, and a reason.
+
+    The reason says why there is no template. It is empty if there is one.
+    """
     short = name.rpartition(".")[2]
     for reason, pattern in EXCLUDED.items():
         if re.fullmatch(pattern, short):
@@ -112,13 +115,13 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
                 ranks.append(rank)
         if ranks:
             kept.append(OperatorTemplate(name, call, tuple(ranks), init))
-    # A defect on a real tensor is a more helpful reason than a misfit on a meta tensor.
+    # A defect on a real tensor is a better explanation than a template that does not fit a meta tensor.
     defects = [reason for reason in reasons if not reason.startswith("fits")] or reasons
     return kept, "" if kept else defects[0]
 
 
 def _gives_several(template: OperatorTemplate) -> bool:
-    """Return whether the operator returns a tuple such as (values, indices)."""
+    """Return whether the operator returns a tuple, such as (values, indices)."""
     for shape in SMALL.values():
         x = torch.empty(shape, device="meta")
         try:
@@ -129,7 +132,7 @@ def _gives_several(template: OperatorTemplate) -> bool:
 
 
 def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
-    """Yield (init, call) for each combination of arguments that the rules allow."""
+    """Yield (init, call) for each combination of arguments that torch_rules.py permits."""
     if isinstance(thing, type):
         for arguments in _fill_arguments(_signature(thing)):
             takes = [a for a in _signature(vars(nn)[thing.__name__].forward)[1:] if a.is_required]
@@ -151,9 +154,10 @@ def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
 
 
 def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
-    """Yield the required arguments, then each optional or other value alone.
+    """Yield lists of arguments for a call.
 
-    Nothing is yielded when a required argument has no rule.
+    The first has only the required and the forced arguments. Each further list has one argument with another
+    value. Nothing is yielded if there is no rule for a required argument.
     """
     if any(a.is_required and a.name not in ARGUMENTS for a in arguments):
         return
@@ -166,7 +170,7 @@ def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
 
 
 def _missing_rule(name: str, thing: Any) -> str:
-    """Return the reason why no candidate could be written from the signature."""
+    """Return the reason why no call could be written from the signature."""
     signatures = [_signature(thing)] if isinstance(thing, type) else list(_overloads(name, thing))
     if not signatures:
         return "has no signature that can be read"
@@ -202,7 +206,10 @@ def _is_tensor(parameter: inspect.Parameter) -> bool:
 
 
 def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
-    """Yield Python's signature or, without one, those of the aten operator that have no `out` argument."""
+    """Yield the Python signature of a function or, if it has none, the signatures of its aten operator.
+
+    Signatures with an `out` argument are left out.
+    """
     if signature := _signature(thing):
         yield signature
         return
@@ -221,7 +228,7 @@ def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
 
 
 class _DispatchRecorder(TorchDispatchMode):
-    """Record of the dispatched operators, and whether one of them draws random numbers."""
+    """A recorder of the dispatched operators, and of whether one of them draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +243,7 @@ class _DispatchRecorder(TorchDispatchMode):
 
 
 def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return two fixed tensors of normally distributed values."""
+    """Return two fixed tensors with normally distributed values."""
     generator = torch.Generator().manual_seed(20260227)
     x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return x, y
@@ -250,7 +257,7 @@ def _trace(template: OperatorTemplate) -> str:
 
 
 def _find_defect(template: OperatorTemplate) -> str:
-    """Return the reason why a template of one rank makes no task; empty when it makes one."""
+    """Return the reason why a template with one rank cannot be used in tasks, or an empty string."""
     shape = SMALL[template.ranks[0]]
     if output_layout(template, shape, torch.empty(shape, device="meta").stride()) is None:
         return "fits no float32 tensor of rank 2 to 5 and gives one back"

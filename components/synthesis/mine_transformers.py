@@ -1,9 +1,9 @@
-"""Mining of the installed transformers library for modules.
+"""Mining of modules from the installed transformers library.
 
-Modules are norms, activations, attention, feed-forward blocks, rotary embeddings and routers, and each is a
-task by itself. Its source is extracted from the library's file together with all definitions of that file
-that it uses. Annotations and decorators are removed, and the configuration becomes a namespace of the values
-that the source reads. A module that needs another part of the library is left out.
+Modules are norms, activations, attention, feed-forward blocks, rotary embeddings and routers. Each is the
+source of a task. It is extracted from its file in the library, together with all definitions of the file that
+it uses. Annotations and decorators are removed, and the configuration is replaced by a namespace of the
+values that the source reads. A module that needs another file of the library is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILIES = tuple(
     swin t5 vit wav2vec2 whisper xglm zamba2
     """.split()
 )
-"""Folders of transformers.models that are mined; most others copy a module of one of these."""
+"""Folders of transformers.models that are mined. Most other folders contain copies of these modules."""
 VECTOR, IMAGE = "torch.randn({batch}, {length}, {hidden})", "torch.randn({batch}, {hidden}, {side}, {side})"
 INPUTS = frozenset(
     (
@@ -66,9 +66,9 @@ SIZE = {"batch": 2, "length": 16, "hidden": 256}
 
 
 def mine() -> tuple[list[TransformersModule], list[Skipped]]:
-    """Return modules in the order of families, and the classes that are left out.
+    """Return the modules in the order of the families, and the classes that are left out.
 
-    Mining takes about a minute of one core.
+    Mining takes about a minute on one core.
     """
     modules: list[TransformersModule] = []
     left_out: list[Skipped] = []
@@ -111,9 +111,9 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _config(family: str) -> Any:
-    """Return the family's default configuration; None when it has none.
+    """Return the default configuration of a family, or None if it has none.
 
-    The configuration of the text model is taken when there are several.
+    If there are several, the configuration of the text model is returned.
     """
     try:
         library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
@@ -129,9 +129,9 @@ def _config(family: str) -> Any:
 
 
 def _module(library: LibraryFile, family: str, name: str, config: Any) -> TransformersModule:
-    """Return the module with the first inputs on which it runs.
+    """Return a class of the library as a module, with inputs on which it runs.
 
-    Raises CannotExtract with the reason when it runs on none.
+    Raises CannotExtract with the reason if it runs on no inputs.
     """
     code = library.extract(name)
     node = library.defined[name]
@@ -167,7 +167,11 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
 
 
 def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModule:
-    """Return a function of (q, k, cos, sin) as a module that concatenates its two results."""
+    """Return a function of (q, k, cos, sin) or (x, cos, sin) as a module with one output.
+
+    If the function has two results, the output is their concatenation. Raises CannotExtract with the reason
+    if it does not run.
+    """
     code = library.extract(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
     for call in (f"torch.cat({name}(x, y, z, w), dim=-1)", f"{name}(x, y, z)"):
@@ -192,9 +196,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
-    """Return the names of the arguments that are needed.
+    """Return the names of the required arguments of a method.
 
-    These are the arguments without a default, and position_embeddings, which attention always needs.
+    They are the arguments without a default and position_embeddings, without which attention does not run.
     """
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:
@@ -214,7 +218,7 @@ def _init_value(argument: str) -> str:
 
 
 def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
-    """Return the inputs as expressions, and the call that takes them under the names x, y, z, w."""
+    """Return the inputs as expressions, and the call that passes them under the names x, y, z, w."""
     inputs: list[str] = []
     arguments_passed: list[str] = []
 
@@ -241,9 +245,9 @@ def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
 
 
 def _find_defect(module: TransformersModule) -> str:
-    """Return the reason why the module makes no task; empty when it makes one.
+    """Return the reason why the module cannot be a task, or an empty string.
 
-    A task's module runs, is deterministic and depends on its inputs.
+    The module must run, be deterministic, and depend on its inputs.
     """
     scope: dict[str, Any] = {"__name__": "mined"}
     try:

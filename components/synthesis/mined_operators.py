@@ -1,8 +1,9 @@
 """Templates of the mined operators, and their application to real and meta tensors.
 
-In a template `{x}` is the input, `{y}` a second input of the same shape, and `{self}` the module or parameter
-that `init` makes. Sizes of the input are fields too ({channels}, {last}, …; see `size_fields`), so the same
-template serves the small tensors on which it is tried and the large ones of a task.
+In a template, `{x}` stands for the input, `{y}` for a second input of the same shape, and `{self}` for the
+module or parameter that `init` creates. Other fields such as `{channels}` and `{last}` stand for sizes of the
+input (see `size_fields`), so that one template fits both the small tensors on which it is tried and the large
+tensors of a task.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ FIT_ERRORS = (
     AttributeError,
     ZeroDivisionError,
 )
-"""Exceptions that torch raises when arguments do not fit."""
+"""Exceptions that torch raises if the arguments of an operator do not fit."""
 NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
 @dataclass(frozen=True)
 class OperatorTemplate:
-    """One way to write an operator."""
+    """A template of the source of one operator."""
 
     name: str
-    """The public name as the task's source writes it: nn.Conv2d, F.gelu, torch.cumsum."""
+    """Public name in the task's source, for example nn.Conv2d, F.gelu or torch.cumsum."""
     call: str
     ranks: tuple[int, ...]
-    """Ranks of the inputs on which it works."""
+    """Ranks of the inputs to which the template can be applied."""
     init: str = ""
-    """The expression in `__init__` that makes its module or parameter; empty when it needs neither."""
+    """Expression in `__init__` that creates the module or parameter, or an empty string if none is needed."""
 
     @property
     def second(self) -> bool:
@@ -53,18 +54,18 @@ class OperatorTemplate:
 
 @dataclass(frozen=True)
 class TransformersModule:
-    """A self-contained module of transformers: its source, its construction and its call.
+    """A self-contained module of transformers with its source, its construction and its call.
 
-    The source contains all definitions that it uses. `inputs` are expressions with the sizes `{batch}`,
-    `{length}`, `{hidden}` and others that follow from them.
+    The source has all definitions that the module uses. `inputs` are expressions with fields for sizes such
+    as `{batch}`, `{length}` and `{hidden}`.
     """
 
     name: str
     family: str
-    """The folder of its model in the library."""
+    """Name of the model's folder in the library."""
     code: str
     config: dict[str, Any]
-    """Default values of those configuration fields that the source reads."""
+    """Default values of the configuration fields that the source reads."""
     init: str
     call: str
     inputs: tuple[str, ...]
@@ -72,7 +73,7 @@ class TransformersModule:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A public name that was not mined, and the reason."""
+    """A public name that was not mined, with the reason."""
 
     name: str
     reason: str
@@ -80,7 +81,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Table of the operators mined from one version of torch and of transformers."""
+    """The operators mined from one version of torch and one version of transformers."""
 
     torch: str
     transformers: str
@@ -90,12 +91,12 @@ class OperatorTable:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Return the distinct operators; nn.LeakyReLU and F.leaky_relu are one."""
+        """Return the distinct operators. Spellings such as nn.LeakyReLU and F.leaky_relu are one operator."""
         return tuple(sorted({canonical(template.name) for template in self.templates}))
 
 
 def size_fields(shape: Sequence[int]) -> dict[str, int]:
-    """Return the numbers that templates may use, for an input of this shape."""
+    """Return the values of the fields for sizes, for an input of this shape."""
     return {
         "channels": shape[1],
         "last": shape[-1],
@@ -110,13 +111,19 @@ def size_fields(shape: Sequence[int]) -> dict[str, int]:
 def fill_template(
     template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"
 ) -> tuple[str, str]:
-    """Return `init` and `call` for an input of this shape; `attribute` holds the module."""
+    """Return `init` and `call` of a template for an input of this shape.
+
+    `attribute` is the expression for the module or parameter that `init` creates.
+    """
     values = size_fields(shape)
     return template.init.format(**values), template.call.format(x="x", y="y", self=attribute, **values)
 
 
 class Holder:
-    """Substitute for the task's module while a template is tried; `op` is what its `init` makes."""
+    """An object that takes the place of the task's module when a template is tried.
+
+    `op` is the module or parameter that the template's `init` creates.
+    """
 
     def __init__(self, op: Any = None):
         self.op = op
@@ -124,17 +131,18 @@ class Holder:
 
 @functools.lru_cache(maxsize=65536)
 def function_of(call: str) -> Any:
-    """Return a call as a function of (x, y, self).
+    """Return the text of a call as a function of (x, y, self).
 
-    The call is evaluated, so it must come from a template of this project.
+    The text is evaluated, so it must come from a template of this project.
     """
     return eval(f"lambda x, y, self: {call}", dict(NAMESPACE))
 
 
 def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
-    """Return a holder of what the template's `init` makes for an input like `x`.
+    """Return a holder of the module or parameter that the template's `init` creates.
 
-    Device and dtype are those of `x`. The parameters are equal in every call.
+    It fits an input with the shape, device and dtype of `x`. On the CPU, its parameters have the same values
+    in every call.
     """
     init, _ = fill_template(template, x.shape)
     if not init:
@@ -154,9 +162,9 @@ def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
 
 @torch.no_grad()
 def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Fill parameters with fixed random values.
+    """Set parameters to fixed random values.
 
-    They come from a separate generator, because other threads use the global one.
+    The values are drawn from a separate generator, because other threads use the global one.
     """
     generator = torch.Generator().manual_seed(20260227)
     for name, parameter in parameters:
@@ -166,7 +174,7 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
         elif "bias" in name:
             values = 0.1 * noise
         else:
-            # The scale of a norm stays near 1, and the slope of a PReLU near its default.
+            # The scale of a norm stays near 1, and the slope of a PReLU stays near its default.
             constant = parameter.numel() > 0 and bool((parameter == parameter[0]).all())
             values = (parameter[0].item() if constant else 0.25) * (1 + 0.1 * noise)
         parameter.copy_(values)
@@ -175,7 +183,10 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
 def apply_template(
     template: OperatorTemplate, x: Tensor, y: Tensor | None, holder: Holder | None = None
 ) -> Tensor:
-    """Apply the template to real or meta tensors; without `holder`, `make_module` makes its module."""
+    """Return the output of the template for real or meta tensors.
+
+    If `holder` is None, `make_module` creates it.
+    """
     function = function_of(fill_template(template, x.shape)[1])
     output: Tensor = function(x, y, holder or make_module(template, x))
     return output
@@ -185,10 +196,10 @@ def apply_template(
 def output_layout(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shape and strides of the output for a float32 input of this layout.
+    """Return the shape and the strides of the output for a float32 input with this shape and strides.
 
-    The template is applied to meta tensors. The result is None when it does not fit: it raises, changes the
-    dtype, or returns a tensor whose rank is not 2 to 5.
+    The template is applied to meta tensors. The result is None if the template does not fit, which means that
+    it raises an exception, changes the dtype, or returns a tensor whose rank is not 2 to 5.
     """
     x = torch.empty_strided(shape, stride, device="meta")
     y = torch.empty(shape, device="meta") if template.second else None

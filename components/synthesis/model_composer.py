@@ -1,8 +1,8 @@
-"""Composition of tasks by a language model behind an OpenAI-compatible server.
+"""Composition of tasks by a language model on an OpenAI-compatible server.
 
-Each request names operators of the mined table, as many as data.operator_mix says, and depends on the
-parameters and its number alone. Answers are journalled before they are parsed, so a build that is started
-again repeats no answered request and makes the same data set; after a finished build it needs no server.
+Each request names operators of the mined table, whose number is drawn according to data.operator_mix. A
+request depends only on the parameters and on its number. Each answer is stored before it is parsed. So a
+build that is started again sends only the requests without a stored answer, and makes the same data set.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from components.synthesis.compose import is_held_out
 from components.synthesis.dataset_summary import Rejection
 
 AHEAD = 8
-"""Largest number of requests in flight."""
+"""Largest number of requests that are sent and not yet answered."""
 MAX_EMPTY_IN_A_ROW = 60
-"""Number of answers in a row without a source after which the build fails."""
+"""Number of successive answers without a source after which the build fails."""
 MAX_NEW_TOKENS = 4096
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -46,10 +46,10 @@ Answer with one Python code block and nothing else."""
 
 
 class ModelComposer:
-    """Iterator of candidates without end, in the order of their requests."""
+    """An iterator over candidates without end, in the order of the requests."""
 
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):
-        """Prepare the client; `answers` is the folder of the journal."""
+        """Prepare the client. `answers` is the folder in which answers are stored."""
         self.operators, self.data, self.answers = operators, data, answers
         self.client = ChatClient(data.composer, data.composer_model, option="data.composer")
 
@@ -80,7 +80,10 @@ class ModelComposer:
             self.client.close()
 
     def _answer(self, ops: tuple[str, ...], number: int) -> dict[str, str]:
-        """Return text and finish reason, from the journal or from the server."""
+        """Return the text and the finish reason of an answer, which is stored if it is new.
+
+        Raises UserError if the server returns no usable answer.
+        """
         (low, high), (fastest, slowest) = self.data.numel, self.data.eager_seconds
         operators = "\n".join(f"- {name}" for name in ops)
         question = QUESTION.format(
@@ -104,7 +107,7 @@ class ModelComposer:
                     f"data.composer: {error}; see to {self.client.url}, then run the same command again: "
                     "the answers so far are kept."
                 ) from error
-            # JSON can encode a lone surrogate, which UTF-8 cannot.
+            # The answer may contain a lone surrogate, which UTF-8 cannot encode, so it is replaced.
             write_json(
                 path,
                 {

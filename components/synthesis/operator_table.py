@@ -1,4 +1,4 @@
-"""Files of the table of mined operators, made once for each pair of versions of torch and transformers."""
+"""The files of the table of mined operators, which is made once for each version of the libraries."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ RULES = (
     "torch_rules.py",
     "transformers_source.py",
 )
-"""Source files that decide what is mined; the table is made anew after a change of one of them."""
+"""Source files on which the table depends. If one of them changes, the table is mined again."""
 
 
 def library_versions() -> tuple[str, str]:
-    """Return the installed versions of torch and transformers without importing them."""
+    """Return the installed versions of torch and transformers, without importing the libraries."""
     return importlib.metadata.version("torch"), importlib.metadata.version("transformers")
 
 
 def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
-    """Return the table below `folder` for the installed versions and rules; without one, mine it first.
+    """Return the table of mined operators for the installed libraries from a folder below `folder`.
 
-    Mining takes about a minute of one core.
+    If there is none, the operators are mined first, which takes about a minute on one core.
     """
     rules = [digest_file(PROJECT / "components" / "synthesis" / name) for name in RULES]
     table = folder / digest_json([library_versions(), rules])[:16]
@@ -56,7 +56,7 @@ def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
 
 
 def write_table(folder: Path, table: OperatorTable) -> None:
-    """Write operators.json, and left_out.csv for readers."""
+    """Write operators.json, which `read_table` reads, and left_out.csv, which is for people."""
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [
         "name,reason",
@@ -66,7 +66,10 @@ def write_table(folder: Path, table: OperatorTable) -> None:
 
 
 def read_table(folder: Path) -> OperatorTable:
-    """Return the table that `write_table` wrote; raises OSError when there is none."""
+    """Return the table that `write_table` wrote.
+
+    Raises OSError if there is none.
+    """
     from components.synthesis.mined_operators import (
         OperatorTable,
         OperatorTemplate,

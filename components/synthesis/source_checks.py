@@ -1,7 +1,7 @@
-"""Checks of a task's source without running it.
+"""Checks of a task's source that do not execute it.
 
-They find forbidden imports and calls, and wrong operators in the labels. A source that passes is still
-untrusted: only the sandbox executes it.
+They find forbidden imports and calls, and wrong operators in the task's labels. A source that passes the
+checks is still untrusted, so only the sandbox executes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALLOWED_MODULES = frozenset(
         "copy warnings numpy einops"
     ).split()
 )
-"""Modules that a task may import, submodules included."""
+"""Modules that a task may import, including their submodules."""
 FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ globals breakpoint".split())
 FORBIDDEN_ATTRIBUTES = frozenset(
     (
@@ -33,7 +33,7 @@ FORBIDDEN_TORCH = re.compile(
 
 
 def find_forbidden(code: str) -> str:
-    """Return the first forbidden import, name or attribute of the source; empty without one.
+    """Return a description of the first forbidden import, name or attribute, or an empty string.
 
     `code` must be valid Python.
     """
@@ -58,10 +58,10 @@ def find_forbidden(code: str) -> str:
 
 
 def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
-    """Return a description of the first wrong label of a task; empty when the labels are right.
+    """Return a description of the first wrong label of a task, or an empty string.
 
-    A label is wrong when it names an operator that the source lacks, or when the number of operators is not
-    that of torch#N.
+    A label is wrong if `ops` names an operator that is not in the source, or if `data_source` is torch#N and
+    the number of operators is not N.
     """
     number = re.fullmatch(r"torch#(\d+)", data_source)
     if not ops and (number or data_source == "transformers"):
@@ -82,9 +82,9 @@ def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
 
 
 def identifiers(code: str) -> set[str]:
-    """Return the names and attributes that the source uses, in canonical form.
+    """Return the names and attributes in the source, in canonical form.
 
-    Imports and strings do not count.
+    Names in import statements and in strings are not included.
     """
     names = {
         node.id if isinstance(node, ast.Name) else node.attr

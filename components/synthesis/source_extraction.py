@@ -1,7 +1,7 @@
 """Extraction of a class or function from one file of transformers.
 
-The result contains all definitions of that file that the class or function uses. Annotations, decorators and
-docstrings are removed. A source that needs another part of the library cannot be extracted.
+The result includes all definitions of the file that the class or function uses, without annotations,
+decorators and docstrings. A definition that needs another file of the library cannot be extracted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STANDARD = {
 
 
 class CannotExtract(Exception):
-    """Error of a source that needs another part of the library, or an argument without a rule."""
+    """The error that a definition needs another file of the library, or an argument without a rule."""
 
 
 class LibraryFile:
@@ -80,7 +80,7 @@ class LibraryFile:
         ]
 
     def rotations(self) -> list[str]:
-        """Return the names of the functions that rotate queries and keys by cosine and sine."""
+        """Return the names of the functions that apply rotary embeddings to queries and keys."""
         return [
             name
             for name, node in self.defined.items()
@@ -88,9 +88,9 @@ class LibraryFile:
         ]
 
     def extract(self, name: str) -> str:
-        """Return the self-contained source of a definition.
+        """Return the source of a definition with all definitions that it uses.
 
-        Raises CannotExtract with the name of a definition that the file lacks.
+        Raises CannotExtract if it uses a definition of another file of the library.
         """
         order: list[str] = []
         outside: set[str] = set()
@@ -114,16 +114,16 @@ class LibraryFile:
         visit(name)
         parts = [ast.unparse(self.defined[dependency]) for dependency in self.defined if dependency in order]
         body = "\n\n\n".join(parts)
-        # Definitions keep the order of the file, so a base class comes before its subclass.
+        # The definitions keep their order in the file, so that a base class comes before its subclasses.
         head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
         head.sort(key=lambda line: (not line.startswith(("import", "from")), line))
         return "\n".join(head) + "\n\n\n" + body
 
 
 class SourceCleaner(ast.NodeTransformer):
-    """Transformer that removes annotations, docstrings and decorators.
+    """A transformer that removes annotations, docstrings and decorators.
 
-    Attention calls the eager function of the file.
+    It also replaces the choice of an attention implementation by the eager function of the file.
     """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
@@ -171,7 +171,8 @@ class SourceCleaner(ast.NodeTransformer):
         if function == "nn.Parameter" and ast.unparse(node.args[0]).startswith(
             ("torch.empty(", "torch.zeros(")
         ):
-            # The library initialises such weights later; in a task they would stay uninitialised or constant.
+            # The library initialises such weights later. Without this change, they would be uninitialised or
+            # constant in a task.
             shape = [ast.unparse(argument) for argument in getattr(node.args[0], "args", [])]
             return ast.parse(f"nn.Parameter(torch.randn({', '.join(shape)}) * 0.02)", mode="eval").body
         return node

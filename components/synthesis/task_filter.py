@@ -1,9 +1,9 @@
-"""The task filter: which candidates become tasks, and the reason for each refusal.
+"""The filter that decides which candidates become tasks, and gives the reason for each refusal.
 
-`check_source` runs nothing: contract, forbidden code, labels, duplicates, similarity to evaluation programs.
-`check_admission` decides by the judge's admission, which ran the task in the sandbox. An admitted task is
-deterministic, its outputs depend on its inputs, trivial answers fail, and its eager time lies in
-data.eager_seconds.
+`check_source` decides without executing the source: contract, forbidden code, labels, duplicates, and
+similarity to evaluation programs. `check_admission` decides according to the judge's admission, for which the
+task was executed in the sandbox. An admitted task is deterministic, its outputs depend on its inputs, trivial
+answers to it fail, and its eager time lies within data.eager_seconds.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from components.synthesis.contamination import EvaluationPrograms, graph_digest
 from components.synthesis.source_checks import find_forbidden, find_label_error
 
 NOT_DETERMINISTIC = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")
-"""Detail of an admission whose eager outputs differed between two runs on equal inputs."""
+"""Pattern of an admission's detail if the eager outputs of two runs on equal inputs differed."""
 
 MIN_SPREAD = 1e-3
-"""Smallest standard deviation of an output, relative to its mean magnitude."""
+"""Least standard deviation of an output, relative to the mean magnitude of the output."""
 
 
 class TaskFilter:
-    """Filter that remembers all sources that it has checked, so the order of candidates matters."""
+    """A filter that refuses duplicates of earlier candidates.
+
+    It remembers all sources that it has checked, so its results depend on the order of the candidates.
+    """
 
     def __init__(self, data: Data):
         self.data = data
         self.programs = EvaluationPrograms(data.against)
         self.seen: dict[str, str] = {}
-        """First task of each digest of a source or operator graph."""
+        """Name of the first task with each digest of a source or operator graph."""
         self.nearest_programs: dict[str, tuple[float, str]] = {}
-        """Highest similarity to any evaluation program, and that program, by task."""
+        """Highest similarity to an evaluation program and the origin of that program, by task id."""
 
     def check_source(self, task: KernelTask) -> tuple[str, str]:
-        """Return the reason and detail of a refusal because of the source; empty strings without one."""
+        """Return the reason and the detail of a refusal because of the source, or two empty strings."""
         try:
             check_contract(task.code, "candidate")
             return self._find_refusal(task)
@@ -66,7 +69,7 @@ class TaskFilter:
         return "", ""
 
     def check_admission(self, admission: Admission) -> tuple[str, str]:
-        """Return the reason and detail of a refusal after admission; empty strings without one."""
+        """Return the reason and the detail of a refusal according to the admission, or two empty strings."""
         if not admission.admitted:
             detail = str(admission.evidence.get("detail", ""))
             unequal = admission.reason == "does_not_run" and NOT_DETERMINISTIC.match(detail)
@@ -81,7 +84,7 @@ class TaskFilter:
         return "", ""
 
     def similarity_evidence(self, task: KernelTask) -> dict[str, Any]:
-        """Return the evidence about the nearest evaluation program; {} where none was compared."""
+        """Return the evidence about the most similar evaluation program, or {} if none was compared."""
         if task.task_id not in self.nearest_programs:
             return {}
         similarity, program = self.nearest_programs[task.task_id]

@@ -1,4 +1,4 @@
-"""Import of tasks from a parquet with the public columns, and a check of each row."""
+"""The import of tasks from a parquet file with the public columns, and checks of its rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PUBLIC = ("ops", "data_source", "code")
 
 
 def read_public(path: Path, seed: int) -> list[KernelTask]:
-    """Return every row as a task named by its number, without evidence.
+    """Return every row as a task without evidence, whose name is the number of the row.
 
-    `seed` decides which tasks are held out. Raises UserError for a file that is not a parquet or lacks a
-    public column.
+    `seed` determines which tasks are held out. Raises UserError if the file is not a parquet file or has no
+    public columns.
     """
     try:
         table = pyarrow.parquet.read_table(path)
@@ -61,9 +61,10 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
 
 
 def parse_operators(value: Any) -> tuple[str, ...]:
-    """Return the operators of a value of the column `ops`.
+    """Return the names of operators in a value of the column `ops`.
 
-    The value is a list, or a text of JSON, of Python, or of names with commas between them.
+    The value is a list, a text with a list in JSON or Python syntax, or a text of names with commas between
+    them.
     """
     if isinstance(value, str):
         for read in (json.loads, ast.literal_eval):
@@ -79,7 +80,10 @@ def parse_operators(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A row, and the reason and detail of its refusal; both are empty for an accepted row."""
+    """A row, with the reason and the detail of its refusal.
+
+    Both are empty if the row is accepted.
+    """
 
     row: int
     task: KernelTask
@@ -88,9 +92,9 @@ class RowCheck:
 
 
 def check_rows(tasks: list[KernelTask], data: Data) -> list[RowCheck]:
-    """Check the source of every row in order, without running it.
+    """Check the source of every row in order, without executing it.
 
-    A held-out row whose operator sequence also occurs in a training row is refused.
+    A held-out row is refused if its operator sequence also occurs in a training row.
     """
     task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}
@@ -104,7 +108,7 @@ def check_rows(tasks: list[KernelTask], data: Data) -> list[RowCheck]:
 
 
 def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
-    """Return the structurally nearest other tasks with their similarity, nearest first."""
+    """Return the `count` most similar other tasks with their similarity, the most similar first."""
     subtrees = count_subtrees(task.code)
     near = [
         (similarity(subtrees, count_subtrees(other.code)), other)

@@ -1,8 +1,9 @@
 """Composition of tasks from the mined table: chains of torch operators, and modules of transformers.
 
-Whether a template fits is decided on meta tensors, with the shape and strides that the template before it
-returned. A chain is kept when its output on small tensors varies, and changes when any operator is left out.
-The size of its inputs is chosen so that the estimated eager time falls into data.eager_seconds.
+To find out whether a template fits, it is applied to a meta tensor with the shape and strides of the output
+of the template before it. A chain is kept if its output on small tensors varies, and changes when any
+operator is left out. The size of the inputs is chosen so that the estimated eager time lies within
+data.eager_seconds.
 """
 
 from __future__ import annotations
@@ -42,30 +43,30 @@ WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
 MAX_SIZES_TRIED = 5
 MAX_TENSOR_BYTES = 1 << 30
-"""Limit for each tensor of a chain, parameters included.
+"""Largest number of bytes of a tensor in a chain, including parameters.
 
-The parameters of nn.Bilinear grow with the product of its sizes.
+The limit is needed because, for example, the parameters of nn.Bilinear grow with the product of its sizes.
 """
 FEATURES = (256, 512, 768, 1024, 2048)
 
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]
-"""Type of a layout: shape and strides."""
+"""Type of the layout of a tensor: its shape and its strides."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A composed task, the templates or the module in it, and the shape of its first input."""
+    """A composed task with its templates or its module, and the shape of its first input."""
 
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
     shape: Shape
     flops: int | None
-    """Floating-point operations of products and convolutions in one call; None where they are unknown."""
+    """Floating-point operations of the products and convolutions in one call, or None if unknown."""
 
 
 class TorchComposer:
-    """Iterator of drafts without end; equal arguments give equal drafts."""
+    """An iterator over drafts without end. Equal arguments give equal drafts."""
 
     def __init__(self, table: OperatorTable, data: Data, device: Device, *, modules: bool):
         self.data, self.device = data, device
@@ -91,7 +92,7 @@ class TorchComposer:
             yield self.compose()
 
     def compose(self) -> Draft:
-        """Return a draft; its kind is drawn by data.transformers_share and data.operator_mix."""
+        """Return a draft whose kind is drawn according to data.transformers_share and data.operator_mix."""
         if self.modules and self.rng.random() < self.data.transformers_share:
             return self._draw_module()
         mix = self.data.operator_mix
@@ -102,9 +103,9 @@ class TorchComposer:
                 return draft
 
     def resize(self, draft: Draft, seconds: float) -> Draft | None:
-        """Return the task at a size whose eager time should lie in the middle of the window.
+        """Return the task with a size whose eager time should be near the middle of data.eager_seconds.
 
-        `seconds` is the measured eager time. The result is None when no other size is near.
+        `seconds` is the measured eager time of the draft. Returns None if no other size is near enough.
         """
         low, high = self.data.eager_seconds
         factor = math.sqrt(low * high) / max(seconds, 1e-7)
@@ -146,9 +147,9 @@ class TorchComposer:
         return None
 
     def _likely(self, chain: tuple[OperatorTemplate, ...], rank: int) -> list[Shape]:
-        """Return a few random shapes whose extrapolated eager time falls into the window.
+        """Return a few random shapes whose estimated eager time lies within data.eager_seconds.
 
-        When no shape's time does, any shapes are returned.
+        The time is extrapolated from a small shape. If no shape has such a time, random shapes are returned.
         """
         fixed, growing = self._estimate(chain, SMALL[rank])
         each = growing / math.prod(SMALL[rank])
@@ -163,9 +164,9 @@ class TorchComposer:
         return 1.3 * low <= sum(self._estimate(chain, shape)) <= high / 1.3
 
     def _estimate(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> tuple[float, float]:
-        """Estimate the eager seconds that do not depend on the size, and those that do.
+        """Estimate the eager seconds of a chain that do not depend on the size, and those that do.
 
-        Both are infinite when the chain does not fit.
+        Both are infinite if the chain does not fit the shape.
         """
         walked = _walk(chain, shape)
         if walked is None:
@@ -204,7 +205,7 @@ class TorchComposer:
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
-    """Return the task's source; `shapes` are those of each operator's input."""
+    """Return the source of a task with a chain of templates. `shapes` are their input shapes."""
     init, lines, second = "", [], None
     for index, (template, shape) in enumerate(zip(chain, shapes, strict=False), 1):
         attribute = f"self.{template.name.rpartition('.')[2].lower()}_{index}"
@@ -224,7 +225,7 @@ def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape
 
 
 def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> bool:
-    """Return whether the output varies and every operator changes it by more than 1 % (RMS)."""
+    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS)."""
 
     def run(templates: Sequence[OperatorTemplate], dtype: torch.dtype) -> Tensor:
         x, _ = probe(shape, dtype)
@@ -238,7 +239,7 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
-    """Return the layout before each operator, and its cost; None when one does not fit at this size."""
+    """Return the layout before each operator and its cost, or None if an operator does not fit."""
     layout, walked = (shape, _contiguous(shape)), []
     for template in chain:
         cost = operator_cost(template, *layout)
@@ -250,7 +251,7 @@ def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout,
 
 
 def _too_large(shape: Shape, start: Shape) -> bool:
-    """Return whether a tensor has more than four times the elements of the chain's input `start`."""
+    """Return whether a tensor has more than four times as many elements as the chain's input `start`."""
     return math.prod(shape) > 4 * math.prod(start)
 
 
@@ -259,7 +260,7 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:
-    """Return input shapes of this rank inside data.numel.
+    """Return the input shapes with this rank whose number of elements lies within data.numel.
 
     They are rows, sequences, images with equal sides, or volumes.
     """

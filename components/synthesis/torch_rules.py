@@ -1,4 +1,4 @@
-"""Rules for the mining of torch: values of arguments, written templates, and excluded names."""
+"""The rules for mining torch: values of arguments, templates written by hand, and names that are left out."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "maxnorm": ("1.0",),
     "align_corners": ("True",),
 }
-"""Values by argument name.
+"""Values of arguments by the name of the argument.
 
-The first is used when the argument is required. Each of the others, and each value of an optional argument,
-makes another template.
+The first value is used for a required argument. Each other value, and each value of an optional argument,
+gives a further template.
 """
 FORCED = {"reduction": '"none"', "batch_first": "True", "dropout": "0.0"}
-"""Arguments that are always passed, so that losses are not reduced and nothing is random."""
+"""Arguments that are always passed, so that losses are not reduced and no random numbers are drawn."""
 SECOND_INPUTS = frozenset("other target y input2 x2 end tensor2 mat2 tensor1 batch2 vec2".split())
 FIRST_INPUTS = frozenset("self input x x1 input1 tensor a".split())
 
@@ -162,7 +162,7 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "nn.Conv1d": (("nn.Conv1d({channels}, {channels}, 7, padding=3, groups={channels})", "{self}({x})"),),
     "nn.Bilinear": (("nn.Bilinear({last}, {last}, {half_last})", "{self}({x}, {y})"),),
 }
-"""Pairs (init, call) for operators whose signature is not enough to write a call."""
+"""Templates (init, call) written by hand for operators whose signature is not sufficient."""
 EXCLUDED: dict[str, str] = {
     "works in place; its form without the underscore stands for it": r"\w+_",
     "a backend's own form of another operator": (
@@ -196,4 +196,4 @@ EXCLUDED: dict[str, str] = {
     ),
     "exposes memory and not values": r"as_strided\w*|resize_as\w*|empty_like|set_\w+|hash_tensor|unsafe_\w+",
 }
-"""Regular expressions of the names that are not mined, by reason."""
+"""Patterns of the names that are not mined, by the reason."""

@@ -1,4 +1,4 @@
-"""Source of a task that holds one mined module of transformers, for any size of its inputs."""
+"""The source of a task with one mined module of transformers, for any size of its inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALED: dict[str, float] = {
     ),
     **dict.fromkeys("num_key_value_heads num_kv_heads".split(), 1 / 128),
 }
-"""Configuration values that follow the hidden size, as multiples of it."""
+"""Configuration values that depend on the hidden size, as multiples of the hidden size."""
 FIXED: dict[str, Any] = {
     "head_dim": 64,
     "d_kv": 64,
@@ -67,13 +67,13 @@ def get_init_inputs():
 
 
 def scale_config(config: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Return the configuration for this hidden size."""
+    """Return the configuration with the values for this hidden size."""
     sizes = {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
     return config | {key: FIXED[key] for key in config if key in FIXED} | sizes
 
 
 def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
-    """Return the task's source for inputs of these sizes."""
+    """Return the source of a task with the module, for inputs of these sizes."""
     values = {
         "batch": batch,
         "length": length,
