@@ -17,7 +17,10 @@ SUSPEND_SECONDS = 1.0
 
 
 def charged_seconds(elapsed: float, requested: float) -> float:
-    """Return the part of a poll's `elapsed` seconds that counts; it was to take `requested` seconds."""
+    """Return how many of the `elapsed` seconds of a poll are included in a time limit.
+
+    `requested` is the number of seconds for which the poll was requested to wait.
+    """
     return min(elapsed, requested + SUSPEND_SECONDS)
 
 

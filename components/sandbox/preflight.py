@@ -47,7 +47,7 @@ class System:
         return self._text(f"proc/sys/{name}").strip()
 
     def is_filtered(self) -> bool:
-        """Return whether this process runs under a system-call filter, such as those of container engines."""
+        """Return whether a system-call filter applies to this process, as in most containers."""
         return re.search(r"^Seccomp:\s*2$", self._text("proc/self/status"), re.MULTILINE) is not None
 
     def _text(self, name: str) -> str:

@@ -122,7 +122,10 @@ class Runner:
         raise RunnerError(ERROR_LETTERS.get(letter, "protocol"), data[1:].decode(errors="replace"))
 
     def receive_addresses(self, count: int) -> list[int]:
-        """Return the addresses in the runner's memory that it states for the `count` outputs of a call."""
+        """Return the addresses of the `count` outputs of a call in the runner's memory.
+
+        The runner sends the addresses, so they are not trusted. Raises RunnerError if their number is wrong.
+        """
         data = self.receive(b"O")
         if len(data) != 7 + 8 * count:  # padding of the letter to eight bytes, then the addresses
             raise RunnerError("wrong", "wrong_number_of_outputs")

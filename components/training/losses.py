@@ -93,7 +93,10 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the means of the value loss and its metrics over own tokens; `clip` has the reward's unit."""
+    """Return the mean of PPO's value loss over own tokens, and the means of its metrics.
+
+    All tensors are [batch, seq]. `clip` is in units of the reward.
+    """
     total, sums = value_loss_sum(values, old_values, returns, action_mask, clip)
     return _mean(total, sums, action_mask)
 

@@ -94,7 +94,7 @@ class Critic(nn.Module):
         self.baseline: Tensor
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
-        """Return a tuple of one tensor: values [batch, seq] in units of the reward, 0 where masked."""
+        """Return a tuple of one tensor: values [batch, seq], 0 where `action_mask` is False."""
         hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
         values = self.value_head(hidden[:, :-1]).squeeze(-1) + self.baseline.float()
         return (torch.where(action_mask, functional.pad(values, (1, 0)), 0.0),)

@@ -112,8 +112,8 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
             critic_network.baseline.fill_(record.figures["reward"])
         best = best_of_task(trajectories, rewards)
         experience, scores = score(batch, best, actor, reference, critic, ppo)
-        # If all rewards are equal, advantages are only errors of the critic, which whitening would scale up.
-        # The actor is not updated then.
+        # If all rewards are equal, the actor is not updated, because the advantages are then only errors of
+        # the critic, which whitening would scale up.
         equal_rewards = len(set(rewards)) == 1
         record.figures |= scores | {"equal_rewards": float(equal_rewards)}
         tokens = int(batch.valid.sum())

@@ -55,8 +55,8 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
             backend="nccl" if cuda else "gloo", timeout_s=int(engine.collective_seconds)
         ),
         scaling_config=ScalingConfig(num_workers=engine.ranks, use_gpu=cuda, resources_per_worker=resources),
-        # Ray must not restart a failed stage (max_failures=0): the user's next run continues it, as without
-        # Ray.
+        # Ray must not restart a failed stage (max_failures=0), because the user's next run continues the
+        # stage, in the same way as without Ray.
         run_config=RunConfig(
             name=stage.name, storage_path=str(stage.out / "ray"), failure_config=FailureConfig(max_failures=0)
         ),

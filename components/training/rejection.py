@@ -102,7 +102,10 @@ def run(
 
 
 def likelihood_loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood summed over own tokens, and as a metric; `network` is an Actor."""
+    """Return the negative log-likelihood, summed over own tokens, and the same value as the metric "loss".
+
+    `network` is an Actor.
+    """
     logprob, _ = network(rows.ids, rows.action_mask)
     total = likelihood_loss_sum(logprob, rows.action_mask)
     return total, {"loss": total}

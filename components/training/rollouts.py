@@ -87,8 +87,8 @@ def choose_tasks(
 ) -> list[KernelTask]:
     """Return the `count` tasks of a step.
 
-    They are the next tasks in repeated shuffled passes over all tasks, which depend only on `seed` and
-    `step`. With a tracker, the share `share` of them is drawn with the tracker's weights instead.
+    They are the next tasks in repeated passes over all tasks, each in an order that depends only on `seed`.
+    If `tracker` is given, a part of the tasks (`share`) is drawn at random with the tracker's weights instead.
     """
     drawn = round(count * share) if tracker is not None else 0
     chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
