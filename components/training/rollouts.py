@@ -88,7 +88,7 @@ def choose_tasks(
     """Return the `count` tasks of a step.
 
     They are the next tasks in repeated passes over all tasks, each in an order that depends only on `seed`.
-    If `tracker` is given, a part of the tasks (`share`) is drawn at random with the tracker's weights instead.
+    If `tracker` is given, a part of the tasks (`share`) is drawn with the tracker's weights instead.
     """
     drawn = round(count * share) if tracker is not None else 0
     chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
