@@ -31,15 +31,18 @@ class RetryKind:
 
 
 SERVICE = RetryKind("service", (5.0, 30.0, 120.0, 600.0))
-"""A server or the network does not answer.
+"""The kind of fault in which a server or the network does not answer.
 
 The delays cover the restart of a server, which takes seconds, and the replacement of a node, which takes
 minutes.
 """
 BUSY = RetryKind("busy", (60.0, 300.0, 900.0, 1800.0))
-"""Another process works in the home or holds DVC's lock. The delays cover the length of a short run."""
+"""The kind of fault in which another process works in the home or holds DVC's lock.
+
+The delays cover the length of a short run.
+"""
 JUDGE = RetryKind("judge", (30.0, 300.0))
-"""The judge could not judge a candidate in any of its own attempts, because of a fault of the judge."""
+"""The kind of fault in which the judge itself failed in all of its own attempts to judge a candidate."""
 
 UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
 """MLflow's error codes of temporary faults."""

@@ -81,7 +81,7 @@ class _Reply(_ServerRecord):
 
 
 class ChatTurn(_ServerRecord):
-    """One sampled turn. The token counts are taken from the answer and are 0 if the server reports none."""
+    """One sampled turn. The token counts are the server's, or 0 if it reports no counts."""
 
     content: str
     calls: tuple[NativeCall, ...]
