@@ -117,7 +117,7 @@ class MlflowRun:
             client.update_run(self.run_id, status="RUNNING")
 
     def watch(self) -> None:
-        """Start to log the load of the machine as metrics `system/…`, which continues until the run ends."""
+        """Start to log the load of the machine as metrics `system/…`, until the run ends."""
         self.load = SystemMetricsMonitor(
             self.run_id,
             sampling_interval=LOAD_SECONDS,

@@ -1,6 +1,6 @@
 """The interface of artifact stores.
 
-Keys are POSIX paths such as `runs/1f0c…/report.html`. An object is immutable: writing equal bytes to its key
+Keys are POSIX paths such as `runs/1f0c/report.html`. An object is immutable: writing equal bytes to its key
 again has no effect, and writing different bytes raises UserError. So no run can change the objects of another
 run.
 """
