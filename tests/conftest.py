@@ -42,6 +42,7 @@ DIVISIBLE = (
 """Files whose tests share only the session's judge: they come last, one by one to the free worker."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name not in DIVISIBLE:

@@ -215,12 +215,15 @@ task and no demonstration.
 {spread}
 
 - Kinds of task: {mix}.
-- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}.
-Most frequent: {often}. - The window of eager times was {params.data.eager_seconds[0] * 1e3:g} to
-{params.data.eager_seconds[1] * 1e3:g} ms. - Kept clear of (similarity at most
-{params.data.max_similarity:g}): {against}. {room}{library} `tasks.parquet` has the columns of the public data
-set (`ops`, `data_source`, `code`), then `task_id`, `split`, `name` and the admission's evidence as JSON.
-`rejected.parquet` holds every refused candidate with its reason, `plots/` the figures behind this card.
+- Distinct operators: {figures["operators"]}; distinct operator sequences: {figures["operator_sequences"]}. \
+Most frequent: {often}.
+- The window of eager times was {params.data.eager_seconds[0] * 1e3:g} to \
+{params.data.eager_seconds[1] * 1e3:g} ms.
+- Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
+{room}{library}
+`tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`,
+`name` and the admission's evidence as JSON. `rejected.parquet` holds every refused candidate with its reason,
+`plots/` the figures behind this card.
 
 ```python
 datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("this/folder/tasks.parquet")

@@ -36,10 +36,13 @@ each used once, in an order that makes sense:
 {operators}
 
 - `class Model(nn.Module)` has `__init__` and `forward`; weights are made in `__init__`.
-- `get_inputs()` returns the list of forward's arguments, float32 tensors of torch.randn; the first has {low}
-to {high} elements. - `get_init_inputs()` returns the list of Model's arguments. - Import nothing but `torch`,
-`torch.nn as nn` and `torch.nn.functional as F`, and call each operator by the name given above. - forward
-draws no random numbers and returns one float32 tensor. Every operator, input and weight changes that tensor.
+- `get_inputs()` returns the list of forward's arguments, float32 tensors of torch.randn; the first has \
+{low} to {high} elements.
+- `get_init_inputs()` returns the list of Model's arguments.
+- Import nothing but `torch`, `torch.nn as nn` and `torch.nn.functional as F`, and call each operator by \
+the name given above.
+- forward draws no random numbers and returns one float32 tensor. Every operator, input and weight changes \
+that tensor.
 - One call in eager mode takes {fastest:g} to {slowest:g} ms.
 
 Answer with one Python code block and nothing else."""

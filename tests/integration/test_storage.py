@@ -396,7 +396,7 @@ def test_a_server_that_is_killed_has_everything_when_it_is_back(swift: Swift, tm
     ("folder", "key", "named"),
     [
         ("kept", "nobody", "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON"),
-        ("file", "team:person", "file: cannot keep objects .File exists."),
+        ("file", "team:person", "file: cannot store objects .File exists."),
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_one_sentence(
