@@ -198,7 +198,7 @@ def report(outcome: Outcome, params: Params, policy: str) -> str:
         best = (
             "correct"
             if correct
-            else f"{trajectory.final.status}{f': {trajectory.final.reason}' if trajectory.final.reason else ''}"
+            else ": ".join(filter(None, (trajectory.final.status, trajectory.final.reason)))
         )
         speed = "–" if fastest is None else f"{fastest:.2f}"
         lines.append(

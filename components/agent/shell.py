@@ -24,7 +24,7 @@ from pathlib import Path
 from components.agent import untrusted_folder
 from components.core.config import PROJECT, Sandbox
 from components.core.files import remove_tree, scratch_folder
-from components.sandbox import clock, isolation
+from components.sandbox import isolation, time_limits
 
 TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
@@ -238,7 +238,7 @@ class Shell:
         while not reply.endswith(b"\n"):
             began = time.monotonic()
             ready = output.poll(POLL_SECONDS * 1000)
-            spent += clock.charged_seconds(time.monotonic() - began, POLL_SECONDS)
+            spent += time_limits.charged_seconds(time.monotonic() - began, POLL_SECONDS)
             if ready:
                 part = os.read(process.stdout.fileno(), 4096)
                 if not part:

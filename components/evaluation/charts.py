@@ -166,8 +166,8 @@ def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 
             f'width="{max(width * value / largest, 1.5):.1f}" height="17" rx="2"/>'
         )
         parts.append(
-            f'<text class="label" '
-            f'x="{label_width + max(width * value / largest, 1.5) + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
+            f'<text class="label" x="{label_width + max(width * value / largest, 1.5) + 6:.1f}" '
+            f'y="{top + 13}">{escape(text)}</text>'
         )
     return _svg(parts, "bars", height=step * len(rows) + 6)
 

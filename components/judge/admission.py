@@ -23,10 +23,10 @@ from components.core.task import check_contract
 from components.judge.admission_bench import AdmissionBench
 from components.judge.correctness import compare
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.measurement import StagedInputs
 from components.judge.statistics import net
 from components.judge.task_bench import COMPILE, EAGER, NOOP, Baseline
 from components.judge.task_reference import task_errors
+from components.judge.timed_runner import StagedInputs
 from components.judge.verdict import Admission
 from components.sandbox.runner_factory import RunnerFactory
 

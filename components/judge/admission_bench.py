@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from components.core.config import Params
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.measurement import TimedRunner
 from components.judge.role_processes import OneProcess
 from components.judge.task_bench import Baseline, start_baseline
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
+from components.judge.timed_runner import TimedRunner
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import ZygoteKind
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from components.core.config import Device
 from components.core.errors import InfrastructureError, TaskError
-from components.judge.measurement import StagedInputs, TimedRunner
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
 from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
+from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.sandbox.runner_process import RunnerError
 
 MAX_AUTOTUNE = Baseline("compile", "max-autotune")

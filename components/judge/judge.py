@@ -27,11 +27,11 @@ from components.judge.admission import admit
 from components.judge.bench_cache import BenchCache
 from components.judge.compile_baseline import fastest_mode, start_modes
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.measurement import TimedRunner
 from components.judge.rejection import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
 from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
 from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds
+from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import Admission, Seconds, Speedup, Status, Verdict
 from components.sandbox.build import EXTENSION_SUFFIX, Builder, build_result_channel
 from components.sandbox.preflight import check_isolation

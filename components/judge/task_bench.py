@@ -11,10 +11,10 @@ from components.core.config import Params
 from components.core.errors import TaskError
 from components.core.files import digest_bytes
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.measurement import BASELINE_LIMITS, TimedRunner
 from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
+from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import RunnerError
 from components.sandbox.runner_protocol import RoleHeader

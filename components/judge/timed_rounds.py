@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from components.core.errors import InfrastructureError
-from components.judge.measurement import StagedInputs, TimedRunner
 from components.judge.rejection import Rejected
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
+from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import Ratio
 from components.sandbox.runner_process import RunnerError
 

@@ -22,7 +22,7 @@ import pybind11
 from components.core.config import PROJECT, Device, Sandbox
 from components.core.errors import InfrastructureError
 from components.core.files import atomic_write, digest_json, remove_stale, user_cache
-from components.sandbox import clock, isolation
+from components.sandbox import isolation, time_limits
 from components.sandbox.compiler_flags import compiler, kernel_flags, library_flags, processor_features
 from components.sandbox.runner_factory import CACHE_SECONDS
 
@@ -288,7 +288,7 @@ class Builder:
                 env=environment,
                 pass_fds=pass_fds,
             )
-            code = clock.wait(process, self.sandbox.build_seconds)
+            code = time_limits.wait(process, self.sandbox.build_seconds)
             out, errors = (
                 os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in files
             )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from components.core.errors import InfrastructureError
-from components.sandbox.clock import POLL_SECONDS, charged_seconds
+from components.sandbox.time_limits import POLL_SECONDS, charged_seconds
 
 MESSAGE_BYTES = 1 << 20
 """Maximum length of a runner's message; the rest of a longer message is ignored."""

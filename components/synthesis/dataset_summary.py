@@ -221,9 +221,9 @@ Most frequent: {often}.
 {params.data.eager_seconds[1] * 1e3:g} ms.
 - Kept clear of (similarity at most {params.data.max_similarity:g}): {against}.
 {room}{library}
-`tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, `split`,
-`name` and the admission's evidence as JSON. `rejected.parquet` holds every refused candidate with its reason,
-`plots/` the figures behind this card.
+`tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, \
+`split`, `name` and the admission's evidence as JSON. `rejected.parquet` holds every refused candidate with \
+its reason, `plots/` the figures behind this card.
 
 ```python
 datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("this/folder/tasks.parquet")

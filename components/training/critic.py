@@ -24,12 +24,12 @@ from components.policy.checkpoint import load_model, load_tokenizer, verify_chec
 from components.training.advantages import explained_variance, gae
 from components.training.batches import Rollout, collate
 from components.training.engine import DTYPES, DeepSpeedEngine, join_world
-from components.training.fit import StepRecord, finish, fit, resume
 from components.training.losses import value_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, critic_from_actor
 from components.training.rollouts import derived_seed, trainable
 from components.training.stage import Stage, StageResult, load_result
+from components.training.training_loop import StepRecord, finish, fit, resume
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
 from components.training.collapse_detection import Collapsed, collapse
 from components.training.engine import DeepSpeedEngine
-from components.training.fit import StepRecord, finish, fit, resume
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
@@ -49,6 +48,7 @@ from components.training.rollouts import (
     trainable,
 )
 from components.training.stage import Stage, StageResult, load_result
+from components.training.training_loop import StepRecord, finish, fit, resume
 
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
 """Metrics of a step that the progress display shows."""

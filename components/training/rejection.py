@@ -22,7 +22,6 @@ from components.core.config import Rejection
 from components.core.files import digest_json
 from components.training.batches import Batch, pad
 from components.training.engine import DeepSpeedEngine
-from components.training.fit import StepRecord, finish, fit, resume
 from components.training.losses import likelihood_loss_sum
 from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
@@ -37,6 +36,7 @@ from components.training.rollouts import (
 )
 from components.training.stage import Stage, StageResult, load_result
 from components.training.stage_checks import replayed_rows
+from components.training.training_loop import StepRecord, finish, fit, resume
 
 Row = tuple[Sequence[int], Sequence[int]]
 """Token ids and action mask of a trajectory or demonstration."""

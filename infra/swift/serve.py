@@ -5,8 +5,8 @@ r"""Persistent S3 endpoint for one host: OpenStack Swift with its S3 interface, 
 
 The configuration is written at each start; objects stay in FOLDER/devices, on a file system with extended
 attributes. Four servers (proxy, account, container, object) and the updater, which completes listings that
-missed a write, run until one of them ends or this process gets a signal. Swift checks signatures, checksums and
-`If-None-Match`. One copy on one disk is no backup.
+missed a write, run until one of them ends or this process gets a signal. Swift checks signatures, checksums
+and `If-None-Match`. One copy on one disk is no backup.
 
 Source: Swift's deployment guide and the reference of its s3api middleware.
 """

@@ -31,7 +31,7 @@ from components.core.task import KernelTask, load_task
 from components.judge import judge as judge_module
 from components.judge.candidate_folder import read_workspace
 from components.judge.judge import Judge
-from components.judge.measurement import TimedRunner
+from components.judge.timed_runner import TimedRunner
 from components.sandbox.build import Builder
 
 TEMPLATE = PROJECT / "agent_workdir"

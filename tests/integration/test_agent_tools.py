@@ -419,7 +419,7 @@ def test_the_shell_sees_no_network_and_nothing_of_the_machine(use: Use) -> None:
 
 
 def test_the_shell_sees_no_variable_of_whoever_judges(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bubblewrap's own process would tell them to a shell of the same user."""
+    """Bubblewrap's own process would tell them to a shell of the same user."""
     monkeypatch.setenv("PLANTED_TOKEN", "a secret")
     assert (
         use("Bash", command="cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -c PLANTED")

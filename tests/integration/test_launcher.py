@@ -1,6 +1,4 @@
-"""Ranks of one host: the first that fails says why, and SIGTERM gives all of them the time to save their
-state.
-"""
+"""Ranks of one host: the first that fails says why, and SIGTERM gives all of them time to save."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def test_an_error_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_after_sigterm_the_ranks_have_the_time_that_they_need(tmp_path: Path) -> None:
-    """torchrun's agent would kill them after its shutdown timeout, and end with another exit code."""
+    """Torchrun's agent would kill them after its shutdown timeout, and end with another exit code."""
     program = f"""
 import os, signal, sys, time
 def save(*_):

@@ -15,8 +15,8 @@ from components.judge import correctness, task_layout
 from components.judge import judge as judge_module
 from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
-from components.judge.measurement import Operation, TimedRunner
 from components.judge.task_reference import TaskReference
+from components.judge.timed_runner import Operation, TimedRunner
 from components.judge.verdict import Verdict
 from components.sandbox import runner_factory, seccomp_filter, shared_memory
 from components.sandbox.build import EXTENSION_SUFFIX

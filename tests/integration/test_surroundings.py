@@ -23,9 +23,9 @@ from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.sandbox import preflight, runner_factory
 from components.sandbox.build import build_result_channel
-from components.sandbox.clock import charged_seconds
 from components.sandbox.preflight import System, explain
 from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.time_limits import charged_seconds
 
 CLI = [sys.executable, "-m", "components.cli"]
 KEPT = {str(PROJECT): str(PROJECT)}
