@@ -28,7 +28,10 @@ DEPLOYMENT = "approval/approval"
 
 
 class Answer(RunInput):
-    """The form that a person fills in. Prefect checks the types of its fields before it resumes the flow."""
+    """The form with which a person approves or refuses a waiting model version.
+
+    Prefect checks the types of its fields before it resumes the flow.
+    """
 
     approve: bool = Field(description="whether this version becomes the champion")
     who: str = Field(min_length=1, description="your name, for the audit chain")

@@ -50,8 +50,8 @@ def push(params: Params, home: Path, folder: Path) -> str:
 def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: str) -> None:
     """Store the .dvc file of a version whose files `dvc push` has already uploaded.
 
-    Its content is the entry of `output`, the path of the data set in the workspace, in the dvc.lock file
-    `lock`.
+    The file is made from the entry in the dvc.lock file `lock` whose path is `output`; the path becomes
+    `data`.
     """
     stages = yaml.safe_load(lock.read_text())["stages"].values()
     out = next(out for stage in stages for out in stage.get("outs", ()) if out["path"] == output)

@@ -198,7 +198,7 @@ class Shell:
     # --- the process ---
 
     def _save(self, command: str) -> str:
-        """Write `command` to a file of its own and return the number of the command."""
+        """Write `command` to the file NUMBER.sh in the control folder and return its running number."""
         self.commands += 1
         path = self.control / f"{self.commands}.sh"
         path.write_text(command.replace("\0", "") + "\n", errors="replace")

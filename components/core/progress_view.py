@@ -56,7 +56,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 class ProgressView:
-    """A `Progress` that shows a table or prints lines. Use it as a context manager."""
+    """A `Progress` that shows a live table on a terminal and prints lines elsewhere; a context manager."""
 
     def __init__(self, console: Console, *, clock: Any = time.monotonic):
         self.console = console

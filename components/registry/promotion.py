@@ -47,7 +47,7 @@ class NotPassed(UserError):
 
 
 class Promotion:
-    """The operations that decide the versions of one registered model.
+    """Promotion, refusal, expiry and rollback of the versions of one registered model.
 
     `home` contains the files of the evidence. It also contains the audit chain, unless `registry.audit` names
     another folder.

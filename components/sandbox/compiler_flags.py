@@ -62,7 +62,7 @@ def processor_features() -> str:
 def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> list[str]:
     """Return the compiler flags for the libraries (torch, cuBLAS, cuDNN) that the source texts use.
 
-    The flags contain folders by their path inside the sandbox, according to `paths`.
+    Folders in the flags are paths inside the sandbox, translated with `paths`.
     """
     texts = list(sources)
     flags = _torch_flags(device, paths) if any(map(TORCH_HEADER.search, texts)) else []

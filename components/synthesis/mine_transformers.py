@@ -218,7 +218,12 @@ def _init_value(argument: str) -> str:
 
 
 def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
-    """Return the inputs as expressions, and the call that passes them under the names x, y, z, w."""
+    """Return the source texts of the task's inputs, and of the call of `self.block` with them.
+
+    `arguments` are the names of the required parameters of the module's forward, and `main` is the expression
+    for its main tensor input. The call names the inputs x, y, z, w. Raises CannotExtract if a parameter is
+    unknown or more than four tensors are needed.
+    """
     inputs: list[str] = []
     arguments_passed: list[str] = []
 

@@ -49,7 +49,11 @@ Answer with one Python code block and nothing else."""
 
 
 class ModelComposer:
-    """An iterator over candidates without end, in the order of the requests."""
+    """Endless iterator over tasks that a language model composes, one for each request to its server.
+
+    It yields a KernelTask, or a Rejection if the answer holds no usable source, in the order in which the
+    requests were sent.
+    """
 
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):
         """Prepare the client. `answers` is the folder in which answers are stored."""

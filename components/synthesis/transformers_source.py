@@ -1,4 +1,4 @@
-"""The source of a task with one mined module of transformers, for any size of its inputs."""
+"""Writing of a task's source for a module mined from transformers, with given sizes of its inputs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def check_rejection(params: Params, kind: PolicyKind) -> None:
 
 
 def check_critic(params: Params, kind: PolicyKind) -> None:
-    """Accept all parameters, because stage 3 only refuses trajectories and they are not known yet."""
+    """Accept all parameters: value pretraining can fail at its start only for unusable trajectories."""
 
 
 CHECKS: Mapping[StageName, Callable[[Params, PolicyKind], None]] = {

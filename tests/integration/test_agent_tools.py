@@ -359,9 +359,9 @@ def test_a_command_that_daemonises_blocks_nothing_and_ends_with_the_trajectory(
 def comes_to_pass(claim: Callable[[], bool], seconds: float = 60) -> bool:
     """Wait up to `seconds` until `claim` holds, and return whether it does."""
     deadline = time.monotonic() + seconds
-    while not claim() and time.monotonic() < deadline:
+    while not (holds := claim()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return claim()
+    return holds  # asked once more, a process in the middle of execve would have no command line
 
 
 def sleeps(marker: str) -> bool:
