@@ -45,20 +45,20 @@ def run(
     from flows.server import prefect_server
 
     resolved, console = options.resolve(), stderr_console()
-    night = run_context.open_run(resolved, redo_from)
-    record = run_context.finished(night)
+    pipeline_run = run_context.open_run(resolved, redo_from)
+    record = run_context.finished(pipeline_run)
     if record is not None:
-        print_line(f"This run is finished, nothing is left to do: {night.folder}")
+        print_line(f"This run is finished, nothing is left to do: {pipeline_run.folder}")
     else:
-        run_context.check_environment(night)
-        run_context.prepare_home(night.home)
-        with run_context.home_lock(night.home):
-            run_context.prepare_environment(night.home)
+        run_context.check_environment(pipeline_run)
+        run_context.prepare_home(pipeline_run.home)
+        with run_context.home_lock(pipeline_run.home):
+            run_context.prepare_environment(pipeline_run.home)
             process_reaper.start_reaper()
             if metrics:
                 telemetry.serve(metrics)
-            print_line(f"run {night.run_id}, profile {resolved.profile}, home {night.home}")
-            with prefect_server(night.home) as server:
+            print_line(f"run {pipeline_run.run_id}, profile {resolved.profile}, home {pipeline_run.home}")
+            with prefect_server(pipeline_run.home) as server:
                 from components.core.errors import StageFailed
                 from components.registry.tracking import import_store
                 from components.training.collapse_detection import Terminated
@@ -66,15 +66,15 @@ def run(
                 from flows.nightly import run_pipeline
 
                 if server is not None:
-                    import_store(night.params.registry)
+                    import_store(pipeline_run.params.registry)
                     server.wait()
                 try:
                     with ProgressView(console) as view:
-                        record = run_pipeline(night, view)
+                        record = run_pipeline(pipeline_run, view)
                 except StageFailed as error:
                     print_line(f"cuda-agent: {error}")
                     code = TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED
                     raise typer.Exit(code) from error
-    final_table(record, run_context.interface_commands(night), console)
+    final_table(record, run_context.interface_commands(pipeline_run), console)
     refused = record["gate"]["verdict"] == "refused"
     return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)
