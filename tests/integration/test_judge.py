@@ -24,8 +24,8 @@ from components.judge import (
     correctness,
     device_scheduler,
     input_mixing,
-    measurement,
     task_layout,
+    timed_runner,
 )
 from components.judge.correctness import ReferenceOutput, first_mismatch
 from components.judge.input_mixing import InputBank, InputMix
@@ -381,7 +381,7 @@ def test_task_that_hangs_later_hangs_nobody(
     with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first calls are quick: only the baseline that is measured meets the endless one."""
-    monkeypatch.setattr(measurement, "BASELINE_LIMITS", 2)
+    monkeypatch.setattr(timed_runner, "BASELINE_LIMITS", 2)
     count = """    calls = 0
 
     def count(self, y):
