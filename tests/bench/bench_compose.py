@@ -62,7 +62,7 @@ def compose(
         ),
         TaskFilter(data),
     )
-    look = timed(spent, "look", task_filter.look)
+    look = timed(spent, "look", task_filter.check_source)
     composer.compose()  # torch imports much at its first use
     spent.clear()
     started, count = time.process_time(), 0
@@ -85,7 +85,7 @@ def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
     for device in ("meta", "cpu"):
         before = time.process_time()
         for draft in drafts:
-            form = draft.made_of[0] if isinstance(draft.made_of, tuple) else None
+            form = draft.parts[0] if isinstance(draft.parts, tuple) else None
             assert isinstance(form, OperatorTemplate)
             x = torch.empty(draft.shape, device="meta") if device == "meta" else torch.randn(draft.shape)
             with torch.no_grad():
