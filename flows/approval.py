@@ -4,8 +4,6 @@ The commands `cuda-agent models approve` and `cuda-agent models refuse` do the s
 answer is given first decides the version; a later answer raises UserError.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import UTC, datetime

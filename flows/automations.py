@@ -4,8 +4,6 @@ An alert is sent through the notification block that `cuda-agent deploy --alert`
 alert appears only in Prefect's event feed. The time limits are chosen for runs that last hours.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import partial
 from uuid import UUID

@@ -5,8 +5,6 @@ parameters of the run. DVC allows one writer at a time and fails at once if its 
 tries a command four times before the run fails.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -20,7 +18,7 @@ import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from components.core.config import PROJECT, Params
+from components.core.config import PROJECT
 from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.files import (
     atomic_folder,
@@ -30,6 +28,7 @@ from components.core.files import (
     read_json,
     write_changed,
 )
+from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import dataset_version
 from components.synthesis.dvc_stages import ERROR_PREFIX

@@ -5,8 +5,6 @@ to them is stored in the artifact store as `datasets/<version>/data.dvc`. So any
 without the repository and the dvc.lock file that it was built with.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -14,9 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import atomic_folder
+from components.core.params import Params
 from components.core.task import dataset_version
 from components.storage import Store, open_store
 from flows.dvc import initialise_workspace, remote_url, run_dvc

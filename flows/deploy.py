@@ -1,7 +1,5 @@
 """Create or update the work pools, limits, deployments and automations on a Prefect server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ short lease, so Prefect frees the slot of a killed flow within a minute. Prefect
 used, because their slots stay occupied for minutes after a flow is killed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,7 +23,7 @@ from components.core.errors import UserError
 from components.core.progress import Progress
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
-from components.judge.pool import open_pool
+from components.judge.open_pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
 from flows import process_reaper, run_context

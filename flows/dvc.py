@@ -1,7 +1,5 @@
 """Functions that run DVC commands in a workspace that is not a git repository."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from components.core.config import Params
 from components.core.files import write_changed
+from components.core.params import Params
 
 
 def remote_url(params: Params, home: Path) -> str:

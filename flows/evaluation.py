@@ -1,7 +1,5 @@
 """The evaluation of one policy on one suite as a Prefect task, cached by the digests of policy and suite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,6 @@ The standard input of the reaper is a pipe whose other end only the run holds. T
 ends. Then the reaper kills every process that has MARK in the environment variable CUDA_AGENT_LEASH.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

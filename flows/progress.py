@@ -1,7 +1,5 @@
 """Wrappers of a `Progress` that stop on a full disk, write Prometheus metrics, or rename a stage."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each task can be repeated after the run was killed: a registered version is foun
 is written again with the same content, and a version that is already the champion stays the champion.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ A permanent error (bad input, a failed stage, a mistake in the code) is not retr
 again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
     home/audit/<model>/             the audit chain of promotions, one file for each entry
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -30,9 +28,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from components.core.config import PROJECT, Params, Resolved
+from components.core.config import PROJECT, Resolved
 from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, free_bytes, read_json, verify_files, write_json
+from components.core.params import Params
 
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
 """Names of the stages in their order, which are the permitted values of `--from`."""

@@ -9,8 +9,6 @@ Creating the tables of a new database takes about half of the start. So a copy o
 in the user's cache, one for each version of Prefect.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ running. If the files of a stored record are missing, the task runs again. If th
 names the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The cold start and the training stages 1 to 4 as Prefect tasks, each of which makes a checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -4,15 +4,13 @@ Prefect itself records only the states of runs and tasks, and a stage can take m
 defines the alerts that these events cause.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prefect.events import emit_event
 
-from components.core.config import Params, Ppo
+from components.core.params import Params, Ppo
 from components.core.progress import Progress
 from components.training.metrics_file import newest_figures
 

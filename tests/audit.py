@@ -6,8 +6,6 @@ Prints one JSON object: rows by fault. Sources are executed here, so audit only 
 composed.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """Fixtures that all tests share, and the order in which pytest-xdist gives tests to its workers."""
 
-from __future__ import annotations
-
 import copy
 import math
 import tempfile
@@ -11,8 +9,9 @@ from pathlib import Path
 import pytest
 from run_fixtures import survivor as survivor
 
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.files import remove_tree, user_cache
+from components.core.params import Params
 from components.judge import judge as judge_module
 from components.judge.bench_cache import BenchCache
 from components.judge.judge import Judge

@@ -4,8 +4,6 @@ Native tool calls are used if the server supports them. If the server refuses de
 message describes the tools instead, and calls are parsed from the text of the answers.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

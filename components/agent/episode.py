@@ -1,18 +1,16 @@
 """Environment of one trajectory: the workspace, tools, turns and final verdict, but not the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from components.agent.reward import milestone
 from components.agent.tool_parser import Request
 from components.agent.tools import Tools
 from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.agent.workspace import Workspace
 from components.bootstrap.canonicalize import canonicalize
-from components.core.config import Params
+from components.core.params import Params
 from components.core.task import KernelTask
+from components.judge.milestone import milestone
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict
 from components.policy.prompts import user_message

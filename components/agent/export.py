@@ -9,8 +9,6 @@ trajectories/      all trajectories of the optimisation
 If no faster kernel was found, model.py takes the place of model_new.py and workspace/.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil
@@ -20,9 +18,10 @@ from typing import Any
 
 from components.agent.optimize import Outcome
 from components.agent.trajectory import save_trajectories
-from components.core.config import PROJECT, Params
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import atomic_folder, write_json
+from components.core.params import Params
 from components.judge.verdict import Ratio, Seconds, Speedup, Verdict
 from components.sandbox.build import Builder
 

@@ -5,8 +5,6 @@ code, a newline, and the text that the utility prints. A request contains no fil
 judge itself reads the candidate's files from the workspace when the request arrives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -5,8 +5,6 @@ and a third measurement, in fresh runners, is reported. The reported speed-up is
 the choice of the best kernel.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import Future
@@ -17,9 +15,9 @@ from components.agent.policies import Policy
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import digest_json
+from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.judge.pool import Candidate, Job, JudgePool

@@ -14,9 +14,9 @@ from components.agent.chat_rollout import Chat, run_chats
 from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
+from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import explain_load_errors, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler

@@ -4,8 +4,6 @@ The lines that hold measured times are left out of the comparison, because times
 are reported, even in output that changes with every execution, such as a date.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -13,8 +11,8 @@ from components.agent.episode import Episode
 from components.agent.tool_parser import Request
 from components.agent.tools import FAILURE
 from components.agent.trajectory import Trajectory
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool import JudgePool
 

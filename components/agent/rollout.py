@@ -1,12 +1,10 @@
 """Arguments of one rollout, which are the same for token samplers and for chat servers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from components.core.config import Params
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool import JudgePool
 

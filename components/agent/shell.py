@@ -6,8 +6,6 @@ process keeps it open. The shell may write to /workspace, /output and /tmp, and 
 through a socket in /control (components/agent/judge_socket.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -22,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.agent import untrusted_folder
-from components.core.config import PROJECT, Sandbox
+from components.core.config import PROJECT
 from components.core.files import remove_tree, scratch_folder
+from components.core.params import Sandbox
 from components.sandbox import isolation, time_limits
 
 TEMPLATE = PROJECT / "agent_workdir"

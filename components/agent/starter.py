@@ -1,7 +1,5 @@
 """The initial `model_new.py` of a workspace: the constructor of Model and a forward that calls the kernel."""
 
-from __future__ import annotations
-
 import ast
 
 from components.core.task import KernelTask

@@ -4,8 +4,6 @@ Text that looks like a call but cannot be parsed becomes a request with an `erro
 policy as the observation of the call.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

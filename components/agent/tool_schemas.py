@@ -3,8 +3,6 @@
 The docstring of each class is the description that the policy reads.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

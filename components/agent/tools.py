@@ -5,8 +5,6 @@ copy of the files. After each command, the changes that the shell made to model_
 back. A command that consists only of utilities needs no shell.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import shlex
@@ -21,7 +19,7 @@ from components.agent.tool_schemas import Arguments, validated
 from components.agent.trajectory import ToolCall
 from components.agent.utility_output import BUILD_SUCCEEDED, COMMANDS, Utility, utility_output
 from components.agent.workspace import Workspace, plain_path
-from components.core.config import Sandbox
+from components.core.params import Sandbox
 from components.core.text import readable
 from components.judge.verdict import Verdict
 

@@ -4,8 +4,6 @@
 can give other tokens than the policy sampled.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Views of a trajectory for people, turn by turn: lines for a terminal, and one HTML page."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -4,8 +4,6 @@ Symbolic links are not followed. FIFOs, devices and large files are not read. Th
 trusted, and files below it are opened relative to a descriptor of their parent folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

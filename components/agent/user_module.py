@@ -1,7 +1,5 @@
 """Kernel tasks from a user's own module: a file that is a kernel task already, or one class of any file."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

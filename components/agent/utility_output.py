@@ -3,8 +3,6 @@
 Policies are trained on these exact lines, so their wording must not change.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from components.judge.verdict import Verdict

@@ -3,8 +3,6 @@
 The judge receives the files from memory. Shell commands work on a copy of the files inside the sandbox.
 """
 
-from __future__ import annotations
-
 from components.agent.starter import starter
 from components.core.config import PROJECT
 from components.core.task import KernelTask

@@ -3,17 +3,16 @@
 They use the same judge as the agent's tools and print the same lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from components.agent.utility_output import BUILD_SUCCEEDED, Utility, utility_output
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import atomic_write
+from components.core.params import Params
 from components.judge.candidate_folder import judge_workdir, read_workspace
 from components.sandbox.build import Builder
 

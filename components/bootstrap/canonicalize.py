@@ -5,8 +5,6 @@ variables, named sizes, methods, activation modules and the order of operands ar
 used only as the prompt: the judge compares kernels with the user's own module.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import re

@@ -5,8 +5,6 @@ A composed task has one operator in each line of `forward`. `components.synthesi
 has no chain.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -25,8 +25,8 @@ from torch.multiprocessing import get_context
 
 from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan_batches
 from components.bootstrap.muon import Muon
-from components.core.config import Params
 from components.core.files import atomic_write, digest_json
+from components.core.params import Params
 from components.core.progress import Progress, Quiet
 from components.core.task import KernelTask
 from components.policy.checkpoint import Manifest, save_checkpoint

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import Message, pieces, train_tokenizer
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import atomic_folder
+from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer

@@ -5,8 +5,6 @@ reinforcement learning can find only what the demonstrations contain. So each ta
 of which some are slow and a fast one is rare, and some of the kernels are wrong.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from components.bootstrap import kernel_templates_cpu, kernel_templates_cuda
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.kernel_templates_cpp import CUDA_MATH, LIBM
 from components.bootstrap.tokenizer import Message
-from components.core.config import Coldstart, Device
+from components.core.params import Coldstart, Device
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 

@@ -5,8 +5,6 @@ text except constants and shapes is equal in every kernel, so that the tokenizer
 tokens.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The styles are one loop for each operator (`passes`), fused loops (`fused`), and
 (`simd`).
 """
 
-from __future__ import annotations
-
 from components.bootstrap.chain_parser import REDUCTIONS, OperatorChain, Step
 from components.bootstrap.kernel_templates_cpp import LIBM, ROW, elementwise, replace_functions
 

@@ -4,8 +4,6 @@ The styles are one launch for each operator (`passes`), one fused kernel (`fused
 wide memory accesses (`vector`).
 """
 
-from __future__ import annotations
-
 import re
 
 from components.bootstrap.chain_parser import OperatorChain, Step

@@ -5,8 +5,6 @@ layers", 2024), without weight decay. torch's version is not used, because it or
 which is many times slower than float32 on a CPU without bfloat16 instructions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -25,7 +25,7 @@ from components.cli.common import (
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
-    from components.core.config import Params
+    from components.core.params import Params
     from components.synthesis.dataset_summary import DatasetSummary
 
 data_app = typer.Typer(help="Data sets of kernel tasks.", no_args_is_help=True, rich_markup_mode=None)

@@ -1,7 +1,5 @@
 """The command `cuda-agent deploy`: set up the deployments and what they need on a Prefect server."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

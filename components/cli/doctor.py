@@ -27,7 +27,8 @@ from components.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from components.core.config import Params, Resolved
+    from components.core.config import Resolved
+    from components.core.params import Params
 
 NEEDED_PYTHON = (3, 11)
 PACKAGES = {

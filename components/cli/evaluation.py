@@ -1,7 +1,5 @@
 """The commands `cuda-agent evaluate` and `cuda-agent runs …`: evaluate a policy, and compare two runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The command `cuda-agent judge`: print the verdict on the candidate in one workspace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

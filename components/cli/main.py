@@ -8,8 +8,6 @@ Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailabl
 interrupted, 143 ended by SIGTERM.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command `cuda-agent optimize`: search for a faster kernel for one PyTorch module."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The command `cuda-agent params`: list all parameters with value, meaning, and source of the value."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 from pathlib import Path

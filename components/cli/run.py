@@ -1,7 +1,5 @@
 """The command `cuda-agent run`: run the whole pipeline on this machine."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """The commands `cuda-agent trajectory …`: print trajectories, write them as HTML, and replay them."""
 
-from __future__ import annotations
-
 import dataclasses
 import uuid
 from pathlib import Path

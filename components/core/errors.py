@@ -3,8 +3,6 @@
 This module imports no other module of the project, so that `--help` is fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 

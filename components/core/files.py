@@ -4,8 +4,6 @@ Every output of the pipeline is written to a temporary file beside the target, f
 renamed. So if the process is killed, the target has either its old or its new content.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """The interface with which components report progress. Components never print."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

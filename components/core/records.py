@@ -1,7 +1,5 @@
 """The base class of records that modules exchange or store as JSON."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

@@ -5,8 +5,6 @@ CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. The s
 this module only parses it, and only a sandboxed runner executes it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from functools import cached_property

@@ -5,8 +5,6 @@ collector of node_exporter reads it, or it is served with `--metrics PORT`. The 
 of Prometheus: base units, and the ending `_total` for counters.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

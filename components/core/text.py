@@ -1,7 +1,5 @@
 """Removal of terminal escapes from the output of untrusted programs."""
 
-from __future__ import annotations
-
 import re
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")

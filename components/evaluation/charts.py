@@ -4,8 +4,6 @@ Every function returns complete markup, in which labels are escaped and numbers 
 names of CSS classes of the page's style sheet, so that the same markup can be shown in light and dark mode.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

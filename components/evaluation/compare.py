@@ -6,8 +6,6 @@ solved. The permutation test enumerates all sign flips for up to `EXACT_UP_TO` t
 for more tasks. Neither test assumes a normal distribution.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 from collections.abc import Mapping, Sequence
@@ -18,12 +16,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from components.agent.reward import MARGIN
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
 from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
+from components.judge.milestone import MARGIN
 
 RUN_FILE, SETTINGS, PLAN = "run.json", "settings.json", "plan.json"
 SIGNIFICANT = 0.05

@@ -13,8 +13,6 @@ Every result is written to disk as soon as it is known, so a repeated call with 
     out/results.json            the evaluation; it is written last, so it exists only if all else is complete
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed

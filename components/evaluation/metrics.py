@@ -8,8 +8,6 @@ Every figure is computed as a ratio of two sums over tasks, because its values f
 then one matrix product.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -18,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from components.agent.reward import MARGIN, milestone
 from components.core.records import FrozenModel
+from components.judge.milestone import MARGIN, milestone
 from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict
 
 Baseline = Literal["eager", "compile"]

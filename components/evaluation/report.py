@@ -5,8 +5,6 @@ security policy forbids loading anything else. Kernel sources and task names are
 template escapes everything except the markup of the charts.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

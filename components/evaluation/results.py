@@ -1,7 +1,5 @@
 """Record of one evaluation, and functions that read the records of evaluations and runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,16 +7,14 @@ file. A parquet file may be a data set of this project, the paper's public data 
 on Hugging Face (with the columns `code, level, name, problem_id`).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.task import KernelTask, check_contract, load_task, read_tasks
 
 HELD_OUT = "held-out"

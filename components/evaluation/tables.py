@@ -4,8 +4,6 @@ The tables are Table 1 of the CUDA Agent paper together with the figures of this
 degenerate tasks, the environment, and the cost.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Sequence

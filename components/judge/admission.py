@@ -4,8 +4,6 @@ Most of an admission is preparation, which several threads can do at once for di
 rounds need exclusive access to the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -17,8 +15,8 @@ from typing import Any
 
 import torch
 
-from components.core.config import Device, Params
 from components.core.errors import TaskError, UserError
+from components.core.params import Device, Params
 from components.core.task import check_contract
 from components.judge.admission_bench import AdmissionBench
 from components.judge.correctness import compare

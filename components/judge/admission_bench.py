@@ -1,8 +1,6 @@
 """Admission bench: the reference data and baselines of one task, all made by one process."""
 
-from __future__ import annotations
-
-from components.core.config import Params
+from components.core.params import Params
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.role_processes import OneProcess
 from components.judge.task_bench import Baseline, start_baseline

@@ -1,7 +1,5 @@
 """Cache of task benches, so that the candidates of one task share its reference data and baselines."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter, OrderedDict, defaultdict

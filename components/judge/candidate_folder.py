@@ -1,12 +1,10 @@
 """Reading and judging of a candidate in a workspace folder."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.task import load_task
 from components.judge.judge import Judge
 from components.judge.verdict import Verdict

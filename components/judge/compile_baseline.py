@@ -6,13 +6,11 @@ candidate. The ratio in the verdict is measured in other rounds, beside the cand
 in the choice do not affect it.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 
-from components.core.config import Device
 from components.core.errors import InfrastructureError, TaskError
+from components.core.params import Device
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
 from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner

@@ -7,13 +7,11 @@ tolerance of 1e-2 or 1e-4 would accept zeros if outputs are small, and refuse ho
 large.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 
-from components.core.config import Params, Precision, Sandbox
+from components.core.params import Params, Precision, Sandbox
 
 FLOAT32_FLOOR = 8 * 2.0**-23
 """Smallest limit of the maximum error, relative to the largest absolute value of the reference output.

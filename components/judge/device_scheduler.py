@@ -7,8 +7,6 @@ measurements that are already waiting. Long work that a runner does without the 
 compiling, is background work, which is not waited for but paused during measurements.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from components.core.config import Device
+from components.core.params import Device
 from components.sandbox.runner_process import Runner
 
 MEMORY_SHARE = 0.85

@@ -1,7 +1,5 @@
 """Inputs of judged calls: the sets that the task's source made, and mixtures of them for timed calls."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import secrets

@@ -5,8 +5,6 @@ runs in a separate sandboxed process that shares nothing with the judge but memo
 socket (docs/design/judge-protocol.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import resource
@@ -17,16 +15,17 @@ from typing import Any
 
 import torch
 
-from components.agent.reward import MARGIN, milestone
-from components.core.config import PROJECT, Params
+from components.core.config import PROJECT
 from components.core.errors import InfrastructureError, TaskError, UserError
 from components.core.files import check_executable, digest_bytes, digest_json
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.core.text import readable
 from components.judge.admission import admit
 from components.judge.bench_cache import BenchCache
 from components.judge.compile_baseline import fastest_mode, start_modes
 from components.judge.device_scheduler import DeviceScheduler
+from components.judge.milestone import MARGIN, milestone
 from components.judge.rejection import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
 from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
@@ -38,15 +37,12 @@ from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import RoleHeader
 
-SOURCES = [
-    PROJECT / "components" / "agent" / "reward.py",
-    *sorted(
-        path
-        for package in ("judge", "sandbox")
-        for path in (PROJECT / "components" / package).iterdir()
-        if path.suffix in (".py", ".cpp")
-    ),
-]
+SOURCES = sorted(
+    path
+    for package in ("judge", "sandbox")
+    for path in (PROJECT / "components" / package).iterdir()
+    if path.suffix in (".py", ".cpp")
+)
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 """Digest of the judge's own sources, which is stored in the evidence of every verdict."""
 TASK_DESCRIPTORS = 32

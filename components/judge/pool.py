@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from components.core import telemetry
-from components.core.config import Params
 from components.core.errors import InfrastructureError
 from components.core.files import digest_bytes, digest_json, read_json, write_json
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
-from components.sandbox.preflight import check_isolation
 
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
 """Names of the sandbox parameters that change no verdict and are not part of the protocol's digest."""
@@ -237,17 +236,3 @@ def with_any_duration(params: Params) -> Params:
     """Return a copy of `params` with which a task of any eager time can be admitted."""
     data = params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})
     return params.model_copy(update={"data": data})
-
-
-def open_pool(params: Params, verdicts: Path) -> LocalPool:
-    """Return a pool with a judge on this machine, or with judges on a Ray cluster if `sandbox.pool` is `ray`.
-
-    `verdicts` is the journal's folder. For a judge on this machine, raises IsolationUnavailable if no runner
-    can be isolated here; this is checked before anything is loaded or sampled.
-    """
-    if params.sandbox.pool == "ray":
-        from components.judge.ray_pool import RayPool
-
-        return RayPool(params, verdicts)
-    check_isolation(params.sandbox, params.device)
-    return LocalPool(params, verdicts)

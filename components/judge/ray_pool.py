@@ -5,8 +5,6 @@ The calling process keeps the journal, so a home can change from one kind of poo
 runs without judging anything twice.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile
@@ -21,9 +19,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from components.core.config import Params
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import remove_tree, scratch_folder
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.pool import LocalPool

@@ -1,7 +1,5 @@
 """Conversion of a candidate's failures into the status, reason and log of its verdict."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator, Mapping

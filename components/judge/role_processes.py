@@ -9,8 +9,8 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-from components.core.config import Device
 from components.core.files import digest_bytes
+from components.core.params import Device
 from components.judge.task_layout import TaskLayout
 from components.sandbox import shared_memory
 from components.sandbox.runner_factory import RunnerFactory

@@ -7,8 +7,6 @@ list of allowed symbols. The operators that a candidate calls are blocked later,
 other candidate.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import deque

@@ -1,13 +1,11 @@
 """Statistics of timed rounds: speed-up ratios with a 95 % interval, and the number of rounds needed."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 
 import numpy as np
 
-from components.agent.reward import MARGIN
+from components.judge.milestone import MARGIN
 from components.judge.verdict import Ratio
 
 RESOLVED = 0.2

@@ -1,15 +1,13 @@
 """Task bench: the reference data and running baselines with which the candidates of one task are judged."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from dataclasses import dataclass
 from typing import Literal
 
-from components.core.config import Params
 from components.core.errors import TaskError
 from components.core.files import digest_bytes
+from components.core.params import Params
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_layout import Sizing

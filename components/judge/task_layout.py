@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from components.core.config import Device, Sandbox
+from components.core.params import Device, Sandbox
 from components.core.records import FrozenModel
 from components.judge.input_mixing import MAX_DOUBLED_BYTES
 from components.sandbox import shared_memory

@@ -4,8 +4,6 @@ All candidates of the task are judged with the same data. Each candidate runs in
 knows nothing about the data from an earlier judgement.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from components.core.config import Params
 from components.core.errors import TaskError
+from components.core.params import Params
 from components.judge.correctness import ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix

@@ -1,7 +1,5 @@
 """Measurement of a candidate and its baselines in alternating timed rounds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Literal

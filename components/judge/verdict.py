@@ -1,7 +1,5 @@
 """Records that the judge returns: the verdict on one candidate, and the admission of a task."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +52,7 @@ class Verdict(FrozenModel):
     """The judge's verdict on one candidate.
 
     `reason` is a short code for programs, such as `max_error:given`, and `log` is a short text for the
-    policy. `milestone` is computed by `components.agent.reward` when the verdict is made.
+    policy. `milestone` is computed by `milestone.milestone` when the verdict is made.
     """
 
     status: Status

@@ -7,16 +7,14 @@ and token in the forward pass and twice that number in the backward pass. The ro
 (rollout_simulator.py), because a step ends with its slowest trajectory, whose duration a mean does not give.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from components.core.config import Params, Ppo
 from components.core.errors import UserError
+from components.core.params import Params, Ppo
 from components.planning.rollout_simulator import Load, Rollout, enough_judges, simulate
 
 GIB = 2**30

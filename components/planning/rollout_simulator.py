@@ -5,8 +5,6 @@ in a queue and are judged in the order of their arrival. The step ends with its 
 time advances to the next event, or by a small fixed time step if the next event is closer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.core.config import Params
+from components.core.params import Params
 from components.policy.checkpoint import load_model
 from components.policy.sampler import Sampler
 

@@ -5,8 +5,6 @@ cannot be reached. It is not repeated after an answer that is not valid or after
 read from OPENAI_API_KEY and never stored.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,8 +1,7 @@
 """The prompt of a policy, which is one user message for each task."""
 
-from __future__ import annotations
-
-from components.core.config import PROJECT, Device, Policy
+from components.core.config import PROJECT
+from components.core.params import Device, Policy
 
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
 """End of the compact prompt of an episode with several turns.

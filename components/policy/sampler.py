@@ -1,7 +1,5 @@
 """The interface of the backends that sample token ids and their log-probabilities for given token ids."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

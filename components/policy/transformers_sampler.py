@@ -1,7 +1,5 @@
 """Sampling with transformers in this process, for profiles without vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,14 +1,12 @@
 """A vLLM that is loaded by this process and runs its engine in a child process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.core.config import Policy
 from components.core.errors import UserError
+from components.core.params import Policy
 from components.policy.sampler import Completion
 from components.policy.vllm_sampler import WORKER_EXTENSION, Request
 from components.policy.vllm_server import check_completion

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from components.core.config import Policy
 from components.core.errors import UserError
+from components.core.params import Policy
 from components.policy.sampler import Completion
 from components.policy.weights import fingerprint, ipc_update_info
 

@@ -5,8 +5,6 @@ It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weight
 docs/training.md has the whole command.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

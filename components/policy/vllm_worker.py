@@ -5,8 +5,6 @@ has no call that identifies its weights. This file is imported in vLLM's Python 
 torch.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from torch import nn

@@ -4,8 +4,6 @@ The process that receives the weights imports this file too (`components.policy.
 needs only torch.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler

@@ -10,8 +10,6 @@ An entry is written before the registry is changed, and it contains the aliases 
 process is killed in between, the next process that takes the lock completes the change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import getpass

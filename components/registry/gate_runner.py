@@ -3,8 +3,6 @@
 The nightly flow runs the gates after an evaluation. `cuda-agent models gate` runs them again at any time.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.agent.policies import checkpoint_policy
-from components.core.config import GateThresholds, Params
 from components.core.errors import UserError
 from components.core.files import digest_file, digest_json, verify_files
+from components.core.params import GateThresholds, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate

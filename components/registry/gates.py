@@ -11,12 +11,10 @@ All thresholds are parameters (`params.gate`). There are three kinds of gates:
   succeeded, or a checkpoint does not match its digest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
-from components.core.config import GateThresholds
+from components.core.params import GateThresholds
 from components.core.records import FrozenModel
 from components.evaluation.metrics import Summary, TaskResult, changes
 

@@ -8,8 +8,6 @@ the code and the evaluation. Each of the aliases candidate, champion and previou
 there is never more than one champion.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ completes the change. An alias is one row in the registry's database, so there i
 champion.
 """
 
-from __future__ import annotations
-
 import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,9 +14,9 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from components.core.config import Registry
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_file, verify_files
+from components.core.params import Registry
 from components.registry import models
 from components.registry.audit import DECISIONS, AuditChain, AuditChainError, AuditEntry, check_anchor, person
 from components.registry.gates import Decision

@@ -1,7 +1,5 @@
 """Run keys and digests to which the registry refers, so that the store must keep their objects."""
 
-from __future__ import annotations
-
 from mlflow import MlflowClient
 
 from components.registry.audit import AuditChain

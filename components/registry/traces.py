@@ -7,8 +7,6 @@ times. So the first span starts at the modification time of the file, and each f
 microsecond later.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ so no second one is created. The child run of a finished stage is not changed. T
 time of their file, so that MLflow recognises repeated points as duplicates.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
@@ -17,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from components.core.config import Registry
 from components.core.errors import UserError
+from components.core.params import Registry
 
 # By default, MLflow sends usage data to its makers, and it logs a line for every table that it creates.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -5,8 +5,6 @@ of a user and linked to every build. So a cpu candidate builds in a fraction of 
 ten seconds, which compiling with torch's headers takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
@@ -19,9 +17,10 @@ from pathlib import Path
 
 import pybind11
 
-from components.core.config import PROJECT, Device, Sandbox
+from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
 from components.core.files import atomic_write, digest_json, remove_stale, user_cache
+from components.core.params import Device, Sandbox
 from components.sandbox import isolation, time_limits
 from components.sandbox.compiler_flags import compiler, kernel_flags, library_flags, processor_features
 from components.sandbox.runner_factory import CACHE_SECONDS

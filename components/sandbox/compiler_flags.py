@@ -1,7 +1,5 @@
 """The compilers of candidates' kernels, and the flags that they are called with."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import re
@@ -9,8 +7,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from components.core.config import Device
 from components.core.errors import UserError
+from components.core.params import Device
 from components.sandbox.isolation import PathMap
 
 CPU_FLAGS = (

@@ -3,8 +3,6 @@
 The judge and the code inside the sandbox import this file. It imports nothing of the project.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ dispatch mode could block the same calls, but a candidate can see whether a mode
 always set costs time in every call. This file runs only inside the sandbox.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable

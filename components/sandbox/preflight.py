@@ -5,8 +5,6 @@ fraction of a second. If this fails, IsolationUnavailable (exit code 3) is raise
 includes the fix for the cause that was found (`explain`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -18,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core.config import PROJECT, Device, Sandbox
+from components.core.config import PROJECT
 from components.core.errors import InfrastructureError, IsolationUnavailable
+from components.core.params import Device, Sandbox
 from components.sandbox import isolation, seccomp_filter
 from components.sandbox.isolation import NOBODY
 from components.sandbox.runner_factory import RunnerFactory

@@ -4,8 +4,6 @@ This file runs only inside the sandbox. zygote.py imports it before the first fo
 one import of torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

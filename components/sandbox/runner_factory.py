@@ -1,7 +1,5 @@
 """The factory of runners: it starts zygotes inside bubblewrap and lets them fork runners on demand."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json
@@ -18,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core.config import Device, Sandbox
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, remove_stale, user_cache
+from components.core.params import Device, Sandbox
 from components.sandbox import isolation, seccomp_filter
 from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError, send
 from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind

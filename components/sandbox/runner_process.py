@@ -1,7 +1,5 @@
 """The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import ctypes

@@ -6,8 +6,6 @@ A role begins with a RoleHeader. A runner in the role `describe` answers once. I
 each order the runner sends `D`. This file imports nothing of the project.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 Role = Literal["describe", "reference", "candidate", "eager", "compile", "noop"]

@@ -4,8 +4,6 @@ If the kernel reads an argument as an int, the filter compares only its lower 32
 all 64 bits could be evaded by setting upper bits, which the kernel ignores.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

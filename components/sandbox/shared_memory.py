@@ -5,8 +5,6 @@ cuda the virtual-memory API of the driver exports an allocation as a POSIX file 
 code inside the sandbox import this file. It imports nothing of the project.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -5,8 +5,6 @@ second. If a poll returns much later than requested, the machine was suspended m
 counted.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 

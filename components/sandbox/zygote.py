@@ -16,8 +16,6 @@ A zygote of the kind `probe` does not load torch. Its single runner is isolated 
 its privileges (preflight.py).
 """
 
-from __future__ import annotations
-
 import array
 import ctypes
 import functools

@@ -1,11 +1,9 @@
 """The function that opens the artifact store of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from components.core.config import StoreParams
 from components.core.errors import UserError
+from components.core.params import StoreParams
 from components.storage.folder import FolderStore
 from components.storage.s3 import S3Store
 from components.storage.store import Store

@@ -1,7 +1,5 @@
 """An artifact store whose objects are files below one folder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

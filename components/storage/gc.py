@@ -4,8 +4,6 @@ Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kep
 other objects (of DVC's remote and of MLflow) are managed by other programs and are never removed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Validation of the keys of an artifact store, which are relative POSIX paths."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePosixPath
 

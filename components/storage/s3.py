@@ -10,8 +10,6 @@ Large objects are written in parts. An interrupted write or read continues where
 transfer manager is not used, because it cannot continue an interrupted upload.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ again has no effect, and writing different bytes raises UserError. So no run can
 run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime

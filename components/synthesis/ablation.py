@@ -3,8 +3,6 @@
 Each operator is left out in turn, and the outputs on a small input are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

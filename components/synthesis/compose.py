@@ -5,8 +5,6 @@ chain becomes a task only if its output on a small input varies, and changes whe
 left out. For example, a relu after a square has no effect, so no task has this sequence.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -19,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.bootstrap.chain_parser import TASK_LAYOUT
-from components.core.config import Data, Device
 from components.core.errors import UserError
+from components.core.params import Data, Device
 from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation
 from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical

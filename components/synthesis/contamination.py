@@ -6,8 +6,6 @@ equal structures, and 0 if there is no common subtree. Before the comparison, as
 variable names, numbers, docstrings and module prefixes are removed.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections import Counter

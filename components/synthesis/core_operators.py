@@ -5,8 +5,6 @@ sets and are written with a decimal point, so that the tokenizer of a small poli
 them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 The cost is computed on meta tensors, without executing the operator.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from components.core.config import Device
+from components.core.params import Device
 from components.synthesis.core_operators import CORE_OPERATORS, canonical
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
 

@@ -6,8 +6,6 @@ first. The pool stores the admissions in the journal, so that no candidate is ju
 is started again.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections import Counter, deque
@@ -19,9 +17,9 @@ from typing import Protocol
 
 import torch
 
-from components.core.config import Data, Params
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_folder
+from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask, dataset_version, write_tasks
 from components.judge.verdict import Admission

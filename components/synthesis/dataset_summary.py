@@ -1,7 +1,5 @@
 """The files of a data set besides its tasks: rejected candidates, metrics, plots and the data card."""
 
-from __future__ import annotations
-
 import csv
 import io
 import statistics
@@ -14,8 +12,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from components.core.config import Params
 from components.core.files import atomic_write, write_json
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.synthesis.core_operators import canonical
 

@@ -4,8 +4,6 @@ python -m components.synthesis.dvc_stages seeds --params params.yaml --out data/
 python -m components.synthesis.dvc_stages tasks --params params.yaml --seeds data/seeds --out data/tasks
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -13,9 +11,10 @@ import time
 import traceback
 from pathlib import Path
 
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
+from components.core.params import Params
 
 ERROR_PREFIX = "error: "
 """Prefix of the last line of a failed stage, which says what is wrong and how to fix it."""
@@ -59,7 +58,7 @@ def seeds(params: Params, out: Path) -> str:
 
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
     """Compose tasks, judge them, and write the data set."""
-    from components.judge.pool import open_pool
+    from components.judge.open_pool import open_pool
     from components.synthesis.dataset import build_dataset
 
     pool = open_pool(params, verdicts)

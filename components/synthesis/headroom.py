@@ -8,8 +8,6 @@ Bandwidth and rate are measured on the present device. The headroom can be below
 cache.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

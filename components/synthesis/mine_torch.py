@@ -6,8 +6,6 @@ tensor and if its output on a small real tensor is deterministic, finite, precis
 not equal to the input.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

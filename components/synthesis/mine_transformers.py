@@ -6,8 +6,6 @@ it uses. Annotations and decorators are removed, and the configuration is replac
 values that the source reads. A module that needs another file of the library is left out.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -6,8 +6,6 @@ input (see `size_fields`), so that one template fits both the small tensors on w
 tensors of a task.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ request depends only on the parameters and on its number. Each answer is stored 
 build that is started again sends only the requests without a stored answer, and makes the same data set.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import deque
@@ -14,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from components.core.config import Data
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
+from components.core.params import Data
 from components.core.task import KernelTask
 from components.policy.chat_client import ChatClient, ServerFailed
 from components.synthesis.compose import is_held_out

@@ -4,8 +4,6 @@ They find forbidden imports and calls, and wrong operators in the task's labels.
 checks is still untrusted, so only the sandbox executes it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The result includes all definitions of the file that the class or function uses,
 decorators and docstrings. A definition that needs another file of the library cannot be extracted.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

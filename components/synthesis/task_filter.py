@@ -6,15 +6,13 @@ task was executed in the sandbox. An admitted task is deterministic, its outputs
 answers to it fail, and its eager time lies within data.eager_seconds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
 
-from components.core.config import Data
 from components.core.errors import UserError
 from components.core.files import digest_bytes
+from components.core.params import Data
 from components.core.task import KernelTask, check_contract, normalise
 from components.judge.verdict import Admission
 from components.synthesis.contamination import EvaluationPrograms, graph_digest

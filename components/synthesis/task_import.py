@@ -1,7 +1,5 @@
 """The import of tasks from a parquet file with the public columns, and checks of its rows."""
 
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import dataclass
@@ -11,8 +9,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from components.core.config import Data
 from components.core.errors import UserError
+from components.core.params import Data
 from components.core.task import KernelTask
 from components.synthesis.compose import is_held_out
 from components.synthesis.contamination import count_subtrees, similarity

@@ -6,8 +6,6 @@ operator is left out. The size of the inputs is chosen so that the estimated eag
 data.eager_seconds.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -18,8 +16,8 @@ import torch
 from torch import Tensor
 
 from components.bootstrap.chain_parser import TASK_LAYOUT
-from components.core.config import Data, Device
 from components.core.errors import UserError
+from components.core.params import Data, Device
 from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation
 from components.synthesis.compose import is_held_out

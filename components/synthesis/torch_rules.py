@@ -1,7 +1,5 @@
 """The rules for mining torch: values of arguments, templates written by hand, and names that are left out."""
 
-from __future__ import annotations
-
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "num_features": ("{channels}",),
     "num_channels": ("{channels}",),

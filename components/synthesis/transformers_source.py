@@ -1,7 +1,5 @@
 """Writing of a task's source for a module mined from transformers, with given sizes of its inputs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

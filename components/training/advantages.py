@@ -4,8 +4,6 @@ Only own tokens, the tokens that the policy sampled, are time steps. So a long o
 the rewards after it, and the critic's values at observation tokens are not used.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Stage 4: multi-turn PPO in the workspace, from the actor of stage 2 and the critic of stage 3."""
 
-from __future__ import annotations
-
 from components.core.errors import UserError
 from components.policy.checkpoint import verify_checkpoint
 from components.training.engine import DTYPES

@@ -4,8 +4,6 @@ Rows are padded only on the right. Because attention is causal, tokens do not se
 no attention mask and no position ids are needed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ because DeepSpeed cannot load shards of another layout. A stage that resumes wit
 training on its stored trajectories and does not sample them again.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core import config
+from components.core import params as parameters
 from components.training.engine import DeepSpeedEngine, World
 
 
@@ -25,7 +23,7 @@ class StateStore:
 
     stage_folder: Path
     engines: Mapping[str, DeepSpeedEngine]
-    settings: config.Engine
+    settings: parameters.Engine
     world: World
     kept: int
     """Maximum number of states on disk; `save` deletes the oldest ones if there are more."""

@@ -5,8 +5,6 @@ high or too low, too many answers reach the length limit, the sampler's probabil
 trainer's, or the critic explains too little of the returns.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import threading
@@ -16,8 +14,8 @@ from typing import Any, Self
 
 import torch
 
-from components.core.config import Ppo
 from components.core.errors import StageFailed
+from components.core.params import Ppo
 from components.training.engine import World
 from components.training.metrics_file import Figures
 

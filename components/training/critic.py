@@ -6,8 +6,6 @@ are computed again from the current critic before every pass, because targets co
 critic would hardly depend on a reward that comes a hundred tokens later.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

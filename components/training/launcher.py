@@ -6,8 +6,6 @@ longer to finish its update and save its state. As with torchrun, a rank writes 
 environment variable TORCHELASTIC_ERROR_FILE names.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -6,8 +6,6 @@ to tokens of small micro-batches. `policy_loss` and `value_loss` return token me
 [batch, seq]. Values at masked positions do not influence any loss.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

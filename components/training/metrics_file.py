@@ -3,8 +3,6 @@
 This module does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

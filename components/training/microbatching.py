@@ -1,7 +1,5 @@
 """An optimizer step and an evaluation without gradients, both in micro-batches that all ranks share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ Both compute outputs only for own tokens, the tokens that the policy sampled. Th
 computed from the hidden state at position t - 1, before the token is emitted.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -7,8 +7,6 @@ use separate lambdas: with a lambda of 0.95 the targets of an untrained critic w
 that comes more than about a hundred tokens later.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import time
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from components.agent.reward import training_rewards
 from components.agent.trajectory import Trajectory
-from components.core.config import Ppo
+from components.core.params import Ppo
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
 from components.training.collapse_detection import Collapsed, collapse

@@ -7,8 +7,6 @@ tasks that it is tuned on and forgets other tasks. Rejected trajectories are sto
 learns values from all trajectories.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -18,8 +16,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
-from components.core.config import Rejection
 from components.core.files import digest_json
+from components.core.params import Rejection
 from components.training.batches import Batch, pad
 from components.training.engine import DeepSpeedEngine
 from components.training.losses import likelihood_loss_sum

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import encode_messages
-from components.core.config import Params
 from components.core.errors import StageFailed
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
 from components.training.stage import Stage, StageResult, check_finished

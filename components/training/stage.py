@@ -9,17 +9,15 @@ state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.core.config import Params
 from components.core.errors import UserError
 from components.core.files import MANIFEST, read_json
+from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool import JudgePool

@@ -3,13 +3,11 @@
 This module does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from components.core.config import Params, Rejection
 from components.core.errors import UserError
+from components.core.params import Params, Rejection
 from components.training.stage import STAGES, StageName
 
 PolicyKind = Literal["scratch", "huggingface"]

@@ -4,8 +4,6 @@ The critic starts as a copy of the actor. During the first `warmup.critic_warmup
 is trained.
 """
 
-from __future__ import annotations
-
 from components.policy.checkpoint import load_model
 from components.training.engine import DTYPES
 from components.training.networks import critic_from_actor

@@ -6,8 +6,8 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.core.config import Params
 from components.core.files import atomic_folder
+from components.core.params import Params
 from components.policy.backends import open_vllm_sampler
 from components.policy.sampler import Sampler
 from components.policy.vllm_sampler import VllmSampler

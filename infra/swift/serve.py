@@ -11,8 +11,6 @@ and `If-None-Match`. One copy on one disk is no backup.
 Source: Swift's deployment guide and the reference of its s3api middleware.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import ctypes

@@ -7,8 +7,6 @@ Every pass makes each task's runners anew, and the second begins when the first 
 written after every task; a repeated command goes on where the last one ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

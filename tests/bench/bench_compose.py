@@ -7,8 +7,6 @@ shares of the parts in one of them; and the named alternative, asking real tenso
 meta tensors are asked here.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import tempfile
@@ -21,7 +19,8 @@ from typing import Any
 
 import torch
 
-from components.core.config import Params, resolve
+from components.core.config import resolve
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.synthesis import operator_table, torch_composer
 from components.synthesis.mined_operators import OperatorTemplate, apply_template

@@ -10,8 +10,6 @@ measures torch.compile for it too.
 How true its figures are: judge_validity.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

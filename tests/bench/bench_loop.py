@@ -7,8 +7,6 @@ is not counted, and in memory its folder costs no disk.
     TMPDIR=/dev/shm python tests/bench/bench_loop.py
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

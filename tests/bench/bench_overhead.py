@@ -9,8 +9,6 @@ decides, reports and stores. Prints one JSON object. With PREFECT_API_URL and `-
 registry.tracking_uri=…` it measures a stack instead of the embedded defaults.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -8,8 +8,6 @@ per CPU second (one thread; wall time on a shared machine says little), and how 
 sampler is.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random
@@ -23,7 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.bootstrap.cold_start import new_model
 from components.bootstrap.tokenizer import encode_messages, train_tokenizer
-from components.core.config import Params, resolve
+from components.core.config import resolve
+from components.core.params import Params
 from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.transformers_sampler import TransformersSampler
 from components.synthesis.compose import compose_tasks

@@ -11,8 +11,6 @@ policy's own. Counted are tokens that are no padding, by CPU seconds of one thre
 shared machine says little) and by wall time on cuda.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import random
@@ -24,7 +22,8 @@ import torch
 from torch import Tensor
 
 from components.bootstrap.cold_start import new_model
-from components.core.config import Params, resolve
+from components.core.config import resolve
+from components.core.params import Params
 from components.training.batches import pad
 from components.training.engine import BETAS, DTYPES, DeepSpeedEngine
 from components.training.losses import policy_loss_sum

@@ -6,8 +6,6 @@ One line for each function: microseconds for 2^18 elements, and how many times a
 the same loop, and as another version of the file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

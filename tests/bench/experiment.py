@@ -11,8 +11,6 @@ waits for each checkpoint, share the work, each with its own CUDA_VISIBLE_DEVICE
 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -22,14 +20,16 @@ from pathlib import Path
 
 from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
-from components.core.config import PROJECT, Params, resolve
+from components.core.config import PROJECT, resolve
 from components.core.files import MANIFEST
+from components.core.params import Params
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
-from components.judge.pool import LocalPool, open_pool
+from components.judge.open_pool import open_pool
+from components.judge.pool import LocalPool
 from components.training.run_stage import run_stage, training_sources
 from components.training.stage import CHECKPOINT, Stage
 

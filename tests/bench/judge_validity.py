@@ -6,8 +6,6 @@ Both arms of a comparison are candidates that repeat the same work a given numbe
 of its own, measured in the judge's own rounds and with its own estimator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -21,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 import judge_fixtures as corpus
 
-from components.agent.reward import MARGIN
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
+from components.judge.milestone import MARGIN
 from components.judge.task_bench import NOOP
 from components.judge.timed_rounds import speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner

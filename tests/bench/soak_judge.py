@@ -6,8 +6,6 @@ Prints resident memory, open descriptors, threads and living runners after the w
 the way. Few rounds: nothing here is a timing.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -7,8 +7,6 @@ the checkout that this account may read. Needs torch and this project, no pytest
 FOLDER/NAME.log; ends with 1 unless all are OK.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

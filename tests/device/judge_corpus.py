@@ -7,8 +7,6 @@ Ends with 1 unless every line is OK; lines marked `open` are exploits that are k
 may, and count apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -7,8 +7,6 @@ kernels of the cold start, the fastest style first. So the whole way from a modu
 real but the writing. Needs torch and this project, no pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -28,7 +26,8 @@ from agent_fixtures import completion, server
 from components.agent.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import DONE, MEASURE, STYLES, SUFFIX, write_kernel
-from components.core.config import PROJECT, Device
+from components.core.config import PROJECT
+from components.core.params import Device
 
 EXAMPLES = PROJECT / "docs" / "examples"
 SECONDS = 300

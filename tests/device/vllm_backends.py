@@ -16,8 +16,6 @@ once more. One line for each backend:
 Exit code 1 when a backend failed or agrees no better than stale weights do.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -38,7 +36,8 @@ from transformers import PreTrainedModel
 
 from components.bootstrap.cold_start import new_model
 from components.bootstrap.tokenizer import train_tokenizer
-from components.core.config import PROJECT, Params, resolve
+from components.core.config import PROJECT, resolve
+from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler

@@ -1,7 +1,5 @@
 """A policy behind `transformers serve`: a tiny Qwen3 that has learnt one conversation by heart."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -3,8 +3,6 @@
 The shell is the real one, inside bubblewrap; the judge is that of agent_world.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

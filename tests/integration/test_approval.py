@@ -1,7 +1,5 @@
 """A person's decision on a promotion, on a real Prefect server and a real MLflow store."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Claims about the command: what it prints where, how it ends, and that a mistake is one sentence."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A collapsing stage ends at good weights with the reason; a stopped one ends between two updates."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

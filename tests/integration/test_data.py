@@ -3,8 +3,6 @@
 An independent audit finds nothing in what we built, and a version comes back by its digest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The rule-based kernel writer: right kernels are right, wrong ones wrong, episodes look real."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The device scheduler: measurements are alone, preparations are not, and no thread starves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """The examples of the documents do what the documents say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

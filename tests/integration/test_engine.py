@@ -1,7 +1,5 @@
 """The DeepSpeed engine: micro-batches change nothing, a saved state continues to the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

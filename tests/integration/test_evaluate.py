@@ -1,7 +1,5 @@
 """The evaluation's durability: what it measures, what it keeps, and that a killed one repeats nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Claims about gates: each refuses alone and says so, and asking them again needs sound evidence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,9 +10,10 @@ from promotion_fixtures import PARAMS, SOUND, THRESHOLDS, apply_decision, evalua
 from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_file, write_json
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.evaluation.exploits import Sample, candidates, try_exploits
 from components.evaluation.metrics import TaskResult, summarise

@@ -1,7 +1,5 @@
 """Headroom: torch.compile's time over the physical floor, and its use in a pass of training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

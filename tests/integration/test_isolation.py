@@ -1,7 +1,5 @@
 """What untrusted code sees and reaches inside a runner, as it reports through an exception's text."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Verdicts on honest and on mistaken candidates, admission of tasks, and the journal."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -15,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from components.agent.reward import MARGIN
-from components.core.config import Params, Precision
 from components.core.errors import InfrastructureError
+from components.core.params import Params, Precision
 from components.core.task import KernelTask
 from components.judge import (
     compile_baseline,
@@ -30,6 +27,7 @@ from components.judge import (
 from components.judge.correctness import ReferenceOutput, first_mismatch
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
+from components.judge.milestone import MARGIN
 from components.judge.pool import Candidate, Job, LocalPool
 from components.judge.statistics import paired_ratio, wanted_rounds
 from components.judge.task_bench import COMPILE, EAGER, Baseline

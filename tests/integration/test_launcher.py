@@ -1,7 +1,5 @@
 """Ranks of one host: the first that fails says why, and SIGTERM gives all of them time to save."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """With one defence of the judge switched off an exploit succeeds, so each is needed and tested."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

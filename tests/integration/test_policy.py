@@ -1,7 +1,5 @@
 """Tokenizer, sampler and cold start of a policy made from scratch."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -16,8 +14,9 @@ from components.bootstrap.corpus import plan_batches
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.muon import Muon
 from components.bootstrap.tokenizer import encode_messages, train_tokenizer
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint

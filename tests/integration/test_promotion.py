@@ -1,7 +1,5 @@
 """Promotion on a real MLflow store: a person decides in time, by command, and the result is reported."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

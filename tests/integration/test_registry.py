@@ -1,7 +1,5 @@
 """Claims about the registry, on a real MLflow store in SQLite."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -14,8 +12,8 @@ from agent_fixtures import verdict_of
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
 from components.bootstrap.cold_start import new_model
-from components.core.config import GateThresholds, Registry
 from components.core.files import verify_files
+from components.core.params import GateThresholds, Registry
 from components.evaluation.metrics import TaskResult, summarise
 from components.judge.verdict import Ratio, Speedup
 from components.policy.checkpoint import save_checkpoint

@@ -1,7 +1,5 @@
 """The four stages on a tiny policy: they learn, they can be killed, and their outputs are complete."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

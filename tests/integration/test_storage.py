@@ -1,7 +1,5 @@
 """The artifact store on a folder and two S3 servers: moto in this process, and a real Swift."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -19,9 +17,10 @@ from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
 from prefect_fixtures import free_port
 
-from components.core.config import PROJECT, StoreParams
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import digest_bytes
+from components.core.params import StoreParams
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
 from components.storage.gc import damaged
 from flows.retry_policy import SERVICE, retry_kind

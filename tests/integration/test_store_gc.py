@@ -1,7 +1,5 @@
 """Retention: what an alias, an unfinished run or an audit entry refers to stays, whatever its age."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

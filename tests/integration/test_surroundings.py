@@ -1,7 +1,5 @@
 """Surroundings of ordinary users: commands pass, or end in one sentence that names the remedy."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,9 +14,10 @@ import pytest
 from surroundings import Surroundings, run
 
 from components.core import files
-from components.core.config import PROJECT, Params, resolve
+from components.core.config import PROJECT, resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
 from components.core.files import remove_tree, scratch_folder, user_cache
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.sandbox import preflight, runner_factory

@@ -1,7 +1,5 @@
 """The data set: tasks are sound and reproducible, the held-out split is clean, the funnel adds up."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`cuda-agent train`: one stage on a bare node, without an orchestrator."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """vec.h on a host: exact to a few units in the last place wherever the function is, and right at its ends."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import subprocess

@@ -3,8 +3,6 @@
 A check notices a push that was lost.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +13,8 @@ from training_fixtures import episodes, params, stage, tiny_policy, tiny_tokeniz
 from vllm_double import Worker, serving
 
 from components.agent.trajectory import load_trajectories
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import save_checkpoint
 from components.policy.transformers_sampler import TransformersSampler

@@ -1,7 +1,5 @@
 """The cold start of several processes: they learn what one does, and none waits for one that is gone."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import time
@@ -12,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from components.bootstrap import cold_start
-from components.core.config import Params, resolve
+from components.core.config import resolve
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.policy.checkpoint import verify_checkpoint

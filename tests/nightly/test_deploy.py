@@ -1,7 +1,5 @@
 """Deployments on a real Prefect server: schedules make runs, a second deploy changes nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

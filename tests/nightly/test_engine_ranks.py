@@ -1,7 +1,5 @@
 """Two ranks of the engine equal one process, under every ZeRO stage."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -4,8 +4,6 @@ A run that is killed again and again ends with the artefacts of an undisturbed o
 and stand in order: the last ones change it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

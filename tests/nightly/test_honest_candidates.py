@@ -1,14 +1,12 @@
 """Every honest candidate of tests/honest is correct, and compared with eager and with torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import judge_fixtures as corpus
 import pytest
 
-from components.agent.reward import MARGIN
 from components.judge.judge import Judge
+from components.judge.milestone import MARGIN
 
 
 @pytest.mark.parametrize("name", corpus.names("honest"))

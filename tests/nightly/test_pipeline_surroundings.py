@@ -1,7 +1,5 @@
 """Whole commands succeed in the surroundings of ordinary users. Nothing here needs root."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Prefect and MLflow on a real PostgreSQL: tables are made, and a backup restores their content."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """Claims about promotion under kills and in a crowd: one champion, a whole chain."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The judge pool on Ray, with judges of this machine and of a cluster of two nodes; ranks on both."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +12,11 @@ import training_fixtures
 from prefect_fixtures import wait_for
 from safetensors.torch import load_file
 
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.judge import ray_pool
-from components.judge.pool import Candidate, Job, LocalPool, open_pool
+from components.judge.open_pool import open_pool
+from components.judge.pool import Candidate, Job, LocalPool
 from components.training import critic, warmup
 from components.training.ray_launcher import run_on_ray
 

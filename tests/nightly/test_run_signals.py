@@ -1,7 +1,5 @@
 """Signals to a whole pipeline run: one sentence, the right exit code, no process left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

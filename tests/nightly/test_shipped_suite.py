@@ -1,7 +1,5 @@
 """The suite that is shipped: sound by the rubric of admission, and evaluated whole by the real judge."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stages killed with SIGKILL and a rank that ends: the results are the same to the last bit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two ranks of `cuda-agent train` make what one process makes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

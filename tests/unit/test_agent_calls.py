@@ -1,7 +1,5 @@
 """Tool calls in three textual forms and native ones are read; unreadable ones are reported."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The agent loop: what ends a trajectory, that its record is complete, that others go on."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal
@@ -33,8 +31,8 @@ from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes, suffix_ids
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.bootstrap.canonicalize import canonicalize
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool import LocalPool
 from components.judge.verdict import Verdict

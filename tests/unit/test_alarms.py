@@ -1,7 +1,5 @@
 """Faults and alarms: which faults are retried and how long, events of a stage, Prometheus metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.request

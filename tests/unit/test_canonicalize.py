@@ -1,7 +1,5 @@
 """A person's module is recognised as a chain however it is written, and a look-alike is not."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Comparing two runs: what differed, what was won and lost, and that chance is not called a difference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """The documents are true: every command, option, parameter, file and link that they name exists."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

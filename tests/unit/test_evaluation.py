@@ -1,7 +1,5 @@
 """Metrics, suites and the evaluation's durability."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -10,8 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from components.agent.reward import milestone
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.task import KernelTask, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite

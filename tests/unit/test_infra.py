@@ -5,8 +5,6 @@ the RayCluster (its schema is the operator's), that AWS accepts the plan (`terra
 providers).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

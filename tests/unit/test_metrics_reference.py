@@ -1,7 +1,5 @@
 """Evaluation metrics against a second implementation without common code, on random tables."""
 
-from __future__ import annotations
-
 import math
 import random
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The mined operator table, its reasons for what is left out, and the chains composed from it."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 from pathlib import Path
@@ -10,8 +8,8 @@ import pytest
 import torch
 from synthesis_fixtures import InProcess, parameters
 
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.core.task import check_contract
 from components.synthesis import mine_torch

@@ -1,7 +1,5 @@
 """Tasks composed by a language model: filtered alike, bad answers counted, reruns equal."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from agent_fixtures import completion, server
 from synthesis_fixtures import InProcess, parameters
 
 from components.bootstrap.chain_parser import TASK_LAYOUT
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.synthesis import dataset
 from components.synthesis.mined_operators import OperatorTable, OperatorTemplate

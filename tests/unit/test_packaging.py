@@ -1,7 +1,5 @@
 """The application installs as an editable checkout only; hooks and workflow call the Makefile."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

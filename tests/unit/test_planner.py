@@ -1,7 +1,5 @@
 """Claims about the plan: its memory is ZeRO's, its queue is a queue, and it says what it assumed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

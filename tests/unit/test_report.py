@@ -1,7 +1,5 @@
 """The report: complete, self-contained, and safe to open although it shows what a policy wrote."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,15 +1,13 @@
 """Screens refuse a candidate's files before anything runs, and hold no other thread up."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
 import judge_fixtures as corpus
 import pytest
 
-from components.core.config import Params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.judge import screen
 from components.judge.candidate_folder import read_workspace
 from components.judge.judge import Judge

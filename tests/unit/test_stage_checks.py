@@ -1,15 +1,14 @@
 """Settings that a stage would refuse are refused before anything is sampled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from components.core.config import Params, resolve
+from components.core.config import resolve
 from components.core.errors import UserError
+from components.core.params import Params
 from components.core.progress import Quiet
 from components.training.stage_checks import check_stages
 from flows import nightly

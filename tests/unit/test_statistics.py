@@ -1,7 +1,5 @@
 """How many rounds there are, by what the rounds so far have shown."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from components.judge.statistics import precise_rounds, wanted_rounds

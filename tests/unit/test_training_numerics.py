@@ -4,8 +4,6 @@ Golden numbers were computed with independent public implementations (verl, Open
 comments.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 The second implementation shares no code with the first.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

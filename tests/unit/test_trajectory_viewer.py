@@ -1,7 +1,5 @@
 """Trajectory pages need no other file and escape everything; a replay finds what differs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from html.parser import HTMLParser

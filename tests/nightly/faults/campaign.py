@@ -13,8 +13,6 @@ repeated call goes on where the last one was stopped, and `--table` prints what 
 The command runs in forks of this process: the imports, most of a short night's time, are made once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

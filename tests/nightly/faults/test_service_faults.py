@@ -1,7 +1,5 @@
 """Faults of the services: a killed flow goes on under a worker, a killed MLflow leaves one run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

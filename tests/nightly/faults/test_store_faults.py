@@ -1,7 +1,5 @@
 """Faults of the object store: what was published is whole, once, and the rest continues."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

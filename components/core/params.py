@@ -1,0 +1,373 @@
+"""All parameters with their types, meanings and permitted values.
+
+The values are read from `params.yaml` by `config.resolve`. No value has a default in this file.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Device = Literal["cpu", "cuda"]
+Precision = Literal["strict-fp32", "tf32"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Tasks = Annotated[int, Field(ge=1, le=1_000_000)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Immutable base class of the sections of parameters. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Section):
+    """Parameters of the data set."""
+
+    tasks: Tasks = Field(description="admitted training tasks to make")
+    held_out: Tasks = Field(description="admitted held-out tasks to make; never seen in any stage")
+    seed: Natural = Field(description="seed of the composer")
+    operators: Literal["core", "torch", "all"] = Field(
+        description="what tasks are made of: core (a small table that a policy from scratch knows), "
+        "torch (mined from it), all (and transformers)"
+    )
+    transformers_share: Share = Field(
+        description="share of tasks that are a module of transformers; counts where data.operators is all"
+    )
+    operator_mix: dict[int, Share] = Field(
+        description="share of tasks by number of operators, 1 to 5 (paper, Table 3)"
+    )
+    eager_seconds: tuple[Positive, Positive] = Field(
+        description="window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
+    )
+    numel: tuple[Count, Count] = Field(
+        description="window for the elements of the input tensor; sizes are searched inside it"
+    )
+    headroom: bool = Field(
+        description="measure torch.compile of every admitted task: its time over the least time that "
+        "the device needs is the task's headroom"
+    )
+    weigh_by_headroom: bool = Field(
+        description="train more often on tasks with headroom; needs data.headroom"
+    )
+    composer: str = Field(
+        description="OpenAI-compatible server that composes, such as http://127.0.0.1:8000/v1; "
+        "empty composes without one"
+    )
+    composer_model: str = Field(description="the model that is asked; its answers are kept by this name")
+    max_similarity: Share = Field(
+        description="highest structural similarity to any evaluation program (paper, appendix 6)"
+    )
+    against: list[str] = Field(description="folders or parquet files of evaluation programs to stay clear of")
+
+
+class Sandbox(Section):
+    """Parameters of the judge and its sandbox."""
+
+    isolation: Literal["bubblewrap", "none"] = Field(
+        description="isolation of candidates; none must be written by a person and is recorded in every "
+        "verdict"
+    )
+    build_seconds: Positive = Field(description="wall-clock limit of one build, seconds")
+    run_seconds: Positive = Field(
+        description="wall-clock limit of everything one candidate does after its build, seconds"
+    )
+    memory_bytes: Count = Field(
+        description="address space of a runner on cpu; private temporary files count apart"
+    )
+    correctness_sets: Annotated[int, Field(ge=6)] = Field(
+        description="secret input sets for correctness, over the input distributions"
+    )
+    rounds: Annotated[int, Field(ge=3)] = Field(description="least number of timed rounds of each program")
+    most_rounds: Count = Field(
+        description="largest number of timed rounds of each program, while its ratio to the baseline is "
+        "uncertain"
+    )
+    process_spread: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        description="standard deviation of the log-ratio of two processes of the same code, part of "
+        "every interval (tests/bench/judge_validity.py)"
+    )
+    sets_per_round: Count = Field(description="fresh secret input sets in one timed round")
+    round_seconds: Positive = Field(
+        description="a round repeats its sets until it lasts about this long on eager, seconds"
+    )
+    error_multiple: Positive = Field(
+        description="a candidate's error may be this multiple of the float32 reference's own error"
+    )
+    absolute_tolerance: Positive = Field(
+        description="ceiling of the error that is ever accepted, relative to the output's scale"
+    )
+    tf32_tolerance: Positive = Field(
+        description="that ceiling where precision is tf32: its products keep 11 bits (NVIDIA A100 white "
+        "paper)"
+    )
+    build_workers: Count = Field(description="builds that run in parallel")
+    warm_tasks: Count = Field(description="tasks whose baselines are kept warm")
+    attempts: Count = Field(description="tries of a judgement that failed by the judge's own fault")
+    pool: Literal["local", "ray"] = Field(
+        description="judges of this machine, or actors of the Ray cluster that RAY_ADDRESS names"
+    )
+    judges: Count = Field(description="judges of a Ray pool; each has a device of its own")
+    resource: str = Field(
+        description="Ray resource of which each judge takes one, for instance H20; empty is none"
+    )
+
+
+class Policy(Section):
+    """Parameters of the policy and its sampler."""
+
+    source: str = Field(description="scratch, or the folder of a Hugging Face causal LM")
+    hidden: Count = Field(description="width of a policy made from scratch")
+    layers: Count = Field(description="its layers")
+    heads: Count = Field(description="its attention heads")
+    kv_heads: Count = Field(description="its key and value heads")
+    head_dim: Count = Field(description="its head dimension; vLLM needs 64 or 128 on a GPU")
+    feed_forward: Count = Field(description="its feed-forward width")
+    vocabulary: Count = Field(description="its vocabulary size")
+    context: Count = Field(description="its context window in tokens")
+    prompt: Literal["compact", "full"] = Field(
+        description="compact: the task's source only; full: SKILL.md before it"
+    )
+    backend: Literal["transformers", "vllm", "vllm-server"] = Field(description="sampling backend")
+    batch: Count = Field(description="sequences sampled together by the transformers backend")
+    server: str = Field(
+        description="root of the vLLM server for the backend vllm-server, such as http://127.0.0.1:8000"
+    )
+    weight_transfer: Literal["ipc", "disk"] = Field(
+        description="how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
+        "disk, a folder that the server can read"
+    )
+    gpu_memory_share: Share = Field(
+        description="share of the GPU's memory for the backend vllm; the trainer needs the rest"
+    )
+    sleep: bool = Field(
+        description="vLLM gives its memory back while the policy is trained; "
+        "a server needs --enable-sleep-mode"
+    )
+
+
+class Coldstart(Section):
+    """Parameters of the cold start, which is the first training of a policy from scratch."""
+
+    demonstrations: Count = Field(description="demonstrations written by the rule-based kernel writer")
+    steps: Count = Field(description="optimizer steps")
+    tokens_per_step: Count = Field(description="tokens of one optimizer step")
+    learning_rate: Positive = Field(description="peak learning rate of AdamW (embeddings, norms)")
+    matrix_learning_rate: Positive = Field(description="peak learning rate of Muon (matrices)")
+    wrong_share: Share = Field(description="share of demonstrations that are deliberately wrong")
+    fast_share: Share = Field(description="share of demonstrations in a fast style")
+    multi_turn_share: Share = Field(
+        description="share of demonstrations that repair or speed up a first attempt"
+    )
+    second_fast_share: Share = Field(
+        description="share of those second attempts in a fast style; "
+        "as fast_share, a measurement teaches nothing"
+    )
+    seed: Natural = Field(description="seed of demonstrations, initial weights and order")
+
+
+class Rollouts(Section):
+    """Parameters of the sampling of trajectories."""
+
+    tasks: Count = Field(description="tasks of one step")
+    samples: Count = Field(description="trajectories per task")
+    temperature: Positive = Field(description="sampling temperature; 1 keeps sampler and trainer comparable")
+    max_turns: Count = Field(description="turns of one trajectory; the paper uses 150 in training")
+    max_new_tokens: Count = Field(description="tokens of one turn")
+
+
+class Ppo(Section):
+    """Parameters of a PPO stage."""
+
+    reward: Literal["milestone", "speedup"] = Field(
+        description="what a trajectory earns: the paper's milestones, or the bare ratio to eager (its "
+        "ablation)"
+    )
+    steps: Count = Field(description="updates of this stage")
+    learning_rate: Positive = Field(description="actor's learning rate; the paper uses 3e-6")
+    critic_learning_rate: Positive = Field(description="critic's learning rate; the paper uses 6e-6")
+    critic_warmup_steps: Natural = Field(description="first steps that train the critic only")
+    learning_rate_warmup_steps: Natural = Field(
+        description="steps of linear warm-up of the actor's learning rate"
+    )
+    minibatches: Count = Field(description="optimizer steps per batch; the paper uses 1")
+    epochs: Count = Field(description="passes over a batch")
+    gamma: Share = Field(description="discount; the paper uses 1")
+    lam: Share = Field(description="lambda of the actor's advantages; the paper uses 0.95")
+    critic_lam: Share = Field(
+        description="lambda of the critic's targets; 1 is Monte Carlo, the paper uses 0.95"
+    )
+    clip_low: Share = Field(description="lower clip; the paper uses 0.2")
+    clip_high: Share = Field(description="upper clip; the paper uses 0.28")
+    value_clip: float | None = Field(description="clip of the value loss in units of the reward; null is off")
+    importance_cap: Positive = Field(
+        description="cap of the truncated importance weights between sampler and trainer"
+    )
+    whiten: bool = Field(description="whiten advantages over the batch")
+    gradient_clip: Positive = Field(description="largest gradient norm")
+    kl_coefficient: Annotated[float, Field(ge=0)] = Field(
+        description="weight of the KL penalty to the stage's first policy; 0 is off, as in the paper"
+    )
+    replay_coefficient: Annotated[float, Field(ge=0)] = Field(
+        description="weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
+    )
+    max_entropy: Positive = Field(
+        description="a policy whose entropy passes this many nats has collapsed: the stage stops itself"
+    )
+    min_entropy: Annotated[float, Field(ge=0)] = Field(
+        description="a policy whose entropy falls below this many nats has collapsed; 0 is off"
+    )
+    max_truncated: Share = Field(description="a stage whose length-clipped share passes this has collapsed")
+    min_effective_share: Share = Field(
+        description="lowest effective sample size of the importance weights between sampler and trainer, "
+        "as a share of the tokens"
+    )
+    min_explained_variance: float | None = Field(
+        description="the stage stops when the critic explains less on three steps in a row; null is off"
+    )
+    checkpoint_every: Count = Field(description="steps between resumable states")
+    solve_rate_share: Share = Field(
+        description="share of a step's tasks drawn by how often the policy solves them, half the time "
+        "most; the others come in passes over all"
+    )
+    rollouts: Rollouts = Field(description="how trajectories are sampled")
+
+
+class Rejection(Section):
+    """Parameters of rejection fine-tuning."""
+
+    rollouts: Rollouts = Field(description="how trajectories are sampled")
+    min_reward: float = Field(
+        description="keep trajectories whose reward is greater than this; the paper uses 0"
+    )
+    per_task: Count = Field(description="kept trajectories per task")
+    epochs: Count = Field(description="passes of supervised fine-tuning over the kept trajectories")
+    batch: Count = Field(description="trajectories of one optimizer step")
+    learning_rate: Positive = Field(description="peak learning rate, decayed linearly to zero")
+    replay_share: Share = Field(description="share of cold-start demonstrations mixed in, against forgetting")
+
+
+class Critic(Section):
+    """Parameters of value pretraining."""
+
+    epochs: Count = Field(description="passes over the trajectories")
+    batch: Count = Field(description="trajectories of one optimizer step")
+    learning_rate: Positive = Field(description="peak learning rate")
+    lam: Share = Field(description="lambda of the targets; 1 is Monte Carlo, the paper uses 0.95")
+    held_out_share: Share = Field(description="share of tasks held out to measure the explained variance")
+    min_explained_variance: float = Field(
+        description="the stage fails when the held-out explained variance is below this"
+    )
+
+
+class Engine(Section):
+    """Parameters of the training engine."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(description="DeepSpeed ZeRO stage")
+    dtype: Literal["float32", "bfloat16"] = Field(description="precision of the trained weights")
+    tokens_per_microbatch: Count = Field(
+        description="padded tokens of one forward pass; micro-batches are packed to it"
+    )
+    activation_checkpointing: bool = Field(description="recompute activations in the backward pass")
+    cpu_offload: bool = Field(description="keep the optimizer state in host memory")
+    collective_seconds: Positive = Field(
+        description="longest wait of a rank for the others; rank 0 samples while they wait"
+    )
+    ranks: Annotated[int, Field(ge=0)] = Field(
+        description="ranks of a stage that Ray Train places on its cluster; "
+        "0 trains in the process of the run"
+    )
+    resource: str = Field(
+        description="Ray resource that each of those ranks takes one of, for instance H20; empty is none"
+    )
+
+
+class Evaluation(Section):
+    """Parameters of the evaluation."""
+
+    suite: str = Field(
+        description="held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or "
+        "parquet"
+    )
+    levels: list[Count] = Field(description="levels of the suite that are evaluated; empty is all of them")
+    numel: Count = Field(description="elements of the largest input of a task of the shipped suite")
+    attempts: Count = Field(description="trajectories per task; the first counts for pass and faster rates")
+    temperature: Annotated[float, Field(ge=0)] = Field(description="sampling temperature; 0 is greedy")
+    max_turns: Count = Field(description="turns of one trajectory; the paper uses 200")
+    max_new_tokens: Count = Field(description="tokens of one turn")
+
+
+class Registry(Section):
+    """Parameters of MLflow and the audit chain."""
+
+    tracking_uri: str = Field(description="MLflow tracking URI; empty is SQLite in the home folder")
+    experiment: str = Field(description="MLflow experiment")
+    model: str = Field(description="MLflow registered model")
+    audit: str = Field(
+        description="folder of the audit chain and its lock; "
+        "empty is in the home folder. Machines that promote in one registry share it"
+    )
+
+
+class GateThresholds(Section):
+    """Thresholds of the gates of promotion."""
+
+    pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
+    faster_rate_eager: Share = Field(description="least lower end of the share of tasks faster than eager")
+    faster_rate_compile: Share = Field(
+        description="least lower end of the share of tasks faster than torch.compile"
+    )
+    faster_rate_compile_by_level: dict[int, Share] = Field(
+        description="the same for single levels of the suite, by level"
+    )
+    geomean_eager: Annotated[float, Field(ge=0)] = Field(
+        description="least lower end of the geometric mean of the speed-up against eager over correct "
+        "solutions"
+    )
+    geomean_compile: Annotated[float, Field(ge=0)] = Field(description="the same against torch.compile")
+    regression: Share = Field(
+        description="largest drop of a rate below the champion on the same tasks; "
+        "a drop that is within the noise does not count"
+    )
+    measured: Share = Field(description="least share of tasks that the judge could measure")
+    exploits: Share = Field(
+        description="least share of the sample of exploits that the measuring device's judge refuses; "
+        "the honest answers have to pass"
+    )
+    approval: Literal["automatic", "person"] = Field(description="who decides when the gates pass")
+    approval_seconds: Positive = Field(
+        description="a version that waits longer than this for a person's decision expires"
+    )
+
+
+class StoreParams(Section):
+    """Parameters of the artifact store."""
+
+    url: str = Field(
+        description="artifact store: empty is a folder in the home folder; "
+        "s3://bucket/prefix needs boto3's usual settings"
+    )
+    endpoint: str = Field(description="S3 endpoint; empty is AWS")
+
+
+class Params(Section):
+    """All parameters of a run."""
+
+    device: Device = Field(description="what kernels run on")
+    precision: Precision = Field(description="precision policy of candidate and both baselines alike")
+    seed: Natural = Field(description="seed of sampling and of the training stages")
+    home: str = Field(description="folder that holds everything a run leaves behind")
+    data: Data = Field(description="making of the training tasks")
+    sandbox: Sandbox = Field(description="the judge")
+    policy: Policy = Field(description="the policy and how it is sampled")
+    coldstart: Coldstart = Field(description="first training of a policy made from scratch")
+    warmup: Ppo = Field(description="stage 1, single-turn PPO")
+    rejection: Rejection = Field(description="stage 2, rejection fine-tuning")
+    critic: Critic = Field(description="stage 3, value pretraining")
+    agentic: Ppo = Field(description="stage 4, multi-turn PPO")
+    engine: Engine = Field(description="DeepSpeed")
+    evaluation: Evaluation = Field(description="evaluation of the trained policy")
+    registry: Registry = Field(description="MLflow")
+    gate: GateThresholds = Field(description="thresholds of promotion")
+    store: StoreParams = Field(description="artifact store")
