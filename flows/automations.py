@@ -16,12 +16,10 @@ from prefect.events.schemas.events import ResourceSpecification
 
 from flows.training_events import COLLAPSING, PROGRESS
 
+# Seconds without a heartbeat after which a run is marked as crashed: three intervals of 30 s. The interval is
+# set in infra/prefect/pools.yaml. Prefect deletes a trigger's bucket 60 s after its end, so a heartbeat that
+# arrives more than a minute late does not fire this trigger.
 HEARTBEATS_SECONDS = 90
-"""Seconds without a heartbeat after which a run is marked as crashed: three intervals of 30 s.
-
-The interval is set in infra/prefect/pools.yaml. Prefect deletes a trigger's bucket 60 s after its end, so a
-heartbeat that arrives more than a minute late does not fire this trigger.
-"""
 START_SECONDS = 15 * 60
 STALL_SECONDS = 60 * 60
 NIGHT_SECONDS = 26 * 3600
@@ -43,8 +41,8 @@ BODY = (
 )
 
 when = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Reactive)
+# Trigger that fires if no event in `expect` arrives within the time `within` after an event in `after`.
 unless = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Proactive, threshold=1)
-"""Trigger that fires if no event in `expect` arrives within the time `within` after an event in `after`."""
 
 
 def of_deployment(name: str) -> ResourceSpecification:

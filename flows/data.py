@@ -40,25 +40,20 @@ from flows.steps import DatasetRecord
 
 OUTPUT = Path("data") / "tasks"
 LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
+# DVC's message about a damaged lock file, which this module deletes before it tries the command again. DVC
+# holds a lock while it reads or writes that file, but it does not replace the file atomically. So a damaged
+# file was left by a DVC process that was killed.
 LOCK_DAMAGED = "Unable to read RWLock-file"
-"""DVC's message about a damaged lock file, which this module deletes before it tries the command again.
-
-DVC holds a lock while it reads or writes that file, but it does not replace the file atomically. So a damaged
-file was left by a DVC process that was killed.
-"""
+# Seconds to wait before each further try of a DVC command whose lock is held.
 RETRY_SECONDS = (2.0, 5.0, 15.0)
-"""Seconds to wait before each further try of a DVC command whose lock is held."""
+# Pattern of a progress line printed by components.synthesis.dvc_stages, with groups step, total, figures.
 PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
-"""Pattern of a progress line printed by components.synthesis.dvc_stages, with groups step, total, figures."""
 EXITED = re.compile(r"exited with (\d+)")
+# Exit codes of components.synthesis.dvc_stages.
 BAD_INPUT, NO_ISOLATION = 2, 3
-"""Exit codes of components.synthesis.dvc_stages."""
+# Source paths whose change causes the data set to be built again. The judge's sources are not listed, because
+# the data set depends on the judge only through the parameters and the verdicts.
 MAKERS = ("components/synthesis", "components/core/task.py")
-"""Source paths whose change causes the data set to be built again.
-
-The judge's sources are not listed, because the data set depends on the judge only through the parameters and
-the verdicts.
-"""
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)

@@ -44,8 +44,8 @@ class Choices:
     timezone: str = ""
     alert: str = ""
     paused: bool = False
+    # Environment variables of every flow run as NAME=VALUE, for instance RAY_ADDRESS=ray://host:10001.
     variables: tuple[str, ...] = ()
-    """Environment variables of every flow run as NAME=VALUE, for instance RAY_ADDRESS=ray://host:10001."""
 
 
 def deploy(choices: Choices) -> Record:

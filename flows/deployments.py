@@ -37,14 +37,11 @@ from flows.run_context import PipelineRun
 from flows.training_events import EventProgress
 
 FlowResult = dict[str, Any]
+# Seconds after which Prefect frees the concurrency slot of a flow that was killed.
 LEASE_SECONDS = 60.0
-"""Seconds after which Prefect frees the concurrency slot of a flow that was killed."""
+# Largest number of attempts of one flow run. Without a limit, a flow that crashes for a permanent reason,
+# such as too little memory, would be resumed for ever.
 LAST_ATTEMPT = 4
-"""Largest number of attempts of one flow run.
-
-Without a limit, a flow that crashes for a permanent reason, such as too little memory, would be resumed for
-ever.
-"""
 
 
 def with_home(sets: Sequence[str] | None, home: str) -> list[str]:

@@ -30,8 +30,8 @@ from flows.run_context import RUN_FILE, PipelineRun, source_digests
 from flows.steps import CheckpointRecord, Context, DatasetRecord, EvaluationRecord, mark_crashed_runs
 from flows.training import cold_start, stage_four, stage_one, stage_three, stage_two
 
+# The content of run.json, which `cuda-agent run --json` prints.
 RunRecord = dict[str, Any]
-"""The content of run.json, which `cuda-agent run --json` prints."""
 
 
 def run_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:

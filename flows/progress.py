@@ -9,12 +9,12 @@ from components.core.files import free_bytes
 from components.core.progress import Progress
 from components.training.metrics_file import newest_figures
 
+# File in the home with the Prometheus metrics, which the textfile collector of node_exporter reads.
 METRICS_FILE = "metrics.prom"
-"""File in the home with the Prometheus metrics, which the textfile collector of node_exporter reads."""
+# Least number of seconds between two writes of the metrics file.
 WRITE_SECONDS = 15.0
-"""Least number of seconds between two writes of the metrics file."""
+# Number of free bytes below which a disk is treated as full.
 FULL_BYTES = 16 * 2**20
-"""Number of free bytes below which a disk is treated as full."""
 
 
 class DiskGuard:

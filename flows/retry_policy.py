@@ -28,22 +28,17 @@ class RetryKind:
     delays: tuple[float, ...]
 
 
+# The kind of fault in which a server or the network does not answer. The delays cover the restart of a
+# server, which takes seconds, and the replacement of a node, which takes minutes.
 SERVICE = RetryKind("service", (5.0, 30.0, 120.0, 600.0))
-"""The kind of fault in which a server or the network does not answer.
-
-The delays cover the restart of a server, which takes seconds, and the replacement of a node, which takes
-minutes.
-"""
+# The kind of fault in which another process works in the home or holds DVC's lock. The delays cover the
+# length of a short run.
 BUSY = RetryKind("busy", (60.0, 300.0, 900.0, 1800.0))
-"""The kind of fault in which another process works in the home or holds DVC's lock.
-
-The delays cover the length of a short run.
-"""
+# The kind of fault in which the judge itself failed in all of its own attempts to judge a candidate.
 JUDGE = RetryKind("judge", (30.0, 300.0))
-"""The kind of fault in which the judge itself failed in all of its own attempts to judge a candidate."""
 
+# MLflow's error codes of temporary faults.
 UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
-"""MLflow's error codes of temporary faults."""
 
 
 def retry_kind(error: BaseException) -> RetryKind | None:

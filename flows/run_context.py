@@ -33,19 +33,17 @@ from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, free_bytes, read_json, verify_files, write_json
 from components.core.params import Params
 
+# Names of the stages in their order, which are the permitted values of `--from`.
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
-"""Names of the stages in their order, which are the permitted values of `--from`."""
 SOURCES = ("components", "flows", "agent_workdir")
 RUN_FILE = "run.json"
+# Name of Prefect's global concurrency limit, whose only slot a deployed flow takes to work in the home.
 HOME_SLOT = "cuda-agent-home"
-"""Name of Prefect's global concurrency limit, whose only slot a deployed flow takes to work in the home."""
+# Free disk space in bytes that is needed to start a run.
 LEAST_FREE_BYTES = 256 * 2**20
-"""Free disk space in bytes that is needed to start a run."""
+# Longest wait for the lock of the home. If a run was killed, its children are killed a moment later and may
+# hold the lock until then.
 LOCK_SECONDS = 3.0
-"""Longest wait for the lock of the home.
-
-If a run was killed, its children are killed a moment later and may hold the lock until then.
-"""
 
 
 def digest_sources(folder: Path) -> dict[str, str]:

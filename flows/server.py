@@ -27,10 +27,13 @@ from typing import Any
 from components.core.errors import UserError, error_chain
 from components.core.files import atomic_write, user_cache
 
+# Longest wait for the server's first answer, which includes the creation of a new database.
 START_SECONDS = 180.0
-"""Longest wait for the server's first answer, which includes the creation of a new database."""
+# Longest wait at the end of a run until the server has recorded the states of the run's tasks.
 RECORD_SECONDS = 10.0
-"""Longest wait at the end of a run until the server has recorded the states of the run's tasks."""
+# Environment variables that switch off all background services of the server except the task run recorder.
+# The recorder stores the states of task runs, which clients report as events. The other services are needed
+# only for deployments.
 SERVER_SETTINGS = {
     f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false"
     for service in (
@@ -45,11 +48,6 @@ SERVER_SETTINGS = {
         "TRIGGERS",
     )
 } | {"PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "", "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false"}
-"""Environment variables that switch off all background services of the server except the task run recorder.
-
-The recorder stores the states of task runs, which clients report as events. The other services are needed
-only for deployments.
-"""
 
 
 class Server:

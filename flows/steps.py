@@ -34,14 +34,12 @@ from components.judge.pool import JudgePool
 from components.registry.tracking import MlflowRun
 from flows.run_context import PipelineRun
 
+# File name of a stage's record in the folder of the stage. It is written after Prefect has cached the record,
+# so if the file exists, the cached record exists too.
 RECORD = "record.json"
-"""File name of a stage's record in the folder of the stage.
 
-It is written after Prefect has cached the record, so if the file exists, the cached record exists too.
-"""
-
+# Sections of the parameters on which every stage depends that samples trajectories and judges candidates.
 SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
-"""Sections of the parameters on which every stage depends that samples trajectories and judges candidates."""
 
 
 class DatasetRecord(FrozenModel):
@@ -63,10 +61,10 @@ class StageRecord(FrozenModel):
     digest: str
     figures: dict[str, Any]
     cached: bool = False
+    # Digest of everything on which the result depends (PipelineRun.stage_key).
     key: str = ""
-    """Digest of everything on which the result depends (PipelineRun.stage_key)."""
+    # Folder of the stage, relative to the home.
     folder: str = ""
-    """Folder of the stage, relative to the home."""
 
     def cacheable(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"cached", "key", "folder"})
@@ -79,8 +77,8 @@ class CheckpointRecord(StageRecord):
     reward_before: float | None
     reward_after: float | None
     seconds: float
+    # Reason why the stage ended before its last step. It is empty if the stage ran to its end.
     stopped: str
-    """Reason why the stage ended before its last step. It is empty if the stage ran to its end."""
 
     def output(self, home: Path) -> Path:
         return home / self.checkpoint

@@ -16,15 +16,13 @@ from components.training.metrics_file import newest_figures
 
 PROGRESS = "cuda-agent.progress"
 COLLAPSING = "cuda-agent.training.collapsing"
+# Least number of seconds between two progress events.
 PROGRESS_SECONDS = 60.0
-"""Least number of seconds between two progress events."""
+# Share of a limit (max_entropy, max_truncated) above which the event COLLAPSING is emitted. The stage stops
+# at the limit itself.
 WARN_AT = 0.8
-"""Share of a limit (max_entropy, max_truncated) above which the event COLLAPSING is emitted.
-
-The stage stops at the limit itself.
-"""
+# Number of successive steps with an explained variance below 0 that are a sign of collapse.
 CRITIC_STEPS = 5
-"""Number of successive steps with an explained variance below 0 that are a sign of collapse."""
 
 
 class EventProgress:

@@ -19,11 +19,9 @@ from components.core.task import KernelTask
 from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnsupported
 
 MAX_PARALLEL = 64
+# Low estimate of the characters that one token of source text has. The length of a history in tokens is
+# estimated with it, so that the history fits into the context window.
 CHARACTERS_PER_TOKEN = 2.5
-"""Low estimate of the characters that one token of source text has.
-
-The length of a history in tokens is estimated with it, so that the history fits into the context window.
-"""
 TEXT_FORM = """
 Call a tool by writing, in your answer, one JSON object for each call between tags:
 <tool_call>
@@ -61,8 +59,8 @@ class ChatEpisode(Episode):
         self.chat = chat
         self.native = True
         self.messages: list[dict[str, Any]] = [self.first_message()]
+        # Indices of the observations in `messages`.
         self.observed: list[int] = []
-        """Indices of the observations in `messages`."""
 
     def run(self, seed: int) -> Trajectory:
         """Sample all turns, judge the final files and return the trajectory.

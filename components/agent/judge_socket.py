@@ -16,8 +16,8 @@ from pathlib import Path
 from components.agent import untrusted_folder
 from components.agent.utility_output import COMMANDS, Utility
 
+# Largest number of requests of one trajectory; it is limited because all trajectories share the judge.
 MAX_REQUESTS = 500
-"""Largest number of requests of one trajectory; it is limited because all trajectories share the judge."""
 
 
 class JudgeSocket:
@@ -29,8 +29,8 @@ class JudgeSocket:
     def __init__(self, path: Path, handle: Callable[[Utility], tuple[str, int]]):
         self.handle = handle
         self.requests = 0
+        # Exception that `handle` raised, which the thread that runs the shell command raises again.
         self.failure: Exception | None = None
-        """Exception that `handle` raised, which the thread that runs the shell command raises again."""
         self._busy_seconds = 0.0
         self._busy_since: float | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -23,12 +23,12 @@ from components.core.task import KernelTask
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
+# Largest number of kernels that are measured a second time.
 FINALISTS = 3
-"""Largest number of kernels that are measured a second time."""
+# Default number of trajectories of policies with the compact prompt, and with the full prompt.
 COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
-"""Default number of trajectories of policies with the compact prompt, and with the full prompt."""
+# Default limit of the turns of one trajectory for policies with the full prompt.
 FULL_TURNS = 30
-"""Default limit of the turns of one trajectory for policies with the full prompt."""
 TEMPERATURE = 1.0
 SHORT_SECONDS = 2e-5  # eager time of a call below which call overhead dominates
 UNSURE = "_does_not_matter"  # suffix of the reasons that name an input without effect on the output
@@ -60,12 +60,12 @@ class AdmittingPool(JudgePool, Protocol):
 class SearchBudget:
     """Limits of one optimisation."""
 
+    # Number of trajectories.
     attempts: int
-    """Number of trajectories."""
+    # Largest number of turns of one trajectory.
     turns: int
-    """Largest number of turns of one trajectory."""
+    # Seconds after the start of the search after which no turn begins. None means that there is no limit.
     seconds: float | None = None
-    """Seconds after the start of the search after which no turn begins. None means that there is no limit."""
 
 
 def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: float = 0) -> SearchBudget:

@@ -24,12 +24,12 @@ from components.policy.sampler import Sampler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Largest context window, in tokens, that is chosen for a policy without a manifest.
 MAX_CONTEXT = 32_768
-"""Largest context window, in tokens, that is chosen for a policy without a manifest."""
+# Upper bound of the default turn limit, in tokens, for a policy with the full prompt.
 FULL_PROMPT_NEW_TOKENS = 8192
-"""Upper bound of the default turn limit, in tokens, for a policy with the full prompt."""
+# Lower bound of the default number of turns in an evaluation of a policy with the full prompt.
 FULL_PROMPT_TURNS = 30
-"""Lower bound of the default number of turns in an evaluation of a policy with the full prompt."""
 
 
 class Policy(Protocol):

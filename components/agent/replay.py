@@ -16,8 +16,8 @@ from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool import JudgePool
 
+# Pattern of the lines of an observation that hold measured times.
 MEASURED = re.compile(r"^(?:Torch Baseline: .*|Speed-up: .*)$", re.MULTILINE)
-"""Pattern of the lines of an observation that hold measured times."""
 
 
 @dataclass(frozen=True)

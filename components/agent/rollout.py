@@ -26,21 +26,19 @@ class RolloutRequest:
     pool: JudgePool
     epoch: str
     seed: int
+    # Largest number of turns of one trajectory. If it is 1, the first answer is final.
     max_turns: int
-    """Largest number of turns of one trajectory. If it is 1, the first answer is final."""
+    # Largest number of tokens that are sampled in one turn.
     max_new_tokens: int
-    """Largest number of tokens that are sampled in one turn."""
     temperature: float
+    # Value of `time.monotonic()` after which no further turn begins. None means that there is no limit.
     deadline: float | None = None
-    """Value of `time.monotonic()` after which no further turn begins. None means that there is no limit."""
+    # Whether a token rollout shortens old observations when the context window is full. It is off in
+    # training, because a trajectory that is trained on must be one sequence of tokens. A chat rollout always
+    # shortens old observations.
     shorten_history: bool = False
-    """Whether a token rollout shortens old observations when the context window is full.
-
-    It is off in training, because a trajectory that is trained on must be one sequence of tokens. A chat
-    rollout always shortens old observations.
-    """
+    # Function that is called with the number of finished trajectories and the number of all trajectories.
     on_progress: Callable[[int, int], None] = _ignore_progress
-    """Function that is called with the number of finished trajectories and the number of all trajectories."""
 
     @property
     def multi_turn(self) -> bool:

@@ -27,23 +27,23 @@ from components.sandbox import isolation, time_limits
 
 TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
+# Capacity of the shell's /tmp, in bytes.
 TEMPORARY_BYTES = 1 << 28
-"""Capacity of the shell's /tmp, in bytes."""
+# Limit of the shell's memory, in bytes.
 MEMORY_BYTES = 4 << 30
-"""Limit of the shell's memory, in bytes."""
+# Limit of the size of one file that the shell writes, in bytes.
 MAX_FILE_BYTES = 64 << 20
-"""Limit of the size of one file that the shell writes, in bytes."""
+# Limit of the total size of all files of the shell, in bytes.
 MAX_DISK_BYTES = 256 << 20
-"""Limit of the total size of all files of the shell, in bytes."""
+# Limit of the number of files and folders of the shell.
 MAX_ENTRIES = 10_000
-"""Limit of the number of files and folders of the shell."""
+# Bytes of a command's output that are read at its beginning, and again at its end.
 KEPT_BYTES = 1 << 16
-"""Bytes of a command's output that are read at its beginning, and again at its end."""
+# Limit of the CPU time of one process, in seconds.
 CPU_SECONDS = 3600
-"""Limit of the CPU time of one process, in seconds."""
 POLL_SECONDS = 0.25
+# Seconds that starting or ending a background command may take.
 CONTROL_SECONDS = 5.0
-"""Seconds that starting or ending a background command may take."""
 DRIVER = r"""
 trap '' XFSZ
 declare -A __job
@@ -70,8 +70,8 @@ class CommandResult:
 
     output: str
     code: int | None
+    # Why there is no exit code. It is empty if there is one.
     note: str = ""
-    """Why there is no exit code. It is empty if there is one."""
 
 
 class Shell:
@@ -111,8 +111,8 @@ class Shell:
                 shutil.copy(path, self.workspace)
         self.process: subprocess.Popen[bytes] | None = None
         self.commands = 0
+        # Number of bytes of output that were already returned, by the number of the background command.
         self.read_until: dict[str, int] = {}
-        """Number of bytes of output that were already returned, by the number of the background command."""
         self.lock = threading.Lock()
 
     # --- files ---

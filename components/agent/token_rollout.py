@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PARALLEL_CALLS = 64
+# Number of tokens that must be left in the context window; with fewer, an episode ends.
 MIN_TURN_TOKENS = 16
-"""Number of tokens that must be left in the context window; with fewer, an episode ends."""
+# Placeholder for a sampled turn in a rendered chat template; it occurs in no template and no prompt.
 MARK = "\u2402assistant\u2403"
-"""Placeholder for a sampled turn in a rendered chat template; it occurs in no template and no prompt."""
 
 
 def suffix_ids(
@@ -74,8 +74,8 @@ class TokenEpisode(Episode):
         self.ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
+        # Begin and end of the observations in `ids`, for each turn.
         self.observed: list[tuple[int, int]] = []
-        """Begin and end of the observations in `ids`, for each turn."""
         self.shortened = 0
 
     def prompt(self, *, shorten: bool) -> list[int]:

@@ -19,10 +19,10 @@ FENCE = re.compile(
     r"^```(?:json|tool_call|tool|tool_code)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
 LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|parameters)"\s*:', re.DOTALL)
+# Largest number of calls of one turn that are run; further calls are ignored.
 MAX_CALLS = 16
-"""Largest number of calls of one turn that are run; further calls are ignored."""
+# Largest number of characters that the arguments of one call may have together.
 MAX_ARGUMENT_CHARACTERS = 1 << 20
-"""Largest number of characters that the arguments of one call may have together."""
 FORM = (
     "a call is <function=NAME>, its <parameter=…> and </function>, or one JSON object with name and arguments"
 )

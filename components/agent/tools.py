@@ -23,20 +23,19 @@ from components.core.params import Sandbox
 from components.core.text import readable
 from components.judge.verdict import Verdict
 
+# Default time limit of a shell command.
 SHELL_SECONDS = 120.0
-"""Default time limit of a shell command."""
+# Largest time limit that the policy can give a shell command.
 MAX_SHELL_SECONDS = 600.0
-"""Largest time limit that the policy can give a shell command."""
+# Time limit of a Grep call.
 SEARCH_SECONDS = 20.0
-"""Time limit of a Grep call."""
+# Smallest and largest limit of the length of an observation, in characters. Between them, the limit is a
+# quarter of the number of tokens in the policy's context window.
 MIN_OBSERVATION, MAX_OBSERVATION = 2000, 30_000
-"""Smallest and largest limit of the length of an observation, in characters.
-
-Between them, the limit is a quarter of the number of tokens in the policy's context window.
-"""
+# Largest number of lines, and of characters in each line, that one Read call shows.
 MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
-"""Largest number of lines, and of characters in each line, that one Read call shows."""
 FAILURE = "invalid tool call"
+# Files and folders that a Grep call without a path searches.
 SEARCHED = (
     "SKILL.md",
     "model.py",
@@ -47,7 +46,6 @@ SEARCHED = (
     "kernels",
     "utils",
 )
-"""Files and folders that a Grep call without a path searches."""
 
 
 class Tools:
@@ -74,13 +72,13 @@ class Tools:
         self.limit = max(MIN_OBSERVATION, min(MAX_OBSERVATION, context // 4))
         self.read_first = read_first
         self.verdicts: list[Verdict] = []
+        # Text of each candidate's file at the time when the policy last read or wrote it.
         self.last_seen: dict[str, str] = {}
-        """Text of each candidate's file at the time when the policy last read or wrote it."""
         self.lock = threading.RLock()
         self._shell: Shell | None = None
         self._socket: JudgeSocket | None = None
+        # The candidate's files that were last written to the shell's workspace or read from it.
         self._pushed: dict[str, str] = {}
-        """The candidate's files that were last written to the shell's workspace or read from it."""
 
     def run(self, request: Request) -> ToolCall:
         """Execute one tool call and return its record.

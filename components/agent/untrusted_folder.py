@@ -12,10 +12,10 @@ from pathlib import Path
 
 from components.core.files import remove_tree
 
+# Size of the largest file that is read, in bytes.
 MAX_FILE_BYTES = 1 << 20
-"""Size of the largest file that is read, in bytes."""
+# Largest number of names that are read from one folder.
 MAX_FILES = 200
-"""Largest number of names that are read from one folder."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -8,12 +8,12 @@ from typing import Literal
 from components.judge.verdict import Verdict
 
 Utility = Literal["compile", "verification", "profiling"]
+# Names of the utilities, by the command line that runs each utility.
 COMMANDS: dict[str, Utility] = {
     "bash utils/compile.sh": "compile",
     "python3 -m utils.verification": "verification",
     "python3 -m utils.profiling": "profiling",
 }
-"""Names of the utilities, by the command line that runs each utility."""
 BUILD_SUCCEEDED = "Build succeeded."
 
 

@@ -8,6 +8,7 @@ from components.core.config import PROJECT
 from components.core.task import KernelTask
 
 TEMPLATE = PROJECT / "agent_workdir"
+# Files of the template, which the policy may read but not write.
 READ_ONLY = (
     "SKILL.md",
     "binding.cpp",
@@ -19,7 +20,6 @@ READ_ONLY = (
     "utils/profiling.py",
     "utils/ask.py",
 )
-"""Files of the template, which the policy may read but not write."""
 
 
 def plain_path(path: str) -> str | None:

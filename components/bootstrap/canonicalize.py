@@ -12,20 +12,18 @@ from dataclasses import dataclass, field
 
 from components.bootstrap.chain_parser import OPERATOR_LINES, PATTERNS, TASK_LAYOUT, read_chain
 
+# Names of torch functions as they are written in composed tasks, such as F.relu for relu.
 QUALIFIED_NAMES = {
     name: f"{module}.{name}"
     for line in OPERATOR_LINES.values()
     for module, name in re.findall(r"(F|torch)\.(\w+)", line)
 }
-"""Names of torch functions as they are written in composed tasks, such as F.relu for relu."""
+# Names of torch functions by the lower-case name of the torch.nn module that computes the same. For example,
+# leaky_relu has the key leakyrelu.
 MODULE_FUNCTIONS = {name.replace("_", ""): name for name in QUALIFIED_NAMES}
-"""Names of torch functions by the lower-case name of the torch.nn module that computes the same.
-
-For example, leaky_relu has the key leakyrelu.
-"""
 TORCH_NAMESPACES = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
+# Keyword arguments that composed tasks pass as positional arguments, by function.
 POSITIONAL_CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
-"""Keyword arguments that composed tasks pass as positional arguments, by function."""
 DIM_FUNCTIONS = frozenset({"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp"})
 NORMS = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}
 
@@ -217,8 +215,8 @@ class _Speller(ast.NodeTransformer):
 
     attributes: Names
     rank: int | None
+    # Name in the composed task of each attribute with parameters, by its name in the user's module.
     renamed: dict[str, str] = field(default_factory=dict)
-    """Name in the composed task of each attribute with parameters, by its name in the user's module."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)

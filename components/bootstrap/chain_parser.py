@@ -29,6 +29,8 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
+# Right-hand side of the assignment `x = …` of each operator. {0} and {1} are replaced by the operator's
+# constants.
 OPERATOR_LINES = {
     "relu": "F.relu(x)",
     "leaky_relu": "F.leaky_relu(x, {0})",
@@ -68,17 +70,13 @@ OPERATOR_LINES = {
     "add_input": "x + y",
     "mul_input": "x * y",
 }
-"""Right-hand side of the assignment `x = …` of each operator.
-
-{0} and {1} are replaced by the operator's constants.
-"""
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
+# Patterns of the lines in OPERATOR_LINES, with a group for each constant.
 PATTERNS = {
     name: re.compile(re.sub(r"\\{\d\\}", lambda _: NUMBER, re.escape(line)))
     for name, line in OPERATOR_LINES.items()
 }
-"""Patterns of the lines in OPERATOR_LINES, with a group for each constant."""
 SOURCE = re.compile(
     re.escape(TASK_LAYOUT)
     .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
@@ -90,8 +88,8 @@ PARAMETER = re.compile(
     r" {8}self\.(?:(scale|shift) = nn\.Parameter\(.*\)"
     r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
 )
+# Names of the kernel's arguments for the parameters of each module.
 MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
-"""Names of the kernel's arguments for the parameters of each module."""
 
 REDUCTIONS = frozenset({"sum", "mean", "amax", "logsumexp"})
 ROW_OPERATORS = frozenset({"softmax", "log_softmax", "layer_norm", "rms_norm", "normalize"}) | REDUCTIONS

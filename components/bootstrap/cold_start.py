@@ -34,10 +34,10 @@ from components.policy.checkpoint import Manifest, save_checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Minimum time between two saves of the training state.
 SAVE_SECONDS = 60.0
-"""Minimum time between two saves of the training state."""
+# Share of the steps in which the learning rate rises.
 WARMUP_SHARE = 0.05
-"""Share of the steps in which the learning rate rises."""
 
 
 class _Gone(Exception):

@@ -25,18 +25,13 @@ from components.policy.checkpoint import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Number of demonstrations of each task. It is larger than 1, because composing a task takes about ten times
+# as long as writing a demonstration.
 PER_TASK = 3
-"""Number of demonstrations of each task.
-
-It is larger than 1, because composing a task takes about ten times as long as writing a demonstration.
-"""
+# Number of conversations on which the tokenizer is trained.
 TOKENIZER_CONVERSATIONS = 2000
-"""Number of conversations on which the tokenizer is trained."""
+# Number of micro-batches in a step. The sequences of one micro-batch have about the same length.
 MICROBATCHES = 4
-"""Number of micro-batches in a step.
-
-The sequences of one micro-batch have about the same length.
-"""
 
 
 @dataclass(frozen=True)

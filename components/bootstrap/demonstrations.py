@@ -18,20 +18,16 @@ from components.core.params import Coldstart, Device
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 
+# Probabilities that a correct kernel of each style reaches milestone 1, 2 and 3. The styles of each device
+# are ordered from slow to fast.
 MILESTONES: dict[Device, dict[str, tuple[float, float, float]]] = {
     "cpu": {"passes": (0.93, 0.07, 0.0), "fused": (0.9, 0.03, 0.07), "simd": (0.1, 0.1, 0.8)},
     "cuda": {"passes": (0.95, 0.05, 0.0), "fused": (0.4, 0.1, 0.5), "vector": (0.4, 0.1, 0.5)},
 }
-"""Probabilities that a correct kernel of each style reaches milestone 1, 2 and 3.
-
-The styles of each device are ordered from slow to fast.
-"""
 STYLES: dict[Device, tuple[str, ...]] = {device: tuple(table) for device, table in MILESTONES.items()}
+# Styles whose share of the kernels is set by the parameters `fast_share` and `second_fast_share`. Fused
+# kernels are included only for GPUs, because fusing hardly speeds up a kernel on a single CPU thread.
 FAST: dict[Device, tuple[str, ...]] = {"cpu": ("simd",), "cuda": ("fused", "vector")}
-"""Styles whose share of the kernels is set by the parameters `fast_share` and `second_fast_share`.
-
-Fused kernels are included only for GPUs, because fusing hardly speeds up a kernel on a single CPU thread.
-"""
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
 DONE = "Done."
@@ -60,10 +56,10 @@ def write_call(kernel: str, device: Device) -> str:
     )
 
 
+# Text of the tool call that builds the kernel, compares it with the reference, and measures its time.
 MEASURE_CALL = (
     f"<tool_call>\n<function=Bash>\n<parameter=command>\n{MEASURE}\n</parameter>\n</function>\n</tool_call>"
 )
-"""Text of the tool call that builds the kernel, compares it with the reference, and measures its time."""
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------

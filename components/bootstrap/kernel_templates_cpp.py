@@ -52,8 +52,8 @@ class Reduction:
 
     declare: tuple[str, ...]
     clause: str
+    # Lines for each element `v` of the row. The line `b[i] = v;`, if it is included, stores the element.
     each: tuple[str, ...]
-    """Lines for each element `v` of the row. The line `b[i] = v;`, if it is included, stores the element."""
     finish: tuple[str, ...] = ()
 
 

@@ -19,8 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+# Type of a message, which has a `role` (system, user, assistant or tool) and a `content`.
 Message = dict[str, str]
-"""Type of a message, which has a `role` (system, user, assistant or tool) and a `content`."""
 
 PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -28,16 +28,14 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Pattern of a run of lines that have no assignment, semicolon or digit, or of a single other line.
 PIECE = r"(?:(?![^\n]*(?: = |[;0-9]))(?:[^\n]*\n|[^\n]+$))+|[^\n]*\n"
-"""Pattern of a run of lines that have no assignment, semicolon or digit, or of a single other line."""
+# Pattern of a decimal with at most two digits after the point, or of an integer with at least three digits.
+# The sign is not included. The digits of `1e-5`, `t[0]` or `0.70710678f` do not match.
 CONSTANT = r"(?<![\w.])(?:\d+\.\d{1,2}|\d{3,})(?![\d])"
-"""Pattern of a decimal with at most two digits after the point, or of an integer with at least three digits.
 
-The sign is not included. The digits of `1e-5`, `t[0]` or `0.70710678f` do not match.
-"""
-
+# Least share of the texts in which a constant must occur to become one token.
 COMMON = 0.002
-"""Least share of the texts in which a constant must occur to become one token."""
 
 
 def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) -> PreTrainedTokenizerFast:

@@ -158,6 +158,7 @@ def _with_options(
     The signature has the parameters `own` of the command, followed by the parameters `added`.
     """
     functools.update_wrapper(call, command)
+    # inspect.signature reads this attribute, which the type of a function does not declare.
     call.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
     return call

@@ -21,8 +21,8 @@ from components.core.errors import UserError
 if TYPE_CHECKING:
     from components.planning.capacity import Input
 
+# Number of folders of trajectories that are read, newest first, to measure turns and tokens.
 NEWEST_FOLDERS = 4
-"""Number of folders of trajectories that are read, newest first, to measure turns and tokens."""
 
 
 @with_common_options("h20-pool")

@@ -19,8 +19,8 @@ from typing import Any
 
 from components.core.errors import InfrastructureError, UserError
 
+# Name of a checkpoint's file with the digest of each other file, and the digest of this list.
 MANIFEST = "manifest.json"
-"""Name of a checkpoint's file with the digest of each other file, and the digest of this list."""
 
 
 def digest_bytes(data: bytes) -> str:

@@ -90,8 +90,8 @@ def load_task(path: Path) -> KernelTask:
     return KernelTask(code=code, name=path.stem)
 
 
+# Keys of a task's evidence whose values are measured and so differ each time the data set is built.
 MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
-"""Keys of a task's evidence whose values are measured and so differ each time the data set is built."""
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 

@@ -34,11 +34,11 @@ class Side(FrozenModel):
 
     name: str
     evaluation: Evaluation
+    # Values of the parameters, by dotted key. Empty if they were not recorded.
     params: dict[str, Any] = Field(default_factory=dict)
-    """Values of the parameters, by dotted key. Empty if they were not recorded."""
     dataset: str = ""
+    # Digests of the source files, by path. Empty if they were not recorded.
     sources: dict[str, str] = Field(default_factory=dict)
-    """Digests of the source files, by path. Empty if they were not recorded."""
 
 
 class PairedTest(FrozenModel):

@@ -31,13 +31,11 @@ from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
+# Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on
+# which the judge fails even in the last retry become errors of the evaluation.
 RETRY_SECONDS = (0.0, 30.0, 120.0)
-"""Seconds to wait before final answers on which the judge failed are measured again, for each retry.
-
-Tasks on which the judge fails even in the last retry become errors of the evaluation.
-"""
+# Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
 SOUND = ("", "eager_time", "infrastructure")
-"""Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted."""
 
 
 def evaluate(

@@ -46,13 +46,13 @@ HEADLINE = (
     ("geomean.compile", "speed-up against torch.compile"),
     ("mean_reward", "mean reward"),
 )
+# Label and CSS class of the colour, by milestone.
 MILESTONES = {
     -1: ("not correct", "m-1"),
     1: ("correct", "m1"),
     2: ("faster than eager", "m2"),
     3: ("faster than both", "m3"),
 }
-"""Label and CSS class of the colour, by milestone."""
 BASELINE_TITLES: dict[Baseline, str] = {"eager": "against eager", "compile": "against torch.compile"}
 
 
@@ -321,12 +321,12 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
     )
 
 
+# Titles of curves, by metric. For each stage, the first of these metrics that the stage logged is drawn.
 CURVES = {
     "reward": "mean reward",
     "explained_variance_held_out": "explained variance, held out",
     "loss": "loss",
 }
-"""Titles of curves, by metric. For each stage, the first of these metrics that the stage logged is drawn."""
 
 
 def _curves(stage: StageFigures) -> dict[str, Any] | None:

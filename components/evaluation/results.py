@@ -17,8 +17,8 @@ class Evaluation(FrozenModel):
     """Record of one evaluation, which is the contents of results.json."""
 
     suite: str
+    # Digest of the task ids in order. Two evaluations with equal digests have the same tasks.
     suite_digest: str
-    """Digest of the task ids in order. Two evaluations with equal digests have the same tasks."""
     policy: str
     policy_digest: str
     device: str
@@ -28,8 +28,8 @@ class Evaluation(FrozenModel):
     tasks: tuple[TaskResult, ...]
     overall: Summary
     levels: dict[str, Summary]
+    # Number of tasks on which the judge itself failed, so that they were neither solved nor failed.
     errors: int
-    """Number of tasks on which the judge itself failed, so that they were neither solved nor failed."""
 
 
 def read_record(file: Path) -> dict[str, Any]:

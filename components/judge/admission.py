@@ -30,12 +30,12 @@ from components.sandbox.runner_factory import RunnerFactory
 
 ROUNDS = 3  # timed rounds of each baseline
 COPIED_BYTES = 2**27  # size of the tensor that `measure_rates` copies
+# Bytes of device memory that are reserved for a task's first run, when its needs are unknown.
 DESCRIPTION_BYTES = 1 << 30
-"""Bytes of device memory that are reserved for a task's first run, when its needs are unknown."""
+# Share of a GPU's memory that the process of one task may allocate while other tasks are prepared.
 RUNNER_SHARE = 0.125
-"""Share of a GPU's memory that the process of one task may allocate while other tasks are prepared."""
+# Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks.
 TASK_SHARE = 0.25
-"""Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks."""
 MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
 TINY = 1e-30  # smallest divisor
 

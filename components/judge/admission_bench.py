@@ -10,13 +10,10 @@ from components.judge.timed_runner import TimedRunner
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import ZygoteKind
 
+# Number of calls and bytes in a round of an admission on a GPU, as a share of the usual number. The rounds
+# are short, because nothing else runs on the GPU during a round, and small, because the GPU's memory limits
+# how many tasks are prepared at once. The times that an admission measures need less precision than a reward.
 ROUND_SHARE = 0.25
-"""Number of calls and bytes in a round of an admission on a GPU, as a share of the usual number.
-
-The rounds are short, because nothing else runs on the GPU during a round, and small, because the GPU's memory
-limits how many tasks are prepared at once. The times that an admission measures need less precision than a
-reward.
-"""
 
 
 class AdmissionBench:

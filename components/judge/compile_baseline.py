@@ -16,17 +16,14 @@ from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.sandbox.runner_process import RunnerError
 
+# Baseline in the mode that times kernels while it compiles, and therefore needs the device exclusively.
 MAX_AUTOTUNE = Baseline("compile", "max-autotune")
-"""Baseline in the mode that times kernels while it compiles, and therefore needs the device exclusively."""
+# Baselines of the torch.compile modes that are compared, by device. The modes other than the default add CUDA
+# graphs and the tuning of Triton kernels, so cpu has the default mode only.
 COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
     "cpu": (COMPILE,),
     "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
 }
-"""Baselines of the torch.compile modes that are compared, by device.
-
-The modes other than the default add CUDA graphs and the tuning of Triton kernels, so cpu has the default mode
-only.
-"""
 
 
 def start_modes(bench: TaskBench) -> None:

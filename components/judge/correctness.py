@@ -13,13 +13,11 @@ import torch
 
 from components.core.params import Params, Precision, Sandbox
 
+# Smallest limit of the maximum error, relative to the largest absolute value of the reference output. It is a
+# few float32 units in the last place, because the float32 reference may happen to have no error.
 FLOAT32_FLOOR = 8 * 2.0**-23
-"""Smallest limit of the maximum error, relative to the largest absolute value of the reference output.
-
-It is a few float32 units in the last place, because the float32 reference may happen to have no error.
-"""
+# Bytes of reference outputs that are compared at a time.
 COMPARED_BYTES = 1 << 26
-"""Bytes of reference outputs that are compared at a time."""
 
 
 class ReferenceOutput:
@@ -37,11 +35,9 @@ class ReferenceOutput:
         """
         self.single = single
         self.mask: torch.Tensor | None = None
+        # Largest distance (maximum, RMS) of a correct output from `single`, relative to the scale. The scale
+        # is the largest absolute value of `expected`.
         self.slack = (0.0, 0.0)
-        """Largest distance (maximum, RMS) of a correct output from `single`, relative to the scale.
-
-        The scale is the largest absolute value of `expected`.
-        """
         if not single.dtype.is_floating_point:
             return
         both_finite = torch.isfinite(single) & torch.isfinite(expected)

@@ -21,19 +21,17 @@ import torch
 from components.core.params import Device
 from components.sandbox.runner_process import Runner
 
+# Share of the device's memory that can be reserved; the rest is a margin for estimates that are too low.
 MEMORY_SHARE = 0.85
-"""Share of the device's memory that can be reserved; the rest is a margin for estimates that are too low."""
+# Share of the device's memory that torch may cache in this process, where no other process can use it.
 CACHED_SHARE = 0.1
-"""Share of the device's memory that torch may cache in this process, where no other process can use it."""
+# Smallest number of seconds between two checks of torch's cache. The checks are rare, because each check
+# holds the interpreter's lock.
 TRIM_SECONDS = 5
-"""Smallest number of seconds between two checks of torch's cache.
-
-The checks are rare, because each check holds the interpreter's lock.
-"""
+# Seconds between two attempts to release memory of idle task benches.
 RETRY_SECONDS = 0.2
-"""Seconds between two attempts to release memory of idle task benches."""
+# Smallest number of cores of a machine on which timed rounds on cuda get a core of their own.
 MIN_CORES = 4
-"""Smallest number of cores of a machine on which timed rounds on cuda get a core of their own."""
 
 
 @functools.cache
@@ -75,17 +73,17 @@ class DeviceScheduler:
     """
 
     def __init__(self, device: Device):
+        # Whether a measurement excludes preparations, which is True on cuda and False on cpu.
         self.is_exclusive = device == "cuda"
-        """Whether a measurement excludes preparations, which is True on cuda and False on cpu."""
+        # Bytes of the GPU's memory; 0 on cpu.
         self.device_bytes: int = torch.cuda.get_device_properties(0).total_memory if self.is_exclusive else 0
-        """Bytes of the GPU's memory; 0 on cpu."""
         self.timed_cores, self.other_cores = cores(device)
         self.reservable_bytes = int(MEMORY_SHARE * self.device_bytes)
         self.free_bytes = self.reservable_bytes
+        # One ticket for each thread that waits for memory; the threads get memory in this order.
         self.memory_queue: deque[object] = deque()
-        """One ticket for each thread that waits for memory; the threads get memory in this order."""
+        # Function that frees memory of idle task benches, for a thread that waits for memory.
         self.release_idle_memory: Callable[[], None] = lambda: None
-        """Function that frees memory of idle task benches, for a thread that waits for memory."""
         self.condition = threading.Condition()
         self.trimmed_at = 0.0
         self.preparations = 0

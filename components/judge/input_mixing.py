@@ -9,8 +9,8 @@ import torch
 
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
+# Largest size in bytes of an input that is stored twice in a row, so that a rotated copy of it is a view.
 MAX_DOUBLED_BYTES = 1 << 28
-"""Largest size in bytes of an input that is stored twice in a row, so that a rotated copy of it is a view."""
 
 
 class InputMix(NamedTuple):

@@ -43,18 +43,15 @@ SOURCES = sorted(
     for path in (PROJECT / "components" / package).iterdir()
     if path.suffix in (".py", ".cpp")
 )
+# Digest of the judge's own sources, which is stored in the evidence of every verdict.
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
-"""Digest of the judge's own sources, which is stored in the evidence of every verdict."""
+# Number of file descriptors that are assumed to be open for one task bench. They belong to the shared memory
+# of its reference and of each runner, and to each runner's connection and pidfd.
 TASK_DESCRIPTORS = 32
-"""Number of file descriptors that are assumed to be open for one task bench.
-
-They belong to the shared memory of its reference and of each runner, and to each runner's connection and
-pidfd.
-"""
+# Number of file descriptors that are reserved for everything else in the judge's process.
 OTHER_DESCRIPTORS = 512
-"""Number of file descriptors that are reserved for everything else in the judge's process."""
+# Largest number of characters in the log of a verdict; the middle of a longer log is cut out.
 LOG_CHARACTERS = 2000
-"""Largest number of characters in the log of a verdict; the middle of a longer log is cut out."""
 REASON_CHARACTERS = 200
 
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 from components.judge.verdict import Verdict
 
+# Ratio of baseline time to candidate time above which a candidate is called faster.
 MARGIN = 1.05
-"""Ratio of baseline time to candidate time above which a candidate is called faster."""
 
 
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:

@@ -21,8 +21,8 @@ from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
 
+# Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
-"""Names of the sandbox parameters that change no verdict and are not part of the protocol's digest."""
 
 
 @dataclass(frozen=True)

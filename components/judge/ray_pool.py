@@ -27,10 +27,10 @@ from components.judge.judge import Judge
 from components.judge.pool import LocalPool
 from components.judge.verdict import Admission, Verdict
 
+# Statuses that a verdict can have if the candidate's runner was killed from outside.
 KILLED_STATUSES = ("crashed", "build_failed", "load_failed", "out_of_memory")
-"""Statuses that a verdict can have if the candidate's runner was killed from outside."""
+# Seconds to wait so that an actor that Ray is terminating has ended.
 RESTART_SECONDS = 0.2
-"""Seconds to wait so that an actor that Ray is terminating has ended."""
 
 
 class JudgeActor:
@@ -89,8 +89,8 @@ class RemoteJudges:
             actor.options(**options).remote(params.model_dump(mode="json")) for _ in range(sandbox.judges)
         ]
         self.loads = [0] * sandbox.judges
+        # Index of the actor that last failed on a job, by the job's key; the next attempt avoids it.
         self.failed: dict[str, int] = {}
-        """Index of the actor that last failed on a job, by the job's key; the next attempt avoids it."""
         self.workers = sandbox.build_workers
         self.lock = threading.Lock()
 

@@ -7,20 +7,19 @@ from collections.abc import Iterator, Mapping
 from components.judge.verdict import Status
 from components.sandbox.runner_process import RunnerError
 
+# Pattern of the runner messages that may appear in a verdict after the runner has received timed inputs. Any
+# other message is replaced by `HIDDEN`, because a candidate could put answers into its message for other
+# candidates of the task, whose inputs are mixed from the same sets.
 PLAIN_REASON = re.compile(
     "wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|output_is_mapped"
     "|wrong_(?:shape|dtype|device)|torch_compute"
 )
-"""Pattern of the runner messages that may appear in a verdict after the runner has received timed inputs.
-
-Any other message is replaced by `HIDDEN`, because a candidate could put answers into its message for other
-candidates of the task, whose inputs are mixed from the same sets.
-"""
 HIDDEN = "it failed in a timed call, having passed verification"
 
+# Status, reason and log of a verdict, in which `{text}` is replaced by the runner's message.
 Rejection = tuple[Status, str, str]
-"""Status, reason and log of a verdict, in which `{text}` is replaced by the runner's message."""
 
+# Rejections by the kind of the RunnerError, for errors that are raised while the candidate is called.
 RUN_ERRORS: dict[str, Rejection] = {
     "crashed": ("crashed", "process_died", "{text}"),
     "timed_out": ("timed_out", "run_limit", "{text}"),
@@ -30,17 +29,14 @@ RUN_ERRORS: dict[str, Rejection] = {
     "wrong": ("wrong_output", "{text}", "the output has not the reference's form: {text}"),
     "forbidden": ("forbidden", "{text}", "computing with torch is forbidden: {text}"),
 }
-"""Rejections by the kind of the RunnerError, for errors that are raised while the candidate is called."""
+# Rejections by the kind of the RunnerError, for errors that are raised while the candidate is loaded. No
+# output exists yet while a candidate is loaded. The kinds `wrong` and `forbidden`, which are errors of a
+# call, are therefore reported as crashes.
 LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
     "error": ("load_failed", "import", "{text}"),
     "wrong": ("crashed", "wrong", "{text}"),
     "forbidden": ("crashed", "forbidden", "{text}"),
 }
-"""Rejections by the kind of the RunnerError, for errors that are raised while the candidate is loaded.
-
-No output exists yet while a candidate is loaded. The kinds `wrong` and `forbidden`, which are errors of a
-call, are therefore reported as crashes.
-"""
 
 
 class Rejected(Exception):

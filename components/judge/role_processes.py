@@ -88,8 +88,8 @@ class OneProcess:
         self.device = device
         self.factory = factory
         self.zygote = zygote
+        # Share of the GPU's memory that the process may allocate.
         self.memory_share = memory_share
-        """Share of the GPU's memory that the process may allocate."""
         self.runner: Runner | None = None
         self.shared: RunnerMemory | None = None
 

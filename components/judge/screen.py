@@ -31,11 +31,9 @@ BUILTINS = frozenset(
 FORBIDDEN_NAMES = frozenset(
     """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
 )
+# Modules all of whose functions may be called in `__init__`, which is the only place for most of them. They
+# compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
 CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
-"""Modules all of whose functions may be called in `__init__`, which is the only place for most of them.
-
-They compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
-"""
 
 
 def screen_files(files: dict[str, str]) -> str | None:

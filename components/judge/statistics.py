@@ -8,24 +8,18 @@ import numpy as np
 from components.judge.milestone import MARGIN
 from components.judge.verdict import Ratio
 
+# Smallest time beyond the no-op's time that can be measured, as a share of the no-op's time. The no-op reads
+# and writes as many bytes as the outputs have, and any honest candidate must at least write them. A smaller
+# difference is noise, and as a divisor it would result in ratios of several hundred.
 RESOLVED = 0.2
-"""Smallest time beyond the no-op's time that can be measured, as a share of the no-op's time.
-
-The no-op reads and writes as many bytes as the outputs have, and any honest candidate must at least write
-them. A smaller difference is noise, and as a divisor it would result in ratios of several hundred.
-"""
+# Half-width of a 95 % interval of a log-ratio, at or below which a measurement is precise enough. At this
+# half-width, equally fast code is seldom measured as 5 % faster (docs/judge.md).
 NARROW = 0.025
-"""Half-width of a 95 % interval of a log-ratio, at or below which a measurement is precise enough.
-
-At this half-width, equally fast code is seldom measured as 5 % faster (docs/judge.md).
-"""
+# Number of rounds at which an interval is assumed to be twice as wide as estimated.
 UNCERTAIN_ROUNDS = 8
-"""Number of rounds at which an interval is assumed to be twice as wide as estimated."""
+# Largest number of rounds for a time that is not a paired ratio, as a multiple of `sandbox.rounds`. More
+# rounds would not make such a time more precise, because the load of the machine changes meanwhile.
 UNPAIRED_ROUNDS = 4
-"""Largest number of rounds for a time that is not a paired ratio, as a multiple of `sandbox.rounds`.
-
-More rounds would not make such a time more precise, because the load of the machine changes meanwhile.
-"""
 Z95 = NormalDist().inv_cdf(0.975)
 
 

@@ -17,10 +17,10 @@ from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
+# Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes.
 TIMED_RUNNERS = 5
-"""Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes."""
+# Wall-time limit of a baseline's runner in seconds; each of its rounds also has a shorter limit.
 BASELINE_SECONDS = 24 * 3600
-"""Wall-time limit of a baseline's runner in seconds; each of its rounds also has a shorter limit."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class TaskBench:
         self.scheduler = scheduler
         self.reference = TaskReference(params, scheduler, code, processes, Sizing())
         self.baselines = BaselineCache(self.reference, processes)
+        # Seconds of one call by mode of torch.compile, which is empty until the modes have been compared.
         self.mode_seconds: dict[Baseline, float] = {}
-        """Seconds of one call by mode of torch.compile, which is empty until the modes have been compared."""
+        # Whether to start torch.compile before a candidate needs it; False after such a start failed.
         self.starts_compile_early = True
-        """Whether to start torch.compile before a candidate needs it; False after such a start failed."""
+        # Lock that is held on a GPU while a candidate of this task is measured.
         self.candidate_lock = threading.Lock()
-        """Lock that is held on a GPU while a candidate of this task is measured."""
 
     @property
     def bytes(self) -> int:

@@ -17,22 +17,18 @@ from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 from components.sandbox.runner_protocol import MemoryLayout, Region, RegionName
 from components.sandbox.shared_memory import Buffer, Slot
 
+# Largest number of calls in one round, by device.
 MAX_CALLS = {"cpu": 32, "cuda": 256}
-"""Largest number of calls in one round, by device."""
+# Largest size in bytes of the inputs and outputs of one round, by device, unless one call has more.
 MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Largest size in bytes of the inputs and outputs of one round, by device, unless one call has more."""
+# Largest share of a GPU's memory that the inputs and outputs of one call may take. The share is small,
+# because about 15 copies of the inputs and outputs of a call exist at once.
 MAX_CALL_SHARE = 1 / 16
-"""Largest share of a GPU's memory that the inputs and outputs of one call may take.
-
-The share is small, because about 15 copies of the inputs and outputs of a call exist at once.
-"""
+# Largest size in bytes of all correctness sets, which are the input sets with reference outputs. A large task
+# has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
 MAX_REFERENCE_BYTES = 24 << 30
-"""Largest size in bytes of all correctness sets, which are the input sets with reference outputs.
-
-A large task has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
-"""
+# Bytes of device memory that CUDA uses for each process.
 CONTEXT_BYTES = 600 << 20
-"""Bytes of device memory that CUDA uses for each process."""
 
 Dtype = Literal[
     "float64",
@@ -118,13 +114,13 @@ class TensorLayout:
 class Sizing:
     """Options for how much of a task is prepared and timed; the defaults are used for judging candidates."""
 
+    # Number of calls and bytes in a round, as a share of the usual number.
     round_share: float = 1.0
-    """Number of calls and bytes in a round, as a share of the usual number."""
     min_correctness_sets: int = 1
+    # Largest number of input sets that timed inputs are mixed from; at least two sets are made.
     timed_sets: int = 6
-    """Largest number of input sets that timed inputs are mixed from; at least two sets are made."""
+    # Whether to keep prepared reference outputs, instead of preparing them again at each use.
     keep_references: bool = True
-    """Whether to keep prepared reference outputs, instead of preparing them again at each use."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +131,18 @@ class TaskLayout:
     sizing: Sizing
     inputs: TensorLayout
     outputs: TensorLayout
+    # Layout of the outputs with float64 in place of every floating-point type.
     expected: TensorLayout
-    """Layout of the outputs with float64 in place of every floating-point type."""
     parameters: TensorLayout
+    # Number of calls in one timed round.
     calls: int
-    """Number of calls in one timed round."""
+    # Number of sets of inputs and outputs that fit into a timed runner's memory. The memory has one more set
+    # of inputs, the scratch set, which is used for warm-up calls.
     capacity: int
-    """Number of sets of inputs and outputs that fit into a timed runner's memory.
-
-    The memory has one more set of inputs, the scratch set, which is used for warm-up calls.
-    """
+    # Input distribution of each correctness set.
     distributions: list[str]
-    """Input distribution of each correctness set."""
+    # Number of all input sets: the correctness sets, then the sets that timed inputs are mixed from.
     input_sets: int
-    """Number of all input sets: the correctness sets, then the sets that timed inputs are mixed from."""
 
     @staticmethod
     def of(

@@ -48,8 +48,8 @@ class TaskReference:
 
     parameters: Buffer
     parameter_seed: int
+    # Seed of each input set.
     seeds: list[int]
-    """Seed of each input set."""
     inputs: InputBank
 
     def __init__(
@@ -68,8 +68,8 @@ class TaskReference:
         self.scheduler = scheduler
         self.code = code
         self.runner: Runner | None = None
+        # Buffers and the memory reserved for them, which `close` releases in reverse order.
         self.resources = contextlib.ExitStack()
-        """Buffers and the memory reserved for them, which `close` releases in reverse order."""
         self._outputs: dict[int, list[ReferenceOutput]] = {}
         self._slack: dict[int, list[tuple[float, float]]] = {}
         header: RoleHeader = {"role": "describe", "code": code, "precision": params.precision}

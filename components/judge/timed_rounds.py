@@ -15,10 +15,10 @@ from components.judge.verdict import Ratio
 from components.sandbox.runner_process import RunnerError
 
 Timed = Literal["candidate", "eager", "compile", "noop"]
+# Seconds per call in each round, by the name of the runner.
 RawSeconds = dict[Timed, list[float]]
-"""Seconds per call in each round, by the name of the runner."""
+# Share of the time limit `sandbox.run_seconds` after which no more rounds are added to a measurement.
 ROUNDS_SHARE = 0.1
-"""Share of the time limit `sandbox.run_seconds` after which no more rounds are added to a measurement."""
 
 
 def timed_rounds(

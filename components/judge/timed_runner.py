@@ -19,16 +19,14 @@ from components.sandbox import shared_memory
 from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
+# Time limit of a baseline's warm-up or round, as a multiple of `sandbox.run_seconds`. The limit is long,
+# because torch.compile compiles in the warm-up.
 BASELINE_LIMITS = 10
-"""Time limit of a baseline's warm-up or round, as a multiple of `sandbox.run_seconds`.
-
-The limit is long, because torch.compile compiles in the warm-up.
-"""
+# Number of random byte positions at which the inputs of a timed round on cuda are checked for changes.
 SAMPLED_BYTES = 1 << 16
-"""Number of random byte positions at which the inputs of a timed round on cuda are checked for changes."""
 
+# Kind of round: `time` for a measurement, `check` if the runner checks each result's form.
 Operation = Literal["check", "time"]
-"""Kind of round: `time` for a measurement, `check` if the runner checks each result's form."""
 
 
 @functools.cache
@@ -89,8 +87,8 @@ class TimedRunner:
         self.scheduler = reference.scheduler
         self.layout = reference.layout
         self.role = header["role"]
+        # Whether the candidate's last round changed its inputs.
         self.inputs_changed = False
-        """Whether the candidate's last round changed its inputs."""
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
         self.runner: Runner | None = None
         with self.scheduler.preparing():

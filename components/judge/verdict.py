@@ -7,6 +7,7 @@ from pydantic import Field
 
 from components.core.records import FrozenModel
 
+# Results of judging a candidate; `infrastructure` is a fault of the judge or the task.
 Status = Literal[
     "correct",
     "build_failed",
@@ -18,7 +19,6 @@ Status = Literal[
     "forbidden",
     "infrastructure",
 ]
-"""Results of judging a candidate; `infrastructure` is a fault of the judge or the task."""
 
 
 class Ratio(FrozenModel):

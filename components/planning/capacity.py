@@ -18,10 +18,10 @@ from components.core.params import Params, Ppo
 from components.planning.rollout_simulator import Load, Rollout, enough_judges, simulate
 
 GIB = 2**30
+# Bytes per GPU that are reserved for the CUDA context, NCCL's buffers and fragmentation.
 RESERVED = 6 * GIB
-"""Bytes per GPU that are reserved for the CUDA context, NCCL's buffers and fragmentation."""
+# Largest permitted duration of the rollouts, divided by their duration with unlimited judges.
 HEADROOM = 1.05
-"""Largest permitted duration of the rollouts, divided by their duration with unlimited judges."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+# Number of time steps in the expected duration of the rollouts, which sets the length of a time step.
 TICKS = 4000
-"""Number of time steps in the expected duration of the rollouts, which sets the length of a time step."""
 GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 
@@ -53,8 +53,8 @@ class Rollout:
     wait_mean: float
     wait_p95: float
     longest_queue: int
+    # Share of the judges' total time in which they judge, from 0 to 1.
     busy: float
-    """Share of the judges' total time in which they judge, from 0 to 1."""
 
     @property
     def seconds(self) -> float:

@@ -18,13 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from components.core.errors import UserError
 
+# Largest number of attempts of a request.
 TRIES = 6
-"""Largest number of attempts of a request."""
+# Largest number of attempts of the first request. It is small, so that a wrong address is reported soon.
 MODEL_LIST_TRIES = 2
-"""Largest number of attempts of the first request.
-
-It is small, so that a wrong address is reported soon.
-"""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 MAX_REPLY_BYTES = 16 << 20

@@ -3,11 +3,9 @@
 from components.core.config import PROJECT
 from components.core.params import Device, Policy
 
+# End of the compact prompt of an episode with several turns. A compact prompt without this end asks for the
+# final answer in one turn.
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
-"""End of the compact prompt of an episode with several turns.
-
-A compact prompt without this end asks for the final answer in one turn.
-"""
 KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 

@@ -13,8 +13,8 @@ class Completion:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    # Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached.
     finish_reason: str
-    """Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached."""
 
 
 class Sampler(Protocol):

@@ -15,11 +15,9 @@ class _Row:
     """The state of one sequence while it is sampled."""
 
     prompt: list[int]
+    # Random numbers in [0, 1), one for each token that may be sampled. So their number is the largest number
+    # of tokens.
     uniforms: list[float]
-    """Random numbers in [0, 1), one for each token that may be sampled.
-
-    So their number is the largest number of tokens.
-    """
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""

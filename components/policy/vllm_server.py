@@ -15,13 +15,11 @@ from components.core.errors import UserError
 from components.policy.sampler import Completion
 from components.policy.vllm_sampler import Request
 
+# Largest number of requests that are sent at the same time. Further requests wait in this process.
 MAX_CONNECTIONS = 256
-"""Largest number of requests that are sent at the same time. Further requests wait in this process."""
+# Longest wait for one answer, in seconds. It is long, because a turn of 32,768 tokens in a full batch takes
+# minutes.
 TIMEOUT_SECONDS = 3600.0
-"""Longest wait for one answer, in seconds.
-
-It is long, because a turn of 32,768 tokens in a full batch takes minutes.
-"""
 
 
 class RequestRefused(UserError):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+# Number of elements of a tensor that are converted at the same time.
 CHUNK_ELEMENTS = 2**24
-"""Number of elements of a tensor that are converted at the same time."""
 
 
 def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:

@@ -27,43 +27,38 @@ from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.records import FrozenModel
 
+# Kinds of audit entries. `refused` is a decision of the gates and `declined` one of a person. `gated` records
+# gates that were run without a decision. `found` records that another program moved an alias.
 Action = Literal[
     "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
 ]
-"""Kinds of audit entries.
-
-`refused` is a decision of the gates and `declined` one of a person. `gated` records gates that were run
-without a decision. `found` records that another program moved an alias.
-"""
+# Value of `before` in the first entry of a chain.
 FIRST = "0" * 64
-"""Value of `before` in the first entry of a chain."""
 FILE = re.compile(r"(\d{6})\.json")
+# Actions that change the state of a version. The newest entry with such an action gives the state.
 DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
-"""Actions that change the state of a version. The newest entry with such an action gives the state."""
 
 
 class AuditEntry(FrozenModel):
     """One entry of the chain. `aliases` are the version numbers of champion and previous after the change."""
 
     number: int
+    # Digest of the previous entry, or FIRST in the first entry.
     before: str
-    """Digest of the previous entry, or FIRST in the first entry."""
+    # Time of the entry in UTC, in ISO 8601 with a resolution of seconds.
     when: str
-    """Time of the entry in UTC, in ISO 8601 with a resolution of seconds."""
+    # The user and the host in the operating system, or the name that a person gave with the decision.
     who: str
-    """The user and the host in the operating system, or the name that a person gave with the decision."""
     action: Action
     model: str
     version: str
     aliases: dict[str, str]
     reason: str = ""
+    # Facts on which the change is based, such as digests, figures with intervals, and thresholds.
     evidence: dict[str, Any] = Field(default_factory=dict)
-    """Facts on which the change is based, such as digests, figures with intervals, and thresholds."""
+    # Identity of the change, with which a repeated call finds its entry and adds no second one. It is empty
+    # for changes of which every call adds an entry.
     key: str = ""
-    """Identity of the change, with which a repeated call finds its entry and adds no second one.
-
-    It is empty for changes of which every call adds an entry.
-    """
     digest: str
 
     @property

@@ -22,11 +22,9 @@ from components.judge.pool import JudgePool
 from components.registry import gates, models
 from components.registry.gates import Decision, Gate
 
+# Prefix of a version's tags about the champion with which the gates compared it. The tags are
+# compared.version, compared.evaluation and compared.digest.
 COMPARED = "compared"
-"""Prefix of a version's tags about the champion with which the gates compared it.
-
-The tags are compared.version, compared.evaluation and compared.digest.
-"""
 
 
 def run_gates(

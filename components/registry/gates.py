@@ -28,8 +28,8 @@ class Gate(FrozenModel):
     high: float | None = None
     threshold: float
     passed: bool
+    # Further details, such as the names of exploits that succeeded.
     note: str = ""
-    """Further details, such as the names of exploits that succeeded."""
 
     @property
     def decisive(self) -> float | None:
@@ -65,8 +65,8 @@ class Decision(FrozenModel):
 
     verdict: Literal["promoted", "refused", "waiting"]
     gates: tuple[Gate, ...]
+    # One sentence for each failed gate, or one sentence on why the version is promoted or waits.
     reasons: tuple[str, ...]
-    """One sentence for each failed gate, or one sentence on why the version is promoted or waits."""
 
 
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:

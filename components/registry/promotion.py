@@ -22,8 +22,9 @@ from components.registry.audit import DECISIONS, AuditChain, AuditChainError, Au
 from components.registry.gates import Decision
 from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
 
+# Tag of the registered model that names the newest entry of the audit chain.
 ANCHOR = "audit.anchor"
-"""Tag of the registered model that names the newest entry of the audit chain."""
+# Tags of a version that are copied into the evidence of its audit entries.
 EVIDENCE = (
     "checkpoint.digest",
     "manifest.digest",
@@ -35,7 +36,6 @@ EVIDENCE = (
     "device",
     "profile",
 )
-"""Tags of a version that are copied into the evidence of its audit entries."""
 PASSED = ("promoted", "approved")
 RESTORE = "restore it from the artifact store's backup, or promote another version"
 

@@ -30,13 +30,11 @@ from components.agent.trajectory import Trajectory, load_trajectories
 from components.core.files import digest_json
 from components.judge.verdict import Verdict
 
+# Number of steps of a training stage whose best and worst trajectories are logged. The steps are evenly
+# spaced over the stage.
 SAMPLED_STEPS = 8
-"""Number of steps of a training stage whose best and worst trajectories are logged.
-
-The steps are evenly spaced over the stage.
-"""
+# Nanoseconds between the starts of successive spans.
 TICK_NS = 1_000
-"""Nanoseconds between the starts of successive spans."""
 JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 

@@ -37,8 +37,8 @@ KIND = "cuda_agent.kind"
 STAGE = "cuda_agent.stage"
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
+# Seconds between two measurements of the machine's load.
 LOAD_SECONDS = 30
-"""Seconds between two measurements of the machine's load."""
 
 
 def tracking_uri(params: Registry, home: Path) -> str:

@@ -29,26 +29,22 @@ TEMPLATE = PROJECT / "agent_workdir"
 EXTENSION_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 SOURCE_SUFFIXES = {"cpu": (".cpp",), "cuda": (".cu", ".cpp")}
 HEADER_SUFFIXES = (".h", ".cuh", ".hpp")
+# Maximum size of a file that a compiler may write.
 MAX_LIBRARY_BYTES = 64 << 20
-"""Maximum size of a file that a compiler may write."""
+# Maximum address space of a compiler.
 MAX_MEMORY_BYTES = 8 << 30
-"""Maximum address space of a compiler."""
+# Capacity of a compiler's /tmp.
 TEMPORARY_BYTES = 1 << 29
-"""Capacity of a compiler's /tmp."""
+# Maximum length of the compiler output in a verdict.
 MAX_LOG_BYTES = 8000
-"""Maximum length of the compiler output in a verdict."""
+# Maximum output of a compiler or of nm that is read.
 MAX_OUTPUT_BYTES = 1 << 20
-"""Maximum output of a compiler or of nm that is read."""
+# Symbol that replaces a list of imported symbols longer than MAX_OUTPUT_BYTES. No list of allowed symbols
+# contains it, so the candidate is rejected.
 TOO_MANY_SYMBOLS = "too_many_symbols"
-"""Symbol that replaces a list of imported symbols longer than MAX_OUTPUT_BYTES.
-
-No list of allowed symbols contains it, so the candidate is rejected.
-"""
+# Number that is included in the name of every cached build. Increase it if the format or the meaning of the
+# cached files changes.
 CACHE_FORMAT = 4
-"""Number that is included in the name of every cached build.
-
-Increase it if the format or the meaning of the cached files changes.
-"""
 
 
 @dataclass(frozen=True)

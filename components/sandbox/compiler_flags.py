@@ -15,14 +15,12 @@ CPU_FLAGS = (
     *("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
     *("-std=c++17", "-fPIC", "-fvisibility=hidden"),
 )
+# Flag for full AVX-512 vectors, which torch uses too; by default g++ uses vectors of half that width.
 X86_FLAGS = ("-mprefer-vector-width=512",)
-"""Flag for full AVX-512 vectors, which torch uses too; by default g++ uses vectors of half that width."""
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
+# Pattern of an include of torch's headers. It allows only blanks and tabs between words, because matching
+# line breaks there would take quadratic time.
 TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/", re.MULTILINE)
-"""Pattern of an include of torch's headers.
-
-It allows only blanks and tabs between words, because matching line breaks there would take quadratic time.
-"""
 
 
 def compiler(device: Device) -> str:

@@ -14,6 +14,7 @@ def wide_range(x: torch.Tensor) -> torch.Tensor:
     return x * factors.to(x.dtype).view(x.shape)
 
 
+# Functions that change a floating-point input made by the task, by the name of the distribution.
 INPUT_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "given": lambda x: x,
     "scaled": lambda x: x * 3,
@@ -22,4 +23,3 @@ INPUT_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "integers": lambda x: torch.round(x * 2),
     "wide": wide_range,
 }
-"""Functions that change a floating-point input made by the task, by the name of the distribution."""

@@ -30,23 +30,18 @@ from types import MappingProxyType
 
 from components.sandbox.seccomp_filter import seccomp_program
 
+# The uid of runners.
 NOBODY = 65534
-"""The uid of runners."""
+# The uid of compilers and of the agent's shell. It differs from the uid of runners, so that a candidate's
+# threads cannot use up the limits of these processes, which apply per uid.
 BUILDER = 65533
-"""The uid of compilers and of the agent's shell.
-
-It differs from the uid of runners, so that a candidate's threads cannot use up the limits of these processes,
-which apply per uid.
-"""
+# RLIMIT_SIGPENDING of every untrusted process.
 PENDING_SIGNALS = 1024
-"""RLIMIT_SIGPENDING of every untrusted process."""
+# The environment of the bubblewrap process. It does not contain the judge's own variables, such as keys,
+# because processes inside may be able to read it.
 BUBBLEWRAP_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
-"""The environment of the bubblewrap process.
-
-It does not contain the judge's own variables, such as keys, because processes inside may be able to read it.
-"""
+# Prefix of a command that makes the kernel end its process before the judge when memory runs out.
 KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
-"""Prefix of a command that makes the kernel end its process before the judge when memory runs out."""
 NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 
 
@@ -83,8 +78,8 @@ class PathMap:
         return PathMap({**self.folders, **other})
 
 
+# The map of a process without a sandbox, which leaves every path unchanged.
 HOST_PATHS = PathMap({})
-"""The map of a process without a sandbox, which leaves every path unchanged."""
 
 
 @functools.cache

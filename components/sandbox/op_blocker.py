@@ -12,17 +12,14 @@ from typing import Any
 
 import torch
 
+# Operators that stay allowed: allocations, views and copies. The last four are allowed because zeros and
+# clone call them, and because runner_roles.py delivers results with them.
 ALLOWED_OPERATORS = frozenset(
     """
     empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros view _unsafe_view
     reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
     clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
 )
-"""Operators that stay allowed: allocations, views and copies.
-
-The last four are allowed because zeros and clone call them, and because runner_roles.py delivers results with
-them.
-"""
 
 
 class ForbiddenOperator(Exception):

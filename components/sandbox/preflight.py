@@ -24,12 +24,12 @@ from components.sandbox.isolation import NOBODY
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import RunnerError
 
+# The first version of bubblewrap with the option --size.
 MIN_BUBBLEWRAP = (0, 7)
-"""The first version of bubblewrap with the option --size."""
+# Maximum wall time of the runner that is started to test isolation.
 PROBE_SECONDS = 30.0
-"""Maximum wall time of the runner that is started to test isolation."""
+# Size of the memory that is read from the test's runner; zygote.py must have the same value.
 PROBE_BYTES = 4096
-"""Size of the memory that is read from the test's runner; zygote.py must have the same value."""
 READ_FAILED = "reading a runner's memory"
 GUIDE = "docs/operations.md, Where the judge runs"
 NO_ISOLATION = "or judge without isolation by --set sandbox.isolation=none where every candidate is your own"
@@ -60,10 +60,10 @@ class System:
 class Case:
     """One possible cause why no sandbox can be made, with its fix."""
 
+    # Returns whether this is the cause, from the system, the failure's message, and whether root ran it.
     applies: Callable[[System, str, bool], bool]
-    """Returns whether this is the cause, from the system, the failure's message, and whether root ran it."""
+    # The cause and its fix, as part of an error message.
     mend: str
-    """The cause and its fix, as part of an error message."""
 
 
 CASES = (
@@ -172,8 +172,8 @@ def _unreadable_path() -> Path | None:
     return next((path for path in needed if path.stat().st_mode & bits[path] != bits[path]), None)
 
 
+# Whether `check_isolation` has passed in this process.
 _passed = False
-"""Whether `check_isolation` has passed in this process."""
 
 
 def check_isolation(sandbox: Sandbox, device: Device) -> None:

@@ -20,8 +20,8 @@ from runner_support import SharedTensors, define_module, eval_mode, flatten_outp
 if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RoleHeader
 
+# Time for which `describe` repeats the model's call to measure its duration.
 TIMING_SECONDS = 0.02
-"""Time for which `describe` repeats the model's call to measure its duration."""
 
 
 def describe(code: str, device: str) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class ReferenceModel:
         torch.manual_seed(0)
         self.model = eval_mode(self.module.Model(*header["init_inputs"]), shared.device)
         self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
+        # Arguments and result of the last call of `parameters`, kept because input sets share parameters.
         self.latest: tuple[tuple[int, str | None], dict[str, torch.Tensor]] = ((-1, None), {})
-        """Arguments and result of the last call of `parameters`, kept because input sets share parameters."""
 
     def parameters(self, seed: int, only: str | None = None) -> dict[str, torch.Tensor]:
         """Return the model's state with random floating-point values, by state-dict name.

@@ -17,10 +17,10 @@ import runner_roles
 import runner_support
 import torch
 
+# Maximum number of characters of a traceback that are sent to the judge.
 MAX_TRACEBACK = 6000
-"""Maximum number of characters of a traceback that are sent to the judge."""
+# Folder for the results of torch.compile, used by runners that are not isolated.
 _cache_folder = ""
-"""Folder for the results of torch.compile, used by runners that are not isolated."""
 
 
 def main(
@@ -88,6 +88,8 @@ def warm_up_inductor(folder: str) -> None:
     tempfile.tempdir = None
 
 
+# Modules that torch 2.11 imports only during its first compilation for a GPU. A module that the installed
+# version of torch does not have is skipped.
 LATE_IMPORTS = (
     "torch._dynamo.backends.inductor",
     "torch._export.passes.collect_tracepoints_pass",
@@ -106,10 +108,6 @@ LATE_IMPORTS = (
     "triton.backends.nvidia.compiler",
     "triton.compiler.code_generator",
 )
-"""Modules that torch 2.11 imports only during its first compilation for a GPU.
-
-A module that the installed version of torch does not have is skipped.
-"""
 
 
 def import_inductor() -> None:

@@ -23,21 +23,19 @@ from components.sandbox import isolation, seccomp_filter
 from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError, send
 from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 
+# Maximum length of a message to a zygote. By default a packet on a local socket can have at most 208 KiB
+# (net.core.wmem_default).
 HEADER_BYTES = 180_000
-"""Maximum length of a message to a zygote.
-
-By default a packet on a local socket can have at most 208 KiB (net.core.wmem_default).
-"""
+# Maximum time to wait for a new runner, which includes the zygote's import of torch.
 START_SECONDS = 300
-"""Maximum time to wait for a new runner, which includes the zygote's import of torch."""
+# Maximum time to wait until killed runners have ended.
 EXIT_SECONDS = 20
-"""Maximum time to wait until killed runners have ended."""
+# Number of successive zygotes of one kind that fail to start any runner before UserError is raised.
 MAX_FAILED_STARTS = 2
-"""Number of successive zygotes of one kind that fail to start any runner before UserError is raised."""
+# Time without use after which builds and results of torch.compile are removed.
 CACHE_SECONDS = 14 * 24 * 3600
-"""Time without use after which builds and results of torch.compile are removed."""
+# Capacity of a runner's private /workspace.
 TEMPORARY_BYTES = 1 << 29
-"""Capacity of a runner's private /workspace."""
 SANDBOX_FOLDER = Path(__file__).resolve().parent
 WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
@@ -48,8 +46,8 @@ class Zygote:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    # Whether it has started at least one runner.
     has_served: bool = False
-    """Whether it has started at least one runner."""
 
     def close(self) -> None:
         self.control.close()
@@ -82,8 +80,8 @@ class RunnerFactory:
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path, result_channel: Path):
         self.sandbox = sandbox
         self.device = device
+        # Folder of the compiled module result_channel, made by build.build_result_channel.
         self.result_channel = result_channel
-        """Folder of the compiled module result_channel, made by build.build_result_channel."""
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = threading.Lock()
@@ -91,11 +89,11 @@ class RunnerFactory:
         # With --die-with-parent, bubblewrap ends when the thread that started it ends. This thread exists as
         # long as the factory.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
+        # Descriptor of an empty file, sent in place of the library if a role has no library.
         self.empty_library = os.memfd_create("empty")
-        """Descriptor of an empty file, sent in place of the library if a role has no library."""
         self.failed_starts: dict[ZygoteKind, int] = {}
+        # Process descriptors of the runners that may not have ended yet.
         self.pidfds: list[int] = []
-        """Process descriptors of the runners that may not have ended yet."""
 
     def prepare(self) -> None:
         """Start the zygotes of both kinds without waiting for their imports."""

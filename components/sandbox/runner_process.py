@@ -19,16 +19,16 @@ from typing import Literal
 from components.core.errors import InfrastructureError
 from components.sandbox.time_limits import POLL_SECONDS, charged_seconds
 
+# Maximum length of a runner's message; the rest of a longer message is ignored.
 MESSAGE_BYTES = 1 << 20
-"""Maximum length of a runner's message; the rest of a longer message is ignored."""
 RunnerErrorKind = Literal["crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden"]
+# Kinds of errors that runners report, by the first letter of the message.
 ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
     b"E": "error",
     b"M": "out_of_memory",
     b"W": "wrong",
     b"F": "forbidden",
 }
-"""Kinds of errors that runners report, by the first letter of the message."""
 
 
 class RunnerError(Exception):
@@ -73,16 +73,14 @@ class Runner:
     """
 
     connection: socket.socket
+    # The PID of the process on the host, which the kernel has reported.
     pid: int
-    """The PID of the process on the host, which the kernel has reported."""
     pidfd: int
+    # The time.monotonic() at which the runner has used up its wall time.
     deadline: float
-    """The time.monotonic() at which the runner has used up its wall time."""
+    # The time.monotonic() at which `pause` stopped the runner, or None if it is not paused. The time of a
+    # pause is not included in the runner's wall time.
     paused_since: float | None = None
-    """The time.monotonic() at which `pause` stopped the runner, or None if it is not paused.
-
-    The time of a pause is not included in the runner's wall time.
-    """
 
     def send(self, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         try:

@@ -8,17 +8,12 @@ each order the runner sends `D`. This file imports nothing of the project.
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
+# Roles of a runner. `describe` describes the task, and `reference` makes inputs and expected outputs. The
+# other roles are measured: a candidate, the baselines `eager` and `compile`, and the no-op.
 Role = Literal["describe", "reference", "candidate", "eager", "compile", "noop"]
-"""Roles of a runner.
-
-`describe` describes the task, and `reference` makes inputs and expected outputs. The other roles are
-measured: a candidate, the baselines `eager` and `compile`, and the no-op.
-"""
+# Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
+# and `probe` (preflight.py) loads neither.
 ZygoteKind = Literal["plain", "compile", "probe"]
-"""Kinds of zygotes by what they load before a fork.
-
-`plain` loads torch, `compile` loads torch and Inductor, and `probe` (preflight.py) loads neither.
-"""
 RegionName = Literal["parameters", "inputs", "outputs", "expected"]
 
 

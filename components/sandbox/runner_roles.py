@@ -30,14 +30,14 @@ from runner_support import SharedTensors, define_module, eval_mode, flatten_outp
 if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RoleHeader
 
+# Maximum length of an order of the judge, in bytes.
 ORDER_BYTES = 1 << 14
-"""Maximum length of an order of the judge, in bytes."""
+# Type of zygote.receive, which reads one message and the descriptors sent with it.
 Receive = Callable[[socket.socket], tuple[Any, list[int]]]
-"""Type of zygote.receive, which reads one message and the descriptors sent with it."""
+# Type of a loaded model: takes the arguments of one call and returns the outputs.
 Call = Callable[..., Any]
-"""Type of a loaded model: takes the arguments of one call and returns the outputs."""
+# Type of a function that returns the tensors of an output, or raises WrongForm if their form is wrong.
 Check = Callable[[Any], list[torch.Tensor]]
-"""Type of a function that returns the tensors of an output, or raises WrongForm if their form is wrong."""
 
 
 class WrongForm(Exception):
@@ -290,11 +290,9 @@ class DeviceDelivery:
         self.connection = connection
         count = shared.layout["sets"] - 1  # the last input set is only for warm-up calls
         self.targets = [shared.tensors("outputs", i) for i in range(count)]
+        # Whether a call overwrites the result of the previous call, as a CUDA graph does. If so, every result
+        # is cloned before the next call.
         self.reuses_memory = reuses_memory
-        """Whether a call overwrites the result of the previous call, as a CUDA graph does.
-
-        If so, every result is cloned before the next call.
-        """
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
         """Make one call for each tuple of arguments, and deliver all results together."""

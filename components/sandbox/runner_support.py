@@ -17,8 +17,8 @@ import torch
 if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RegionName, RoleHeader
 
+# Names of the shared regions, in the order in which the judge sends the descriptors of their buffers.
 REGIONS: tuple[RegionName, ...] = ("parameters", "inputs", "outputs", "expected")
-"""Names of the shared regions, in the order in which the judge sends the descriptors of their buffers."""
 
 
 def define_module(name: str, code: str) -> types.ModuleType:

@@ -12,8 +12,8 @@ import os
 import socket
 from typing import Literal
 
+# Mask of the lower 32 bits of an argument.
 WORD = 0xFFFFFFFF
-"""Mask of the lower 32 bits of an argument."""
 
 DENIED = """
     unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev pidfd_open
@@ -36,45 +36,37 @@ DENIED_TO_CPU_CANDIDATES = [
     # Whether pages of a shared file are in memory could be used to send messages to another runner.
     *("mincore", "fadvise64"),
 ]
+# Calls that fail with ENOSYS, and their numbers, because an old libseccomp may not know the names. openat2
+# takes its flags and mode in a structure, which a filter cannot read.
 NOT_IMPLEMENTED = ("openat2", 437), ("cachestat", 451), ("fchmodat2", 452)
-"""Calls that fail with ENOSYS, and their numbers, because an old libseccomp may not know the names.
-
-openat2 takes its flags and mode in a structure, which a filter cannot read.
-"""
 
 SETUID_BITS = (0o4000, 0o2000)
+# Calls that set the mode of a file, and the position of the mode among their arguments.
 MODE_CALLS = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("creat", 1), ("mknod", 1), ("mknodat", 2))
-"""Calls that set the mode of a file, and the position of the mode among their arguments."""
+# Calls that set a file's mode if they create it, and the positions of their flags and of the mode.
 OPEN_CALLS = (("open", 1, 2), ("openat", 2, 3))
-"""Calls that set a file's mode if they create it, and the positions of their flags and of the mode."""
+# Flags with which a call creates a file: O_CREAT, and the bit that only O_TMPFILE has.
 CREATE_FLAGS = (os.O_CREAT, 0o20000000)
-"""Flags with which a call creates a file: O_CREAT, and the bit that only O_TMPFILE has."""
 
+# Commands of fcntl that affect other processes of the account, so that all runners are denied them. A lease
+# delays other processes that open the file. The numbers of watches and of pipe pages are limited for the
+# whole account.
 ACCOUNT_FCNTL = (fcntl.F_SETLEASE, fcntl.F_NOTIFY, fcntl.F_SETPIPE_SZ)
-"""Commands of fcntl that affect other processes of the account, so that all runners are denied them.
-
-A lease delays other processes that open the file. The numbers of watches and of pipe pages are limited for
-the whole account.
-"""
 F_SETSIG, F_SETOWN_EX = 10, 15
+# Commands of fcntl that candidates are denied: file locks, and the receiver of signals of a descriptor.
 CANDIDATE_FCNTL = (
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),
     *(fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
     *(fcntl.F_SETOWN, F_SETSIG, F_SETOWN_EX),
 )
-"""Commands of fcntl that candidates are denied: file locks, and the receiver of signals of a descriptor."""
+# Commands of ioctl that candidates are denied: FIOASYNC, FIOSETOWN and SIOCSPGRP. They make the kernel send a
+# signal when a descriptor is ready.
 CANDIDATE_IOCTL = (0x5452, 0x8901, 0x8902)
-"""Commands of ioctl that candidates are denied: FIOASYNC, FIOSETOWN and SIOCSPGRP.
-
-They make the kernel send a signal when a descriptor is ready.
-"""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
+# The flags of clone that make namespaces. They are CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID
+# and NEWNET.
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
-"""The flags of clone that make namespaces.
-
-They are CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET.
-"""
 
 
 @functools.cache

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+# Alignment of every tensor, in bytes.
 ALIGNMENT = 256
-"""Alignment of every tensor, in bytes."""
 PAGE_BYTES = 4096
+# Distance between the offsets in a page at which successive input sets begin, in units of ALIGNMENT. The
+# speed of a loop depends on the offsets in a page at which its input and output begin. PAGE_STEP and the 16
+# possible offsets of a page have no common divisor, so that the input sets of a round begin at all offsets
+# and a candidate cannot always have the best one.
 PAGE_STEP = 5
-"""Distance between the offsets in a page at which successive input sets begin, in units of ALIGNMENT.
-
-The speed of a loop depends on the offsets in a page at which its input and output begin. PAGE_STEP and the
-16 possible offsets of a page have no common divisor, so that the input sets of a round begin at all offsets
-and a candidate cannot always have the best one.
-"""
 
 
 @dataclass(frozen=True)

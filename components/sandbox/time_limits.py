@@ -8,10 +8,10 @@ counted.
 import subprocess
 import time
 
+# Maximum time between two polls.
 POLL_SECONDS = 1.0
-"""Maximum time between two polls."""
+# Maximum delay of a poll that is counted; the part of a delay beyond it is not.
 SUSPEND_SECONDS = 1.0
-"""Maximum delay of a poll that is counted; the part of a delay beyond it is not."""
 
 
 def charged_seconds(elapsed: float, requested: float) -> float:

@@ -42,25 +42,21 @@ PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DRO
 PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
 CAPABILITIES, CAPABILITY_VERSION = 64, 0x20080522
 NOBODY = 65534
+# Maximum length of a message of the judge.
 MESSAGE_BYTES = 1 << 20
-"""Maximum length of a message of the judge."""
+# Maximum number of files in a runner's /workspace. Each file takes about a kilobyte of kernel memory, which
+# no other limit includes.
 INODES = 1 << 16
-"""Maximum number of files in a runner's /workspace.
-
-Each file takes about a kilobyte of kernel memory, which no other limit includes.
-"""
+# Folder in which torch.compile stores its results; only the runners of one task share it.
 INDUCTOR_FOLDER = "/workspace/inductor"
-"""Folder in which torch.compile stores its results; only the runners of one task share it."""
+# Size of the memory that the judge reads from the runner of a `probe` zygote.
 PROBE_BYTES = 4096
-"""Size of the memory that the judge reads from the runner of a `probe` zygote."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 Message = dict[str, Any]
+# Type of the function that a runner calls after isolating itself. Its arguments are the connection, the first
+# message, the descriptors, and whether the runner is isolated.
 RunnerMain = Callable[[socket.socket, Message, list[int], bool], None]
-"""Type of the function that a runner calls after isolating itself.
-
-Its arguments are the connection, the first message, the descriptors, and whether the runner is isolated.
-"""
 
 
 def check(result: int, call: str) -> None:

@@ -14,8 +14,8 @@ from components.core.files import atomic_write, digest_file
 from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
+# Error numbers with which os.link fails on file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Error numbers with which os.link fails on file systems without hard links."""
 
 
 class FolderStore:

@@ -17,8 +17,8 @@ from components.storage.store import Store, StoredObject
 
 GROUPS = ("checkpoints", "runs")
 MANIFEST = "manifest.json"
+# Pattern of a run id or a digest within a text.
 WORD = re.compile(r"[0-9a-f]{12,64}")
-"""Pattern of a run id or a digest within a text."""
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,9 @@ from components.core.files import digest_bytes, digest_file, read_json, write_js
 from components.storage.keys import check_key, key_taken
 from components.storage.store import StoredObject
 
+# Size in bytes of a part, and size above which an object is written in parts. S3 requires parts of at least 5
+# MiB.
 PART_BYTES = 64 << 20
-"""Size in bytes of a part, and size above which an object is written in parts.
-
-S3 requires parts of at least 5 MiB.
-"""
 MOST_PARTS = 10_000
 BLOCK_BYTES = 1 << 20
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from components.synthesis.mined_operators import FIT_ERRORS
 
+# Least RMS change of the output that leaving out an operator must cause, relative to the output's RMS.
 MIN_EFFECT = 1e-2
-"""Least RMS change of the output that leaving out an operator must cause, relative to the output's RMS."""
+# Smallest standard deviation of the output, relative to its RMS.
 MIN_SPREAD = 3e-3
-"""Smallest standard deviation of the output, relative to its RMS."""
 OUTPUT_RMS = (1e-4, 1e4)
 
 T = TypeVar("T")

@@ -23,14 +23,14 @@ from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation
 from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical
 
+# Share of operator sequences that are reserved for held-out tasks.
 HELD_OUT_SHARE = 0.2
-"""Share of operator sequences that are reserved for held-out tasks."""
+# Number of draws to find a chain whose estimated eager time fits, before any size is accepted.
 MAX_DRAWS = 200
-"""Number of draws to find a chain whose estimated eager time fits, before any size is accepted."""
+# Rows and columns of the small input on which chains are tested.
 PROBE = (8, 256)
-"""Rows and columns of the small input on which chains are tested."""
+# Type of a step: the name of an operator, and its constants as texts for the source.
 Step = tuple[str, tuple[str, ...]]
-"""Type of a step: the name of an operator, and its constants as texts for the source."""
 Steps = tuple[Step, ...]
 
 

@@ -19,11 +19,9 @@ from components.core.errors import UserError
 from components.core.files import digest_bytes
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
+# Largest number of syntax nodes of an expression that is inlined. The limit is needed because repeated
+# assignments such as x = x * x grow exponentially when they are inlined.
 MAX_INLINED_NODES = 2000
-"""Largest number of syntax nodes of an expression that is inlined.
-
-The limit is needed because repeated assignments such as x = x * x grow exponentially when they are inlined.
-"""
 
 Subtrees = Counter[str]
 

@@ -28,15 +28,13 @@ class CoreOperator:
 
     name: str
     kind: Kind
+    # Permitted values of each constant.
     constants: tuple[tuple[str, ...], ...] = ()
-    """Permitted values of each constant."""
+    # Statement in `__init__` that creates the parameters of the operator. `{cols}` is replaced by the number
+    # of columns of the input.
     init: str = ""
-    """Statement in `__init__` that creates the parameters of the operator.
-
-    `{cols}` is replaced by the number of columns of the input.
-    """
+    # Approximate eager nanoseconds for one element on one CPU core, which are used only to choose a size.
     cost: float = 0.12
-    """Approximate eager nanoseconds for one element on one CPU core, which are used only to choose a size."""
 
     @property
     def line(self) -> str:

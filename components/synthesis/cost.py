@@ -22,14 +22,14 @@ VIEWS = frozenset(
         "alias detach as_strided split unbind"
     ).split()
 )
+# Eager nanoseconds for one element on one CPU core, by the canonical name of the operator.
 NANOSECONDS = {canonical(f"F.{seed.name}"): seed.cost for seed in CORE_OPERATORS}
-"""Eager nanoseconds for one element on one CPU core, by the canonical name of the operator."""
+# Nanoseconds for one element that are assumed for every other operator.
 OTHER_NANOSECONDS = 0.5
-"""Nanoseconds for one element that are assumed for every other operator."""
+# Approximate number of floating-point operations per second of one CPU core.
 CPU_FLOPS = 4e10
-"""Approximate number of floating-point operations per second of one CPU core."""
+# Approximate FLOP/s, memory bandwidth in bytes/s, and seconds of one kernel launch of a GPU.
 GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
-"""Approximate FLOP/s, memory bandwidth in bytes/s, and seconds of one kernel launch of a GPU."""
 
 
 class Meter(TorchDispatchMode):

@@ -31,21 +31,17 @@ from components.synthesis.operator_table import load_operator_table
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import Draft, TorchComposer
 
+# Number of successive candidates refused after they were executed at which the build fails.
 MAX_REFUSED_IN_A_ROW = 60
-"""Number of successive candidates refused after they were executed at which the build fails."""
+# Number of successive duplicate or unneeded candidates after which the build fails.
 MAX_USELESS_IN_A_ROW = 5000
-"""Number of successive duplicate or unneeded candidates after which the build fails."""
 
+# Number of candidates in the window for each worker of the pool. The window is large, because candidates are
+# decided in order and one admission may take a minute.
 LOOKAHEAD = 16
-"""Number of candidates in the window for each worker of the pool.
-
-The window is large, because candidates are decided in order and one admission may take a minute.
-"""
+# Largest number of undecided submitted candidates for each worker of the pool. It is small, because a resized
+# task is the next to be decided and has to wait until these are judged.
 AHEAD = 2
-"""Largest number of undecided submitted candidates for each worker of the pool.
-
-It is small, because a resized task is the next to be decided and has to wait until these are judged.
-"""
 
 
 class AdmissionPool(Protocol):
@@ -61,10 +57,10 @@ class TaskCandidate:
     task: KernelTask
     refused: Rejection | None = None
     judgement: Future[Admission] | None = None
+    # The templates or the module of the task if it was composed from the mined table.
     draft: Draft | None = None
-    """The templates or the module of the task if it was composed from the mined table."""
+    # Whether the size of the task was changed after a measurement, which is done at most once.
     resized: bool = False
-    """Whether the size of the task was changed after a measurement, which is done at most once."""
 
     @property
     def is_ruled_out(self) -> bool:
@@ -77,8 +73,8 @@ class TaskCandidate:
         )
 
 
+# Type of a pair of a split and a kind of task. A data set has a number of tasks for each pair.
 Quota = tuple[str, str]
-"""Type of a pair of a split and a kind of task. A data set has a number of tasks for each pair."""
 
 
 def task_quotas(data: Data) -> Counter[Quota]:

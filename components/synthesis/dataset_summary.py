@@ -17,8 +17,9 @@ from components.core.params import Params
 from components.core.task import KernelTask
 from components.synthesis.core_operators import canonical
 
+# Reasons for the rejection of candidates whose source may not be valid Python.
 UNREADABLE = ("no_code", "cut_off", "contract")
-"""Reasons for the rejection of candidates whose source may not be valid Python."""
+# Reasons for a rejection without executing the source.
 FIRST_LOOK = (
     *UNREADABLE,
     "hostile",
@@ -27,13 +28,12 @@ FIRST_LOOK = (
     "duplicate_graph",
     "similar_to_evaluation",
 )
-"""Reasons for a rejection without executing the source."""
+# Lower edges of the bins of the distribution of headroom.
 HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
-"""Lower edges of the bins of the distribution of headroom."""
+# Number of bins of the distribution of similarities.
 BINS = 20
-"""Number of bins of the distribution of similarities."""
+# Quantiles of the distributions in the data card.
 QUANTILES = (0, 0.1, 0.5, 0.9, 1)
-"""Quantiles of the distributions in the data card."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class DatasetSummary:
     surplus: int
     admitted: tuple[KernelTask, ...]
     rejected: tuple[Rejection, ...]
+    # Highest similarity of each compared candidate to an evaluation program, in ascending order.
     similarities: tuple[float, ...] = ()
-    """Highest similarity of each compared candidate to an evaluation program, in ascending order."""
 
     @property
     def reasons(self) -> dict[str, int]:

@@ -16,8 +16,8 @@ from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
 from components.core.params import Params
 
+# Prefix of the last line of a failed stage, which says what is wrong and how to fix it.
 ERROR_PREFIX = "error: "
-"""Prefix of the last line of a failed stage, which says what is wrong and how to fix it."""
 
 
 class LineProgress:

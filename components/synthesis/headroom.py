@@ -14,8 +14,8 @@ from typing import Any
 
 from components.core.task import KernelTask
 
+# Largest number of times that a task occurs in one pass of training.
 MAX_REPEATS = 4
-"""Largest number of times that a task occurs in one pass of training."""
 
 
 def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:

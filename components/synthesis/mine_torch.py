@@ -37,8 +37,8 @@ from components.synthesis.torch_rules import (
     SECOND_INPUTS,
 )
 
+# Largest number of templates that are tried for one operator.
 MAX_VARIANTS = 14
-"""Largest number of templates that are tried for one operator."""
 
 
 @dataclass(frozen=True)

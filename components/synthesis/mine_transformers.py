@@ -22,6 +22,7 @@ from components.synthesis.mined_operators import Skipped, TransformersModule
 from components.synthesis.source_extraction import CannotExtract, LibraryFile
 from components.synthesis.transformers_source import FIXED, write_module_source
 
+# Folders of transformers.models that are mined. Most other folders contain copies of these modules.
 FAMILIES = tuple(
     """
     albert bamba bart beit bert bitnet bloom clip cohere cohere2 convnext convnextv2 dbrx deberta_v2
@@ -32,7 +33,6 @@ FAMILIES = tuple(
     swin t5 vit wav2vec2 whisper xglm zamba2
     """.split()
 )
-"""Folders of transformers.models that are mined. Most other folders contain copies of these modules."""
 VECTOR, IMAGE = "torch.randn({batch}, {length}, {hidden})", "torch.randn({batch}, {hidden}, {side}, {side})"
 INPUTS = frozenset(
     (
@@ -59,8 +59,8 @@ MADE_WITH = {
     **dict.fromkeys("num_heads num_attention_heads".split(), "{heads}"),
 }
 SEVERAL = "gives no single float32 tensor back"
+# Sizes of the inputs on which modules are tried.
 SIZE = {"batch": 2, "length": 16, "hidden": 256}
-"""Sizes of the inputs on which modules are tried."""
 
 
 def mine() -> tuple[list[TransformersModule], list[Skipped]]:

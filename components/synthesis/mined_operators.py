@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from components.synthesis.core_operators import canonical
 
+# Shapes by rank on which templates are tried: rows, sequences or signals, images, volumes.
 SMALL: dict[int, tuple[int, ...]] = {2: (8, 64), 3: (2, 16, 64), 4: (2, 16, 12, 12), 5: (2, 8, 8, 8, 8)}
-"""Shapes by rank on which templates are tried: rows, sequences or signals, images, volumes."""
+# Exceptions that torch raises if the arguments of an operator do not fit.
 FIT_ERRORS = (
     RuntimeError,
     ValueError,
@@ -29,7 +30,6 @@ FIT_ERRORS = (
     AttributeError,
     ZeroDivisionError,
 )
-"""Exceptions that torch raises if the arguments of an operator do not fit."""
 NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
@@ -37,13 +37,13 @@ NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 class OperatorTemplate:
     """A template of the source of one operator."""
 
+    # Public name in the task's source, for example nn.Conv2d, F.gelu or torch.cumsum.
     name: str
-    """Public name in the task's source, for example nn.Conv2d, F.gelu or torch.cumsum."""
     call: str
+    # Ranks of the inputs to which the template can be applied.
     ranks: tuple[int, ...]
-    """Ranks of the inputs to which the template can be applied."""
+    # Expression in `__init__` that creates the module or parameter, or an empty string if none is needed.
     init: str = ""
-    """Expression in `__init__` that creates the module or parameter, or an empty string if none is needed."""
 
     @property
     def second(self) -> bool:
@@ -59,11 +59,11 @@ class TransformersModule:
     """
 
     name: str
+    # Name of the model's folder in the library.
     family: str
-    """Name of the model's folder in the library."""
     code: str
+    # Default values of the configuration fields that the source reads.
     config: dict[str, Any]
-    """Default values of the configuration fields that the source reads."""
     init: str
     call: str
     inputs: tuple[str, ...]

@@ -20,10 +20,10 @@ from components.policy.chat_client import ChatClient, ServerFailed
 from components.synthesis.compose import is_held_out
 from components.synthesis.dataset_summary import Rejection
 
+# Largest number of requests that are sent and not yet answered.
 AHEAD = 8
-"""Largest number of requests that are sent and not yet answered."""
+# Number of successive answers without a source after which the build fails.
 MAX_EMPTY_IN_A_ROW = 60
-"""Number of successive answers without a source after which the build fails."""
 MAX_NEW_TOKENS = 4096
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

@@ -15,6 +15,7 @@ from components.core.progress import Progress
 if TYPE_CHECKING:
     from components.synthesis.mined_operators import OperatorTable
 
+# Source files on which the table depends. If one of them changes, the table is mined again.
 RULES = (
     "mined_operators.py",
     "mine_torch.py",
@@ -23,7 +24,6 @@ RULES = (
     "torch_rules.py",
     "transformers_source.py",
 )
-"""Source files on which the table depends. If one of them changes, the table is mined again."""
 
 
 def library_versions() -> tuple[str, str]:

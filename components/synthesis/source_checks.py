@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from components.synthesis.core_operators import BY_NAME, canonical
 
+# Modules that a task may import, including their submodules.
 ALLOWED_MODULES = frozenset(
     (
         "torch math typing types collections functools itertools dataclasses enum abc numbers operator "
         "copy warnings numpy einops"
     ).split()
 )
-"""Modules that a task may import, including their submodules."""
 FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ globals breakpoint".split())
 FORBIDDEN_ATTRIBUTES = frozenset(
     (

@@ -18,11 +18,11 @@ from components.judge.verdict import Admission
 from components.synthesis.contamination import EvaluationPrograms, graph_digest
 from components.synthesis.source_checks import find_forbidden, find_label_error
 
+# Pattern of an admission's detail if the eager outputs of two runs on equal inputs differed.
 NOT_DETERMINISTIC = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")
-"""Pattern of an admission's detail if the eager outputs of two runs on equal inputs differed."""
 
+# Least standard deviation of an output, relative to the mean magnitude of the output.
 MIN_SPREAD = 1e-3
-"""Least standard deviation of an output, relative to the mean magnitude of the output."""
 
 
 class TaskFilter:
@@ -34,10 +34,10 @@ class TaskFilter:
     def __init__(self, data: Data):
         self.data = data
         self.programs = EvaluationPrograms(data.against)
+        # Name of the first task with each digest of a source or operator graph.
         self.seen: dict[str, str] = {}
-        """Name of the first task with each digest of a source or operator graph."""
+        # Highest similarity to an evaluation program and the origin of that program, by task id.
         self.nearest_programs: dict[str, tuple[float, str]] = {}
-        """Highest similarity to an evaluation program and the origin of that program, by task id."""
 
     def check_source(self, task: KernelTask) -> tuple[str, str]:
         """Return the reason and the detail of a refusal because of the source, or two empty strings."""

@@ -34,22 +34,20 @@ from components.synthesis.mined_operators import (
 )
 from components.synthesis.transformers_source import write_module_source
 
+# Probabilities of the ranks of a chain's input.
 RANKS = {2: 0.3, 3: 0.3, 4: 0.32, 5: 0.08}
-"""Probabilities of the ranks of a chain's input."""
 POWERS = tuple(2**power for power in range(0, 21))
 WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
 MAX_SIZES_TRIED = 5
+# Largest number of bytes of a tensor in a chain, including parameters. The limit is needed because, for
+# example, the parameters of nn.Bilinear grow with the product of its sizes.
 MAX_TENSOR_BYTES = 1 << 30
-"""Largest number of bytes of a tensor in a chain, including parameters.
-
-The limit is needed because, for example, the parameters of nn.Bilinear grow with the product of its sizes.
-"""
 FEATURES = (256, 512, 768, 1024, 2048)
 
 Shape = tuple[int, ...]
+# Type of the layout of a tensor: its shape and its strides.
 Layout = tuple[Shape, Shape]
-"""Type of the layout of a tensor: its shape and its strides."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class Draft:
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
     shape: Shape
+    # Floating-point operations of the products and convolutions in one call, or None if unknown.
     flops: int | None
-    """Floating-point operations of the products and convolutions in one call, or None if unknown."""
 
 
 class TorchComposer:

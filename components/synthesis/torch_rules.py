@@ -1,5 +1,7 @@
 """The rules for mining torch: values of arguments, templates written by hand, and names that are left out."""
 
+# Values of arguments by the name of the argument. The first value is used for a required argument. Each other
+# value, and each value of an optional argument, gives a further template.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "num_features": ("{channels}",),
     "num_channels": ("{channels}",),
@@ -80,16 +82,12 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "maxnorm": ("1.0",),
     "align_corners": ("True",),
 }
-"""Values of arguments by the name of the argument.
-
-The first value is used for a required argument. Each other value, and each value of an optional argument,
-gives a further template.
-"""
+# Arguments that are always passed, so that losses are not reduced and no random numbers are drawn.
 FORCED = {"reduction": '"none"', "batch_first": "True", "dropout": "0.0"}
-"""Arguments that are always passed, so that losses are not reduced and no random numbers are drawn."""
 SECOND_INPUTS = frozenset("other target y input2 x2 end tensor2 mat2 tensor1 batch2 vec2".split())
 FIRST_INPUTS = frozenset("self input x x1 input1 tensor a".split())
 
+# Templates (init, call) written by hand for operators whose signature is not sufficient.
 HAND_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "torch.matmul": (
         ("", "torch.matmul({x}, {y}.transpose(-1, -2))"),
@@ -160,7 +158,7 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "nn.Conv1d": (("nn.Conv1d({channels}, {channels}, 7, padding=3, groups={channels})", "{self}({x})"),),
     "nn.Bilinear": (("nn.Bilinear({last}, {last}, {half_last})", "{self}({x}, {y})"),),
 }
-"""Templates (init, call) written by hand for operators whose signature is not sufficient."""
+# Patterns of the names that are not mined, by the reason.
 EXCLUDED: dict[str, str] = {
     "works in place; its form without the underscore stands for it": r"\w+_",
     "a backend's own form of another operator": (
@@ -194,4 +192,3 @@ EXCLUDED: dict[str, str] = {
     ),
     "exposes memory and not values": r"as_strided\w*|resize_as\w*|empty_like|set_\w+|hash_tensor|unsafe_\w+",
 }
-"""Patterns of the names that are not mined, by the reason."""

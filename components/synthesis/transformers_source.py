@@ -5,6 +5,7 @@ from typing import Any
 
 from components.synthesis.mined_operators import TransformersModule
 
+# Configuration values that depend on the hidden size, as multiples of the hidden size.
 SCALED: dict[str, float] = {
     **dict.fromkeys(
         "hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size out_hidden_size".split(), 1.0
@@ -26,7 +27,6 @@ SCALED: dict[str, float] = {
     ),
     **dict.fromkeys("num_key_value_heads num_kv_heads".split(), 1 / 128),
 }
-"""Configuration values that depend on the hidden size, as multiples of the hidden size."""
 FIXED: dict[str, Any] = {
     "head_dim": 64,
     "d_kv": 64,

@@ -20,13 +20,11 @@ class Batch:
     """Padded rows of token ids; every tensor is [batch, seq] and is made in host memory."""
 
     ids: Tensor
+    # True on own tokens, the tokens that the policy sampled. It is never True at the first position, because
+    # no hidden state precedes that token.
     action_mask: Tensor
-    """True on own tokens, the tokens that the policy sampled.
-
-    It is never True at the first position, because no hidden state precedes that token.
-    """
+    # True on tokens, False on padding.
     valid: Tensor
-    """True on tokens, False on padding."""
 
     def rows(self, index: Sequence[int]) -> Self:
         """Return the rows at the positions `index`, without the columns that are padding in all of them."""
@@ -106,8 +104,8 @@ class Microbatch:
     """Row numbers of a batch that one forward and backward pass computes."""
 
     rows: tuple[int, ...]
+    # False for a pass whose loss is not used; it keeps the number of passes equal on all ranks.
     counted: bool = True
-    """False for a pass whose loss is not used; it keeps the number of passes equal on all ranks."""
 
 
 def plan(

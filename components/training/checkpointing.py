@@ -25,8 +25,8 @@ class StateStore:
     engines: Mapping[str, DeepSpeedEngine]
     settings: parameters.Engine
     world: World
+    # Maximum number of states on disk; `save` deletes the oldest ones if there are more.
     kept: int
-    """Maximum number of states on disk; `save` deletes the oldest ones if there are more."""
 
     @property
     def layout(self) -> str:

@@ -19,11 +19,9 @@ from components.core.params import Ppo
 from components.training.engine import World
 from components.training.metrics_file import Figures
 
+# Number of successive steps with a low explained variance that make a collapse. It is more than 1 because the
+# explained variance of a single batch is noisy.
 PATIENCE = 3
-"""Number of successive steps with a low explained variance that make a collapse.
-
-It is more than 1 because the explained variance of a single batch is noisy.
-"""
 
 
 class Collapsed(Exception):

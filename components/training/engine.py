@@ -23,8 +23,8 @@ from components.core import params as parameters
 from components.core.errors import UserError
 from components.training.batches import Microbatch
 
+# Betas of AdamW.
 BETAS = (0.9, 0.95)
-"""Betas of AdamW."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Loss = Callable[[nn.Module, Microbatch], Tensor]

@@ -19,19 +19,17 @@ from types import FrameType
 
 from components.core.errors import StageFailed, UserError
 
+# Environment variable that marks a rank started by `launch`; its value is the number of ranks. Such a rank
+# does not print its error, because `launch` reports it.
 LAUNCHED = "CUDA_AGENT_RANKS"
-"""Environment variable that marks a rank started by `launch`; its value is the number of ranks.
-
-Such a rank does not print its error, because `launch` reports it.
-"""
+# Environment variable that names the file to which a rank writes its error.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable that names the file to which a rank writes its error."""
+# Exit code of a rank that saved its state and ended because of SIGTERM.
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a rank that saved its state and ended because of SIGTERM."""
+# Seconds to wait for the other ranks after one failed, because most of them then end by themselves.
 GRACE_SECONDS = 5.0
-"""Seconds to wait for the other ranks after one failed, because most of them then end by themselves."""
+# Maximum number of lines of a failed rank's log that are quoted in the error message.
 TAIL_LINES = 10
-"""Maximum number of lines of a failed rank's log that are quoted in the error message."""
 CONTINUES = "the last good state is kept, and the same command continues from it."
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -9,8 +9,8 @@ to tokens of small micro-batches. `policy_loss` and `value_loss` return token me
 import torch
 from torch import Tensor
 
+# Metrics by name, each summed over own tokens.
 TokenSums = dict[str, Tensor]
-"""Metrics by name, each summed over own tokens."""
 
 
 def masked_sum(x: Tensor, action_mask: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from components.core.files import atomic_write
 
+# Metrics of a step or of a whole stage, by name.
 Figures = dict[str, float]
-"""Metrics of a step or of a whole stage, by name."""
 METRICS = "metrics.jsonl"
 
 

@@ -34,8 +34,8 @@ class MetricSums:
         return {name: float(value) / tokens for name, value in zip(self.values, total, strict=True)}
 
 
+# Function that takes a network and rows and returns loss and metrics, each summed over own tokens.
 Loss = Callable[[nn.Module, Rows], tuple[Tensor, dict[str, Tensor]]]
-"""Function that takes a network and rows and returns loss and metrics, each summed over own tokens."""
 
 
 def train_step(

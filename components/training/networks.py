@@ -17,11 +17,9 @@ from transformers import AutoModel, PreTrainedModel
 from components.core.errors import UserError
 
 VALUE_HEAD = "value_head.safetensors"
+# Maximum number of logits in memory. Larger batches are computed in slices, whose logits are computed again
+# in the backward pass.
 LOGITS = 2**26
-"""Maximum number of logits in memory.
-
-Larger batches are computed in slices, whose logits are computed again in the backward pass.
-"""
 
 
 class Actor(nn.Module):

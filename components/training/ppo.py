@@ -48,10 +48,10 @@ from components.training.rollouts import (
 from components.training.stage import Stage, StageResult, load_result
 from components.training.training_loop import StepRecord, finish, fit, resume
 
+# Metrics of a step that the progress display shows.
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
-"""Metrics of a step that the progress display shows."""
+# Metrics whose means over the last two steps are included in the figures of the stage.
 SUMMARY = ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")
-"""Metrics whose means over the last two steps are included in the figures of the stage."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Experience(Rollout):
     advantages: Tensor
     returns: Tensor
     importance: Tensor
+    # True on own tokens of the trajectories with the highest reward of their task, if it is positive.
     best: Tensor
-    """True on own tokens of the trajectories with the highest reward of their task, if it is positive."""
 
 
 def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes: RunEpisodes) -> StageResult:

@@ -24,10 +24,10 @@ from components.training.metrics_file import METRICS
 from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageResult, load_result
 
+# Seconds between two reads of the metrics file that rank 0 writes.
 FOLLOW_SECONDS = 5.0
-"""Seconds between two reads of the metrics file that rank 0 writes."""
+# Fields of a stage that are not sent to the ranks, because each rank makes its own.
 LOCAL_FIELDS = ("pool", "progress")
-"""Fields of a stage that are not sent to the ranks, because each rank makes its own."""
 
 
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:

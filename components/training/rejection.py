@@ -36,10 +36,10 @@ from components.training.stage import Stage, StageResult, load_result
 from components.training.stage_checks import replayed_rows
 from components.training.training_loop import StepRecord, finish, fit, resume
 
+# Token ids and action mask of a trajectory or demonstration.
 Row = tuple[Sequence[int], Sequence[int]]
-"""Token ids and action mask of a trajectory or demonstration."""
+# Maximum number of tasks that are sampled again after the fine-tuning, to measure its effect.
 MAX_TASKS_AFTER = 32
-"""Maximum number of tasks that are sampled again after the fine-tuning, to measure its effect."""
 
 
 def run(

@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop. They return one
+# trajectory for each task of the request, in order.
 RunEpisodes = Callable[[RolloutRequest, Sampler, "PreTrainedTokenizerBase"], list[Trajectory]]
-"""Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop.
-
-They return one trajectory for each task of the request, in order.
-"""
 
 
 def agent_loop() -> RunEpisodes:
@@ -48,8 +46,8 @@ class SolveRateTracker:
     """Record of how often the policy solved each task when this stage last sampled the task."""
 
     def __init__(self) -> None:
+        # By task id: for each trajectory of the task's latest step, whether its reward was positive.
         self.solved: dict[str, list[bool]] = {}
-        """By task id: for each trajectory of the task's latest step, whether its reward was positive."""
 
     @classmethod
     def before(cls, out: Path, step: int) -> SolveRateTracker:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from components.training.rejection import Row
     from components.training.rollouts import RunEpisodes
 
+# Pattern of torch's error messages when a collective fails because another process has ended.
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
-"""Pattern of torch's error messages when a collective fails because another process has ended."""
 
 
 class RankLost(StageFailed):

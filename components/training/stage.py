@@ -38,20 +38,20 @@ class Stage:
 
     name: StageName
     params: Params
+    # Folder of the checkpoint that the stage starts from.
     actor: Path
-    """Folder of the checkpoint that the stage starts from."""
+    # Folder of the data set, which contains tasks.parquet.
     dataset: Path
-    """Folder of the data set, which contains tasks.parquet."""
+    # Folder of the stage, to which it writes its state and its result.
     out: Path
-    """Folder of the stage, to which it writes its state and its result."""
     pool: JudgePool
     progress: Progress
+    # Revision of this project's source.
     code: str
-    """Revision of this project's source."""
+    # Folder of the checkpoint of stage 3; only stage 4 needs it.
     critic: Path | None = None
-    """Folder of the checkpoint of stage 3; only stage 4 needs it."""
+    # Folders with the trajectories of earlier stages; only stage 3 needs them.
     trajectories: tuple[Path, ...] = ()
-    """Folders with the trajectories of earlier stages; only stage 3 needs them."""
 
     def tasks(self) -> list[KernelTask]:
         """Return the tasks of the training split.
@@ -72,18 +72,18 @@ class StageResult(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    # Path relative to the stage's folder.
     checkpoint: str
-    """Path relative to the stage's folder."""
     digest: str
+    # Mean reward before training or in its first steps; None for stage 3, which does not train a policy.
     reward_before: float | None
-    """Mean reward before training or in its first steps; None for stage 3, which does not train a policy."""
+    # Mean reward after training or in its last steps; None for stage 3.
     reward_after: float | None
-    """Mean reward after training or in its last steps; None for stage 3."""
     seconds: float
+    # Summary of the stage's metrics; figures that are NaN or infinite are left out.
     figures: Figures
-    """Summary of the stage's metrics; figures that are NaN or infinite are left out."""
+    # Remark on a stage that did not run as intended, such as the reason of an early end; "" otherwise.
     stopped: str = ""
-    """Remark on a stage that did not run as intended, such as the reason of an early end; "" otherwise."""
 
 
 def load_result(out: Path) -> StageResult | None:

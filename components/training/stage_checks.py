@@ -10,8 +10,8 @@ from components.core.errors import UserError
 from components.core.params import Params, Rejection
 from components.training.stage import STAGES, StageName
 
+# Kind of policy: made by the cold start ("scratch"), or an unchanged Hugging Face model.
 PolicyKind = Literal["scratch", "huggingface"]
-"""Kind of policy: made by the cold start ("scratch"), or an unchanged Hugging Face model."""
 
 
 def policy_kind(params: Params) -> PolicyKind:

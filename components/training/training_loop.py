@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Number of states kept on disk. It is 2 because the newest weights may turn out to be collapsed in the next
+# step, which then needs older ones.
 KEPT_STATES = 2
-"""Number of states kept on disk.
-
-It is 2 because the newest weights may turn out to be collapsed in the next step, which then needs older ones.
-"""
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,11 @@ class TrainState:
     stage: Stage
     world: World
     saved: StateStore
+    # Number of steps that were done when this process began.
     start: int
-    """Number of steps that were done when this process began."""
     metrics: MetricsFile
+    # Whether the stage ends with earlier weights, instead of failing, when its policy has collapsed.
     rolls_back: bool
-    """Whether the stage ends with earlier weights, instead of failing, when its policy has collapsed."""
 
 
 def resume(

@@ -82,8 +82,8 @@ class SyncedSampler:
         self.policy = policy
         self.sampler = sampler
         self.digest = digest
+        # Folder for a checkpoint of the newest weights, used if policy.weight_transfer is disk.
         self.folder = out / "published"
-        """Folder for a checkpoint of the newest weights, used if policy.weight_transfer is disk."""
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> Sampler | None:
         with engine.gathered_parameters():
