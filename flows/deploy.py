@@ -66,8 +66,7 @@ def deploy(choices: Choices) -> Record:
             client.hello()
         except httpx.HTTPError as error:
             raise UserError(
-                f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); "
-                "start it or mend the address."
+                f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it or fix the address."
             ) from error
         block = notification_block(choices.alert)
         pools = make_pools(client, choices.workers)

@@ -155,7 +155,7 @@ def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[K
     if admission.reason == "does_not_run":
         raise UserError(
             f"{origin}: the module does not run by itself ({detail}); "
-            "mend it: it may import torch, and nothing of your own."
+            "fix it: it may import torch, and nothing of your own."
         )
     notes = []
     if admission.reason.endswith(UNSURE):
@@ -237,7 +237,7 @@ def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[s
     notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
     if failed and len(failed) == len(trajectories) and not any(one.turns for one in trajectories):
-        raise UserError(f"--policy: {failed[0]}; mend the server or give another policy.")
+        raise UserError(f"--policy: {failed[0]}; fix the server or give another policy.")
     if failed:
         notes.append(
             f"The policy's server failed in {len(failed)} of {len(trajectories)} attempts: {failed[0]}."

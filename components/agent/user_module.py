@@ -43,7 +43,7 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the file cannot be read ({error}); give a readable Python file.") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{path}: not valid Python ({error}); mend the syntax.") from error
+        raise UserError(f"{path}: not valid Python ({error}); fix the syntax.") from error
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if class_name not in classes:
         raise UserError(

@@ -58,10 +58,10 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: not valid YAML ({' '.join(str(error).split())}); mend the syntax."
+            f"{path}: not valid YAML ({' '.join(str(error).split())}); fix the syntax."
         ) from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a mapping of parameters is expected; mend the file.")
+        raise UserError(f"{path}: a mapping of parameters is expected; fix the file.")
     return values
 
 

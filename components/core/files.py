@@ -62,34 +62,37 @@ def user_cache(name: str) -> Path:
     folder belongs to another user, cannot be written, or is on a file system that forbids execution.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
-    mend = "name a folder of your own by the variable XDG_CACHE_HOME"
+    remedy = "name a folder of your own by the variable XDG_CACHE_HOME"
     try:
         folder = (Path(place) if Path(place).is_absolute() else Path.home() / ".cache") / "cuda-agent" / name
         folder.mkdir(parents=True, exist_ok=True)
     except RuntimeError as error:  # Path.home raises it for an account without a name or a HOME.
         raise UserError(
-            f"HOME: it is not set, and this account has no home folder; set it, or {mend}."
+            f"HOME: it is not set, and this account has no home folder; set it, or {remedy}."
         ) from error
     except OSError as error:
-        raise UserError(f"{error.filename or folder}: cannot be made ({error.strerror}); {mend}.") from error
+        raise UserError(
+            f"{error.filename or folder}: cannot be made ({error.strerror}); {remedy}."
+        ) from error
     if (owner := folder.stat().st_uid) != os.geteuid():
         raise UserError(
-            f"{folder}: belongs to another user (uid {owner}), and programs are kept there; {mend}."
+            f"{folder}: belongs to another user (uid {owner}), and programs are kept there; {remedy}."
         )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: cannot be written; {mend}.")
-    check_executable(folder, mend)
+        raise UserError(f"{folder}: cannot be written; {remedy}.")
+    check_executable(folder, remedy)
     return folder
 
 
-def check_executable(folder: Path, mend: str) -> None:
+def check_executable(folder: Path, remedy: str) -> None:
     """Raise UserError if the file system of `folder` forbids loading programs and libraries.
 
-    `mend` is the end of the message and says what the user can do.
+    `remedy` is the end of the message and says what the user can do.
     """
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise UserError(
-            f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; {mend}."
+            f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; "
+            f"{remedy}."
         )
 
 
@@ -167,10 +170,10 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def verify_files(checkpoint: Path, mend: str = "delete the folder and run again") -> str:
+def verify_files(checkpoint: Path, remedy: str = "delete the folder and run again") -> str:
     """Return the digest of a checkpoint after checking that its files match its manifest.
 
-    Raises UserError, which names the first file that does not match. `mend` is the end of the message and
+    Raises UserError, which names the first file that does not match. `remedy` is the end of the message and
     says what the user can do.
     """
     try:
@@ -178,19 +181,19 @@ def verify_files(checkpoint: Path, mend: str = "delete the folder and run again"
         expected, digest = dict(manifest["files"]), str(manifest["digest"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {mend}."
+            f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {remedy}."
         ) from error
     if digest_json(expected) != digest:
         raise UserError(
             f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint "
-            f"is corrupt; {mend}."
+            f"is corrupt; {remedy}."
         )
     found = digest_tree(checkpoint, exclude=(MANIFEST,))
     for name in sorted(set(expected) | set(found)):
         if expected.get(name) != found.get(name):
             raise UserError(
                 f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; "
-                f"{mend}."
+                f"{remedy}."
             )
     return digest
 
@@ -258,7 +261,7 @@ def environment_fault(error: BaseException) -> str:
         ):
             return (
                 f"{seen.filename}: cannot be written ({seen.strerror}); "
-                "mend its permissions or give another folder with --home."
+                "fix its permissions or give another folder with --home."
             )
         seen = seen.__cause__ or seen.__context__
     return ""

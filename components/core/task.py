@@ -63,7 +63,7 @@ def check_contract(code: str, origin: str) -> None:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{origin}: not valid Python ({error}); mend the syntax.") from error
+        raise UserError(f"{origin}: not valid Python ({error}); fix the syntax.") from error
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     missing = [name for name in ("Model",) if name not in classes]

@@ -170,7 +170,7 @@ def _attempts(
             if all(_server_failed(trajectory) and not trajectory.turns for trajectory in trajectories):
                 raise UserError(
                     f"--policy {policy.name}: {trajectories[0].error}; "
-                    "mend the server, the same command continues."
+                    "fix the server, the same command continues."
                 )
             save_trajectories(folder, trajectories)
             _add_cost(out, "episodes", time.monotonic() - started)

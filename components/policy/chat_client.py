@@ -139,7 +139,7 @@ class ChatClient:
                     self.model = str(models[0]["id"])
                 except ServerFailed as error:
                     raise UserError(
-                        f"--policy {self.url}: {error}; start the server or mend the address."
+                        f"--policy {self.url}: {error}; start the server or fix the address."
                     ) from error
                 except (KeyError, IndexError, TypeError) as error:
                     raise UserError(

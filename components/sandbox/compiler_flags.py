@@ -25,14 +25,14 @@ TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/"
 
 def compiler(device: Device) -> str:
     """Return the path of the compiler, g++ for cpu or nvcc for cuda; raise UserError if it is missing."""
-    name, mend = (
+    name, remedy = (
         ("nvcc", "install the CUDA toolkit or put nvcc on PATH")
         if device == "cuda"
         else ("g++", "run apt-get install -y g++")
     )
     path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if path is None:
-        raise UserError(f"device={device}: the compiler {name} is not installed; {mend}.")
+        raise UserError(f"device={device}: the compiler {name} is not installed; {remedy}.")
     return path
 
 

@@ -63,7 +63,7 @@ class Case:
     # Returns whether this is the cause, from the system, the failure's message, and whether root ran it.
     applies: Callable[[System, str, bool], bool]
     # The cause and its fix, as part of an error message.
-    mend: str
+    remedy: str
 
 
 CASES = (
@@ -116,12 +116,13 @@ def explain(message: str, *, root: bool, system: System | None = None) -> str:
 
     `message` is what the failed program printed, and `root` tells whether root started it.
     """
-    mend = next(
-        (case.mend for case in CASES if case.applies(system or System(), message, root)), f"see {GUIDE}"
+    remedy = next(
+        (case.remedy for case in CASES if case.applies(system or System(), message, root)), f"see {GUIDE}"
     )
     detail = " ".join(message.split())[-300:]
     return (
-        f"sandbox.isolation: no sandbox can be made here: {mend}, {NO_ISOLATION} (the system says: {detail})."
+        f"sandbox.isolation: no sandbox can be made here: {remedy}, {NO_ISOLATION} "
+        f"(the system says: {detail})."
     )
 
 

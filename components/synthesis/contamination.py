@@ -94,7 +94,7 @@ def _sources(path: Path) -> list[tuple[str, str]]:
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise UserError(
                 f"data.against: {path} is not a readable parquet with a column code ({error}); "
-                "mend or remove it."
+                "fix or remove it."
             ) from error
         sources = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):

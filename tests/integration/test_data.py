@@ -342,8 +342,8 @@ sys.exit(dvc_stages.main(["tasks", "--params", "params.yaml", "--out", "data/tas
             StageFailed,
             r"dataset: dvc repro failed: RuntimeError: deep inside; .*failed\.log",
         ),
-        ("UserError('params.yaml: a field; mend it.')", UserError, r"^params\.yaml: a field; mend it\.$"),
-        ("IsolationUnavailable('no sandbox; mend it.')", IsolationUnavailable, r"^no sandbox; mend it\.$"),
+        ("UserError('params.yaml: a field; fix it.')", UserError, r"^params\.yaml: a field; fix it\.$"),
+        ("IsolationUnavailable('no sandbox; fix it.')", IsolationUnavailable, r"^no sandbox; fix it\.$"),
     ],
     ids=["failure", "bad input", "no isolation"],
 )

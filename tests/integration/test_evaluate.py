@@ -357,7 +357,7 @@ def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered
             1.0,
         )
         with pytest.raises(
-            UserError, match=r"the server answers 403: gone; mend the server, the same command continues"
+            UserError, match=r"the server answers 403: gone; fix the server, the same command continues"
         ):
             evaluate(policy, tasks[1:], ScriptedPool(), tmp_path / "two", epoch="e", progress=Quiet(), seed=0)
         assert not (tmp_path / "two" / "episodes").exists()

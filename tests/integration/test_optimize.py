@@ -384,7 +384,7 @@ def test_a_search_takes_as_long_as_suits_the_prompt_unless_a_person_says_otherwi
         ),
         (
             [str(EXAMPLES / "gated_gelu.py"), "--policy", "http://127.0.0.1:9", "--model", ""],
-            "start the server or mend the address",
+            "start the server or fix the address",
         ),
         ([str(EXAMPLES / "normalised_mish.py")], "a task needs class Model(nn.Module)"),
     ],

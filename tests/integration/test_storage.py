@@ -375,7 +375,7 @@ def test_who_has_not_the_key_neither_writes_nor_reads(
     ):
         with pytest.raises(UserError, match=r"refused the .*check the bucket and the credentials") as raised:
             act()
-        assert retry_kind(raised.value) is None, "waiting does not mend a wrong key"
+        assert retry_kind(raised.value) is None, "waiting does not fix a wrong key"
     assert [entry.key for entry in owner.entries(key)] == [f"{key}/mine"]
 
 

@@ -72,7 +72,7 @@ def test_where_a_container_refuses_namespaces_the_mend_is_the_containers(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("files", "said", "root", "mend"),
+    ("files", "said", "root", "remedy"),
     [
         (
             {"proc/sys/user/max_user_namespaces": "0"},
@@ -120,14 +120,14 @@ def test_where_a_container_refuses_namespaces_the_mend_is_the_containers(tmp_pat
     ],
 )
 def test_each_case_has_its_own_mend(
-    files: dict[str, str], said: str, root: bool, mend: str, tmp_path: Path
+    files: dict[str, str], said: str, root: bool, remedy: str, tmp_path: Path
 ) -> None:
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     sentence = explain(said, root=root, system=System(tmp_path))
-    assert mend in sentence and said in sentence and "\n" not in sentence
+    assert remedy in sentence and said in sentence and "\n" not in sentence
     others = {
         "user.max_user_namespaces=15000",
         "unprivileged_userns_clone=1",
@@ -136,7 +136,7 @@ def test_each_case_has_its_own_mend(
         "add the capabilities",
         "procMount: Unmasked",
     }
-    assert sum(other in sentence for other in others) <= 1, "one mend, that of this very case"
+    assert sum(other in sentence for other in others) <= 1, "one remedy, that of this very case"
 
 
 def test_an_old_bubblewrap_is_named_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +252,16 @@ def test_a_warm_task_holds_no_more_descriptors_than_are_counted_for_it(judge: Ju
 
 
 @pytest.mark.parametrize(
-    ("manager", "mend"),
+    ("manager", "remedy"),
     [
         ("", "package manager of this system"),
         ("dnf", "sudo dnf install -y bubblewrap gcc-c++"),
         ("pacman", "sudo pacman -S"),
     ],
 )
-def test_without_apt_and_sudo_the_missing_packages_are_named(manager: str, mend: str, tmp_path: Path) -> None:
+def test_without_apt_and_sudo_the_missing_packages_are_named(
+    manager: str, remedy: str, tmp_path: Path
+) -> None:
     for name in ("bash", "sed", "grep", "id", "env"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
     if manager:
@@ -268,7 +270,7 @@ def test_without_apt_and_sudo_the_missing_packages_are_named(manager: str, mend:
     done = subprocess.run(
         ["/bin/bash", *script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and mend in done.stderr, done.stderr
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and remedy in done.stderr, done.stderr
     assert "missing: bubblewrap g++" in done.stderr
 
 

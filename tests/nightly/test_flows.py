@@ -283,9 +283,9 @@ def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_a
     (weights.parent.parent / "state").mkdir(
         parents=True
     )  # as a run that was killed while it did the stage again leaves it
-    mended = run(home, REDUCED)
-    assert mended.code == 0, mended.stderr_console[-4000:]
-    assert {item["name"]: item["cached"] for item in mended.record["stages"]} == {
+    repaired = run(home, REDUCED)
+    assert repaired.code == 0, repaired.stderr_console[-4000:]
+    assert {item["name"]: item["cached"] for item in repaired.record["stages"]} == {
         "coldstart": True,
         "warmup": True,
         "rejection": True,
@@ -293,8 +293,8 @@ def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_a
         "agentic": True,
     }
     assert (
-        mended.record["model"]["version"] == "1"
-        and manifest(home, mended.record)["checkpoint.critic"] == stage["digest"]
+        repaired.record["model"]["version"] == "1"
+        and manifest(home, repaired.record)["checkpoint.critic"] == stage["digest"]
     )
 
 
