@@ -242,7 +242,7 @@ def check_environment(run: PipelineRun) -> None:
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
-    from components.storage.factory import open_store
+    from components.storage import open_store
 
     params = run.params
     needed = {"g++": "g++"} | ({"nvcc": "the CUDA toolkit (nvcc)"} if params.device == "cuda" else {})

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.core.errors import InfrastructureError, UserError
+from components.core.errors import InfrastructureError, UserError, error_chain
 
 # Name of a checkpoint's file with the digest of each other file, and the digest of this list.
 MANIFEST = "manifest.json"
@@ -47,12 +47,20 @@ def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str
     }
 
 
-def _sync_directory(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file or the entries of a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file below `folder` to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            sync(path)
 
 
 def user_cache(name: str) -> Path:
@@ -123,7 +131,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -136,10 +144,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as opened:
-                    os.fsync(opened.fileno())
+        sync_tree(temporary)
         os.chmod(temporary, 0o755)
         if path.exists():
             retired = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
@@ -148,7 +153,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(retired)
         else:
             os.rename(temporary, path)
-        _sync_directory(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -233,8 +238,7 @@ def environment_fault(error: BaseException) -> str:
     It is empty if neither `error` nor one of its causes is such a fault. The messages are searched as well,
     because safetensors and torch keep only the text of the system's error, and SQLite has a text of its own.
     """
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in error_chain(error):
         text = str(seen)
         full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
         if isinstance(seen, InfrastructureError):
@@ -263,5 +267,4 @@ def environment_fault(error: BaseException) -> str:
                 f"{seen.filename}: cannot be written ({seen.strerror}); "
                 "fix its permissions or give another folder with --home."
             )
-        seen = seen.__cause__ or seen.__context__
     return ""

@@ -5,7 +5,9 @@ The values are read from `params.yaml` by `config.resolve`. No value has a defau
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from components.core.records import FrozenModel
 
 Device = Literal["cpu", "cuda"]
 Precision = Literal["strict-fp32", "tf32"]
@@ -16,13 +18,7 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-class Section(BaseModel):
-    """Immutable base class of the sections of parameters. An unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Data(Section):
+class Data(FrozenModel):
     """Parameters of the data set."""
 
     tasks: Tasks = Field(description="admitted training tasks to make")
@@ -62,7 +58,7 @@ class Data(Section):
     against: list[str] = Field(description="folders or parquet files of evaluation programs to stay clear of")
 
 
-class Sandbox(Section):
+class Sandbox(FrozenModel):
     """Parameters of the judge and its sandbox."""
 
     isolation: Literal["bubblewrap", "none"] = Field(
@@ -114,7 +110,7 @@ class Sandbox(Section):
     )
 
 
-class Policy(Section):
+class Policy(FrozenModel):
     """Parameters of the policy and its sampler."""
 
     source: str = Field(description="scratch, or the folder of a Hugging Face causal LM")
@@ -147,7 +143,7 @@ class Policy(Section):
     )
 
 
-class Coldstart(Section):
+class Coldstart(FrozenModel):
     """Parameters of the cold start, which is the first training of a policy from scratch."""
 
     demonstrations: Count = Field(description="demonstrations written by the rule-based kernel writer")
@@ -167,7 +163,7 @@ class Coldstart(Section):
     seed: Natural = Field(description="seed of demonstrations, initial weights and order")
 
 
-class Rollouts(Section):
+class Rollouts(FrozenModel):
     """Parameters of the sampling of trajectories."""
 
     tasks: Count = Field(description="tasks of one step")
@@ -177,7 +173,7 @@ class Rollouts(Section):
     max_new_tokens: Count = Field(description="tokens of one turn")
 
 
-class Ppo(Section):
+class Ppo(FrozenModel):
     """Parameters of a PPO stage."""
 
     reward: Literal["milestone", "speedup"] = Field(
@@ -234,7 +230,7 @@ class Ppo(Section):
     rollouts: Rollouts = Field(description="how trajectories are sampled")
 
 
-class Rejection(Section):
+class Rejection(FrozenModel):
     """Parameters of rejection fine-tuning."""
 
     rollouts: Rollouts = Field(description="how trajectories are sampled")
@@ -248,7 +244,7 @@ class Rejection(Section):
     replay_share: Share = Field(description="share of cold-start demonstrations mixed in, against forgetting")
 
 
-class Critic(Section):
+class Critic(FrozenModel):
     """Parameters of value pretraining."""
 
     epochs: Count = Field(description="passes over the trajectories")
@@ -261,7 +257,7 @@ class Critic(Section):
     )
 
 
-class Engine(Section):
+class Engine(FrozenModel):
     """Parameters of the training engine."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(description="DeepSpeed ZeRO stage")
@@ -283,7 +279,7 @@ class Engine(Section):
     )
 
 
-class Evaluation(Section):
+class Evaluation(FrozenModel):
     """Parameters of the evaluation."""
 
     suite: str = Field(
@@ -298,7 +294,7 @@ class Evaluation(Section):
     max_new_tokens: Count = Field(description="tokens of one turn")
 
 
-class Registry(Section):
+class Registry(FrozenModel):
     """Parameters of MLflow and the audit chain."""
 
     tracking_uri: str = Field(description="MLflow tracking URI; empty is SQLite in the home folder")
@@ -310,7 +306,7 @@ class Registry(Section):
     )
 
 
-class GateThresholds(Section):
+class GateThresholds(FrozenModel):
     """Thresholds of the gates of promotion."""
 
     pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
@@ -341,7 +337,7 @@ class GateThresholds(Section):
     )
 
 
-class StoreParams(Section):
+class StoreParams(FrozenModel):
     """Parameters of the artifact store."""
 
     url: str = Field(
@@ -351,7 +347,7 @@ class StoreParams(Section):
     endpoint: str = Field(description="S3 endpoint; empty is AWS")
 
 
-class Params(Section):
+class Params(FrozenModel):
     """All parameters of a run."""
 
     device: Device = Field(description="what kernels run on")

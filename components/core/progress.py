@@ -13,4 +13,4 @@ class Quiet:
     """A `Progress` that ignores every report."""
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        return
+        """Ignore the report."""

@@ -7,7 +7,7 @@ lines, with at most one line for each stage every LINE_SECONDS.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -82,12 +82,10 @@ class ProgressView:
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         now = self.clock()
-        row = self.rows.get(stage)
-        if row is None or step < row.step:
-            row = self.rows[stage] = Row(step, total, now, step, now)
-            fresh = True
-        else:
-            fresh = False
+        fresh = stage not in self.rows or step < self.rows[stage].step
+        if fresh:
+            self.rows[stage] = Row(step, total, now, step, now)
+        row = self.rows[stage]
         row.step, row.total, row.updated = step, total, now
         row.figures = figures or row.figures
         if self.live is None and (
@@ -106,11 +104,26 @@ class ProgressView:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def render(self) -> Table:
-        table = Table("stage", "step", "figures", "time left", box=None, padding=(0, 2, 0, 0))
-        for stage, row in self.rows.items():
-            left = "done" if row.step >= row.total else duration(row.seconds_left)
-            table.add_row(stage, f"{row.step}/{row.total}", figures_text(row.figures), left)
-        return table
+        return plain_table(
+            ("stage", "step", "figures", "time left"),
+            (
+                (
+                    stage,
+                    f"{row.step}/{row.total}",
+                    figures_text(row.figures),
+                    "done" if row.step >= row.total else duration(row.seconds_left),
+                )
+                for stage, row in self.rows.items()
+            ),
+        )
+
+
+def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, show_header: bool = True) -> Table:
+    """Return a table without lines between its cells."""
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), show_header=show_header)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _number(value: float | None, pattern: str = "{:.3g}") -> str:
@@ -136,11 +149,10 @@ def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
 def evaluation_table(overall: Any, console: Console) -> None:
     """Print the figures of one evaluation as a table.
 
-    `summary` is a components.evaluation.metrics.Summary.
+    `overall` is a components.evaluation.metrics.Summary.
     """
-    table = Table("tasks", *FIGURES[1:], box=None, padding=(0, 2, 0, 0))
-    table.add_row(*_figures_row(str(overall.tasks), overall.model_dump()))
-    console.print(table)
+    row = _figures_row(str(overall.tasks), overall.model_dump())
+    console.print(plain_table(("tasks", *FIGURES[1:]), [row]))
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
@@ -160,25 +172,21 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         highlight=False,
     )
 
-    stages = Table(
-        "stage", "reward before", "reward after", "seconds", "checkpoint", box=None, padding=(0, 2, 0, 0)
-    )
-    for stage in record["stages"]:
-        seconds = "cached" if stage["cached"] else _number(stage["seconds"], "{:.1f}")
-        stages.add_row(
+    stages = [
+        (
             stage["name"],
             _number(stage["reward_before"]),
             _number(stage["reward_after"]),
-            seconds,
+            "cached" if stage["cached"] else _number(stage["seconds"], "{:.1f}"),
             "/".join(stage["checkpoint"].split("/")[-2:]),
         )
-    console.print(stages, soft_wrap=True)
-
-    figures = Table(*FIGURES, box=None, padding=(0, 2, 0, 0))
-    for name, found in (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"])):
-        if found is not None:
-            figures.add_row(*_figures_row(name, found))
-    console.print(figures)
+        for stage in record["stages"]
+    ]
+    columns = ("stage", "reward before", "reward after", "seconds", "checkpoint")
+    console.print(plain_table(columns, stages), soft_wrap=True)
+    evaluations = (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"]))
+    figures = [_figures_row(name, found) for name, found in evaluations if found is not None]
+    console.print(plain_table(FIGURES, figures))
 
     gate, model = record["gate"], record["model"]
     console.print(
@@ -196,43 +204,36 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
 def comparison_tables(found: Any, console: Console) -> None:
     """Print the differences between two runs.
 
-    `comparison` is a components.evaluation.compare.Comparison.
+    `found` is a components.evaluation.compare.Comparison.
     """
     console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
+    differences = [f"code {name}" for name in found.code]
+    differences += [f"{name} {before} -> {after}" for name, (before, after) in found.params.items()]
     if found.dataset is not None:
-        console.print(f"  data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}", highlight=False)
-    for name in found.code:
-        console.print(f"  code {name}", highlight=False)
-    for name, (before, after) in found.params.items():
-        console.print(f"  {name} {before} -> {after}", highlight=False, soft_wrap=True, markup=False)
+        differences.insert(0, f"data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}")
     if found.unknown:
-        console.print(
-            f"  not written down on both sides, so not compared: {', '.join(found.unknown)}", highlight=False
-        )
-    if found.dataset is None and not found.code and not found.params and not found.unknown:
-        console.print("  the same data, code and parameters", highlight=False)
+        unknown = ", ".join(found.unknown)
+        differences.append(f"not written down on both sides, so not compared: {unknown}")
+    for difference in differences or ["the same data, code and parameters"]:
+        console.print(f"  {difference}", highlight=False, soft_wrap=True, markup=False)
 
-    table = Table("figure", "change", "95 % interval", box=None, padding=(0, 2, 0, 0))
+    changes = []
     for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile"):
         change, pattern = found.changes[name], "x{:.3f}" if name.startswith("geomean") else "{:+.1%}"
-        table.add_row(
-            name,
-            _number(change.value, pattern),
-            f"{_number(change.low, pattern)} to {_number(change.high, pattern)}",
-        )
-    console.print(table)
-    table = Table("paired test", "tasks", "better", "worse", "p", "", box=None, padding=(0, 2, 0, 0))
-    for test in found.tests:
-        table.add_row(
-            test.name,
-            str(test.tasks),
-            str(test.better),
-            str(test.worse),
-            f"{test.p_value:.3g}",
+        value, low, high = (_number(number, pattern) for number in (change.value, change.low, change.high))
+        changes.append((name, value, f"{low} to {high}"))
+    console.print(plain_table(("figure", "change", "95 % interval"), changes))
+    tests = [
+        (
+            *(test.name, str(test.tasks), str(test.better), str(test.worse), f"{test.p_value:.3g}"),
             "significant" if test.significant else "may be chance",
         )
-    console.print(table)
-    table = Table("task", "", "before", "after", "what", box=None, padding=(0, 2, 0, 0))
-    for change in sorted(found.changed, key=lambda change: change.kind):
-        table.add_row(change.task_id, change.kind, change.before, change.after, change.name)
-    console.print(table if found.changed else "no task changed hands.")
+        for test in found.tests
+    ]
+    console.print(plain_table(("paired test", "tasks", "better", "worse", "p", ""), tests))
+    changed = [
+        (change.task_id, change.kind, change.before, change.after, change.name)
+        for change in sorted(found.changed, key=lambda change: change.kind)
+    ]
+    table = plain_table(("task", "", "before", "after", "what"), changed)
+    console.print(table if changed else "no task changed hands.")

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
+from components.core.records import FrozenModel
 
-REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
+REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 
 
 def normalise(code: str) -> str:
@@ -36,10 +37,8 @@ def normalise(code: str) -> str:
     return ast.unparse(tree)
 
 
-class KernelTask(BaseModel):
+class KernelTask(FrozenModel):
     """A kernel task with its evidence. It is identified by the digest of its normalised source."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     code: str
     ops: tuple[str, ...] = ()
@@ -64,10 +63,9 @@ def check_contract(code: str, origin: str) -> None:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{origin}: not valid Python ({error}); fix the syntax.") from error
-    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    missing = [name for name in ("Model",) if name not in classes]
-    missing += [f"{name}()" for name in REQUIRED_FUNCTIONS if name not in functions]
+    parts = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    parts |= {f"{node.name}()" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    missing = [part for part in REQUIRED_PARTS if part not in parts]
     if missing:
         raise UserError(
             f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); "

@@ -1,6 +1,9 @@
 """The artifact store: immutable objects by key, in a local folder or in S3, with verified digests."""
 
-from components.storage.factory import open_store
+from pathlib import Path
+
+from components.core.errors import UserError
+from components.core.params import StoreParams
 from components.storage.folder import FolderStore
 from components.storage.s3 import S3Store, StoreUnavailable
 from components.storage.store import Store, StoredObject, put_checkpoint
@@ -14,3 +17,17 @@ __all__ = [
     "open_store",
     "put_checkpoint",
 ]
+
+
+def open_store(params: StoreParams, home: Path) -> Store:
+    """Return the store that `store.url` names.
+
+    An empty URL names the folder `store` in the home, a path or a file:// URL names a folder, and
+    s3://bucket/prefix names a part of an S3 bucket. Raises UserError for any other URL.
+    """
+    url = params.url
+    if url.startswith("s3://"):
+        return S3Store(url, params.endpoint, uploads=home / "uploads")
+    if "://" in url and not url.startswith("file://"):
+        raise UserError(f"store.url: {url} is neither a folder nor s3://bucket/prefix; give one of these.")
+    return FolderStore(Path(url.removeprefix("file://")) if url else home / "store")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from components.core import telemetry
 from components.core.errors import UserError
-from components.core.files import atomic_write, digest_file
-from components.storage.keys import check_key, key_taken
-from components.storage.store import StoredObject
+from components.core.files import atomic_write, digest_file, sync
+from components.storage.store import StoredObject, check_key, key_taken
 
 # Error numbers with which os.link fails on file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -103,8 +102,7 @@ def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> boo
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
         copy = Path(folder) / "object"
         shutil.copyfile(source, copy)
-        with copy.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(copy)
         if sha256 and digest_file(copy) != sha256:
             raise UserError(f"{source}: does not match its SHA-256; restore it from a good copy.")
         if replace:

@@ -106,8 +106,7 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
     does not have are yielded too.
     """
     found = list(store.entries(prefix))
-    entries = [entry for entry in found if entry.key.split("/")[0] in GROUPS]
-    for group in groups(entries):
+    for group in groups(found):
         manifest = next((entry.key for entry in group.entries if entry.key == f"{group.name}/{MANIFEST}"), "")
         expected = (
             dict(_read(store, manifest).get("files", {}))

@@ -22,8 +22,7 @@ from typing import Any
 from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import digest_bytes, digest_file, read_json, write_json
-from components.storage.keys import check_key, key_taken
-from components.storage.store import StoredObject
+from components.storage.store import StoredObject, check_key, key_taken
 
 # Size in bytes of a part, and size above which an object is written in parts. S3 requires parts of at least 5
 # MiB.
@@ -68,7 +67,8 @@ class S3Store:
         if not bucket:
             raise UserError(f"store.url: {url} names no bucket; write s3://bucket/prefix.")
         self.bucket = bucket
-        self.prefix = prefix.strip("/")
+        # Beginning of the names of all objects of this store.
+        self.prefix = f"{prefix.strip('/')}/".lstrip("/")
         self.uploads = uploads
         self.part_bytes = part_bytes
         # AWS_RETRY_MODE and AWS_MAX_ATTEMPTS have priority when they are set.
@@ -128,13 +128,14 @@ class S3Store:
             return self._head(name) is not None
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        start = f"{self.prefix}/" if self.prefix else ""
-        with self._faults(self._address(start + prefix), "listing"):
+        start = self.prefix + prefix
+        with self._faults(self._address(start), "listing"):
             for page in self.client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=start + prefix
+                Bucket=self.bucket, Prefix=start
             ):
                 for item in page.get("Contents", ()):
-                    yield StoredObject(item["Key"].removeprefix(start), item["Size"], item["LastModified"])
+                    key = item["Key"].removeprefix(self.prefix)
+                    yield StoredObject(key, item["Size"], item["LastModified"])
 
     def digests(self, key: str) -> tuple[str, str]:
         name, sha256 = self._name(key), hashlib.sha256()
@@ -154,16 +155,17 @@ class S3Store:
 
         Such uploads use storage, but a list of the objects does not show them.
         """
-        start = f"{self.prefix}/" if self.prefix else ""
         limit = datetime.now(UTC) - older_than
-        with self._faults(self._address(start), "listing"):
+        with self._faults(self._address(self.prefix), "listing"):
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.bucket, Prefix=start
+                Bucket=self.bucket, Prefix=self.prefix
             )
-            found = [item for page in pages for item in page.get("Uploads", ())]
-        return [
-            (item["Key"].removeprefix(start), item["UploadId"]) for item in found if item["Initiated"] < limit
-        ]
+            return [
+                (item["Key"].removeprefix(self.prefix), item["UploadId"])
+                for page in pages
+                for item in page.get("Uploads", ())
+                if item["Initiated"] < limit
+            ]
 
     def abandon(self, key: str, upload: str) -> None:
         name = self._name(key)
@@ -172,8 +174,6 @@ class S3Store:
 
     def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
         """Write the object unless its key exists, and return the recorded SHA-256 of the key's object."""
-        from botocore.exceptions import ClientError
-
         try:
             if size > self.part_bytes:
                 self._write_parts(name, source, sha256, size)
@@ -187,7 +187,7 @@ class S3Store:
                         IfNoneMatch="*",
                         Metadata={"sha256": sha256},
                     )
-        except ClientError as error:
+        except self.client.exceptions.ClientError as error:
             # NoSuchUpload means that another process of this home finished the same upload.
             if error.response["Error"]["Code"] not in (*REFUSED, "NoSuchUpload"):
                 raise
@@ -216,15 +216,11 @@ class S3Store:
             for number in range(1, -(-size // part_bytes) + 1):
                 body = file.read(part_bytes)
                 checksum = _base64(digest_bytes(body))
-                tag = (
-                    present[number]["ETag"]
-                    if number in present and _same(present[number], body, checksum)
-                    else ""
-                )
-                if not tag:
+                part = present.get(number)
+                if part is None or not _same(part, body, checksum):
                     where = {"Bucket": self.bucket, "Key": name, "UploadId": upload, "PartNumber": number}
-                    tag = self.client.upload_part(**where, Body=body, ChecksumSHA256=checksum)["ETag"]
-                parts.append({"PartNumber": number, "ETag": tag, "ChecksumSHA256": checksum})
+                    part = self.client.upload_part(**where, Body=body, ChecksumSHA256=checksum)
+                parts.append({"PartNumber": number, "ETag": part["ETag"], "ChecksumSHA256": checksum})
         self.client.complete_multipart_upload(
             Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
         )
@@ -238,8 +234,6 @@ class S3Store:
 
         The id is empty if there is no such upload.
         """
-        from botocore.exceptions import ClientError
-
         if journal is None or not journal.is_file():
             return "", {}
         noted = read_json(journal)
@@ -249,25 +243,24 @@ class S3Store:
                 self.client.abort_multipart_upload(**where)
                 return "", {}
             pages = self.client.get_paginator("list_parts").paginate(**where)
-            parts = [part for page in pages for part in page.get("Parts", ())]
-        except ClientError as error:
+            return noted["upload"], {
+                part["PartNumber"]: part for page in pages for part in page.get("Parts", ())
+            }
+        except self.client.exceptions.ClientError as error:
             if error.response["Error"]["Code"] != "NoSuchUpload":
                 raise
             return "", {}
-        return noted["upload"], {part["PartNumber"]: part for part in parts}
 
     def _name(self, key: str) -> str:
-        return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
+        return self.prefix + check_key(key)
 
     def _address(self, name: str) -> str:
         return f"s3://{self.bucket}/{name}"
 
     def _head(self, name: str) -> Any:
-        from botocore.exceptions import ClientError
-
         try:
             return self.client.head_object(Bucket=self.bucket, Key=name)
-        except ClientError as error:
+        except self.client.exceptions.ClientError as error:
             if error.response["Error"]["Code"] in MISSING:
                 return None
             raise
@@ -287,18 +280,11 @@ class S3Store:
         StoreUnavailable is raised if the call may succeed later, and UserError if it cannot succeed without a
         change of the settings or the bucket. `act` names the operation in the message.
         """
-        from botocore.exceptions import (
-            BotoCoreError,
-            ClientError,
-            HTTPClientError,
-            IncompleteReadError,
-            ResponseStreamingError,
-        )
-        from botocore.exceptions import ConnectionError as NoConnection
+        from botocore import exceptions
 
         try:
             yield
-        except ClientError as error:
+        except exceptions.ClientError as error:
             if error.response["Error"]["Code"] in PASSING:
                 raise StoreUnavailable(
                     f"{address}: the store cannot serve the {act} now ({error}); try again later."
@@ -306,11 +292,16 @@ class S3Store:
             raise UserError(
                 f"{address}: the store refused the {act} ({error}); check the bucket and the credentials."
             ) from error
-        except (NoConnection, HTTPClientError, IncompleteReadError, ResponseStreamingError) as error:
+        except (
+            exceptions.ConnectionError,
+            exceptions.HTTPClientError,
+            exceptions.IncompleteReadError,
+            exceptions.ResponseStreamingError,
+        ) as error:
             raise StoreUnavailable(
                 f"{address}: the store broke off the {act} ({error}); what was done is kept, try again later."
             ) from error
-        except BotoCoreError as error:
+        except exceptions.BotoCoreError as error:
             raise UserError(
                 f"{address}: the {act} is not possible ({error}); "
                 "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region."

@@ -5,13 +5,17 @@ again has no effect, and writing different bytes raises UserError. So no run can
 run.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from components.core.errors import UserError
 from components.core.files import MANIFEST
+
+KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
 @dataclass(frozen=True)
@@ -31,31 +35,43 @@ class Store(Protocol):
 
         Raises UserError if the key already has other content.
         """
-        ...
 
     def get(self, key: str, target: Path) -> None:
         """Write the object to `target`, which is replaced in one step.
 
         Raises KeyError if there is no object with this key, and UserError if the object is damaged.
         """
-        ...
 
     def exists(self, key: str) -> bool: ...
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield every object whose key starts with `prefix`, in the order of the keys."""
-        ...
 
     def digests(self, key: str) -> tuple[str, str]:
         """Return the SHA-256 of the object's present bytes, and the SHA-256 recorded when it was written.
 
         The second is empty if none was recorded.
         """
-        ...
 
     def remove(self, key: str) -> None:
         """Delete the object if it exists."""
-        ...
+
+
+def check_key(key: str) -> str:
+    """Return the key unchanged if it is valid.
+
+    Raises UserError if the key is not a relative POSIX path, contains a character that is not permitted, or
+    contains `..`.
+    """
+    if not KEY.fullmatch(key) or ".." in PurePosixPath(key).parts:
+        raise UserError(f"store: {key!r} is not a key; use letters, digits and . _ - between slashes.")
+    return key
+
+
+def key_taken(address: str) -> UserError:
+    return UserError(
+        f"{address}: holds other bytes already and is never overwritten; remove it by hand if it is wrong."
+    )
 
 
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:

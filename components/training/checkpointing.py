@@ -6,7 +6,6 @@ because DeepSpeed cannot load shards of another layout. A stage that resumes wit
 training on its stored trajectories and does not sample them again.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.core import params as parameters
+from components.core.files import sync_tree
 from components.training.engine import DeepSpeedEngine, World
 
 
@@ -51,10 +51,7 @@ class StateStore:
             engine.save(temporary / name)
         self.world.barrier()
         if self.world.rank == 0:
-            for file in temporary.rglob("*"):
-                if file.is_file():
-                    with file.open("rb") as opened:
-                        os.fsync(opened.fileno())
+            sync_tree(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             for _, old in self.complete()[: -self.kept]:

@@ -232,8 +232,7 @@ def wrong(night: PipelineRun) -> list[str]:
     from components.core.config import resolve
     from components.registry.promotion import Promotion
     from components.registry.tracking import RUN_KEY, connect
-    from components.storage.factory import open_store
-    from components.storage.s3 import S3Store
+    from components.storage import S3Store, open_store
     from flows.process_reaper import VARIABLE
     from flows.run_context import PipelineRun as Identity
 
