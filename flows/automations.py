@@ -14,7 +14,7 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from flows.training_events import COLLAPSING, PROGRESS
+from flows.progress import COLLAPSING, PROGRESS
 
 # Seconds without a heartbeat after which a run is marked as crashed: three intervals of 30 s. The interval is
 # set in infra/prefect/pools.yaml. Prefect deletes a trigger's bucket 60 s after its end, so a heartbeat that

@@ -33,8 +33,7 @@ from components.core.progress import Progress
 from components.core.task import dataset_version
 from components.synthesis.dvc_stages import ERROR_PREFIX
 from components.synthesis.operator_table import library_versions
-from flows.dataset_remote import has_version, keep_pointer
-from flows.dvc import initialise_workspace, run_dvc
+from flows.dataset_remote import has_version, initialise_workspace, keep_pointer, run_dvc
 from flows.run_context import Busy, PipelineRun, digest_sources
 from flows.steps import DatasetRecord
 

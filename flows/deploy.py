@@ -188,7 +188,6 @@ def base_job_template(pool: str, workers: Workers) -> Record:
 
 
 def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
-    made = []
     for name, pool in read_pools().items():
         try:
             present = client.read_work_pool(name).type
@@ -208,8 +207,7 @@ def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
             ),
             overwrite=True,
         )
-        made.append({"name": name, "type": workers})
-    return made
+    return [{"name": name, "type": workers} for name in read_pools()]
 
 
 def make_deployments(values: Record) -> None:
@@ -220,7 +218,7 @@ def make_deployments(values: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefect.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
-        command: Sequence[str] = (
+        command = [
             sys.executable,
             "-m",
             "prefect",
@@ -229,7 +227,7 @@ def make_deployments(values: Record) -> None:
             "--all",
             "--prefect-file",
             str(path),
-        )
+        ]
         environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
         done = subprocess.run(
             command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False

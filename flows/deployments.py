@@ -23,7 +23,7 @@ from components.core.errors import UserError
 from components.core.progress import Progress
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
-from components.judge.open_pool import open_pool
+from components.judge.pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
 from flows import process_reaper, run_context
@@ -31,10 +31,9 @@ from flows.approval import approval, ask
 from flows.data import dataset
 from flows.evaluation import figures
 from flows.nightly import nightly_pipeline
-from flows.progress import DiskGuard
+from flows.progress import DiskGuard, EventProgress
 from flows.retry_policy import retry_by_kind
 from flows.run_context import PipelineRun
-from flows.training_events import EventProgress
 
 FlowResult = dict[str, Any]
 # Seconds after which Prefect frees the concurrency slot of a flow that was killed.

@@ -16,8 +16,7 @@ from components.core.files import MANIFEST, digest_file, digest_json, write_json
 from components.core.progress import Progress
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
-from components.judge.open_pool import open_pool
-from components.judge.pool import with_any_duration
+from components.judge.pool import open_pool, with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
@@ -28,7 +27,7 @@ from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.run_context import RUN_FILE, PipelineRun, source_digests
 from flows.steps import CheckpointRecord, Context, DatasetRecord, EvaluationRecord, mark_crashed_runs
-from flows.training import cold_start, stage_four, stage_one, stage_three, stage_two
+from flows.training import cold_start, train
 
 # The content of run.json, which `cuda-agent run --json` prints.
 RunRecord = dict[str, Any]
@@ -60,10 +59,10 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
     try:
         start = cold_start(context)
         before = evaluate_checkpoint(context, "cold start", start.checkpoint, start.digest)
-        first = stage_one(context, start)
-        second = stage_two(context, first)
-        critic = stage_three(context, second, sampled=[first, second])
-        policy = stage_four(context, second, critic)
+        first = train(context, "warmup", start)
+        second = train(context, "rejection", first)
+        critic = train(context, "critic", second, sampled=[first, second])
+        policy = train(context, "agentic", second, critic=critic)
         after = evaluate_checkpoint(context, "evaluation", policy.checkpoint, policy.digest)
 
         stages = {
@@ -78,7 +77,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
         decision = decide(context, version, stages, before, after, champion)
         promote(context, version, decision, champion)
     except BaseException:
-        context.tracking.fail()
+        context.tracking.end("FAILED")
         raise
     finally:
         context.pool.close()
@@ -178,7 +177,7 @@ def publish(
             "artifacts": record["artifacts"],
         }
     )
-    tracking.finish()
+    tracking.end("FINISHED")
     write_json(run.folder / RUN_FILE, record)
 
 

@@ -1,11 +1,20 @@
-"""Wrappers of a `Progress` that stop on a full disk, write Prometheus metrics, or rename a stage."""
+"""Wrappers of a `Progress`: stop on a full disk, Prometheus metrics, a fixed name, Prefect events.
+
+Prefect itself records only the states of runs and tasks, and a stage can take many hours. automations.py
+defines the alerts that the events of EventProgress cause.
+"""
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+from prefect.events import emit_event
 
 from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import free_bytes
+from components.core.params import Params, Ppo
 from components.core.progress import Progress
 from components.training.metrics_file import newest_figures
 
@@ -15,8 +24,19 @@ METRICS_FILE = "metrics.prom"
 WRITE_SECONDS = 15.0
 # Number of free bytes below which a disk is treated as full.
 FULL_BYTES = 16 * 2**20
+# Names of the events of EventProgress.
+PROGRESS = "cuda-agent.progress"
+COLLAPSING = "cuda-agent.training.collapsing"
+# Least number of seconds between two progress events.
+PROGRESS_SECONDS = 60.0
+# Share of a limit (max_entropy, max_truncated) above which the event COLLAPSING is emitted. The stage stops
+# at the limit itself.
+WARN_AT = 0.8
+# Number of successive steps with an explained variance below 0 that are a sign of collapse.
+CRITIC_STEPS = 5
 
 
+@dataclass
 class DiskGuard:
     """A `Progress` that raises UserError if the disk of the home is full.
 
@@ -24,9 +44,8 @@ class DiskGuard:
     write. The same command then continues the run.
     """
 
-    def __init__(self, progress: Progress, home: Path):
-        self.progress = progress
-        self.home = home
+    progress: Progress
+    home: Path
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
@@ -37,13 +56,14 @@ class DiskGuard:
             )
 
 
+@dataclass
 class MetricsProgress:
     """A `Progress` that sets the Prometheus metrics of each stage and writes them to METRICS_FILE."""
 
-    def __init__(self, progress: Progress, home: Path):
-        self.progress = progress
-        self.home = home
-        self.written = float("-inf")
+    progress: Progress
+    home: Path
+    # The time.monotonic() of the last write.
+    written: float = float("-inf")
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
@@ -55,12 +75,70 @@ class MetricsProgress:
             telemetry.write(self.home / METRICS_FILE)
 
 
+@dataclass
 class RenamedProgress:
     """A `Progress` that reports every stage under the fixed name `name`."""
 
-    def __init__(self, progress: Progress, name: str):
-        self.progress = progress
-        self.name = name
+    progress: Progress
+    name: str
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(self.name, step, total, **figures)
+
+
+class EventProgress:
+    """A `Progress` that also emits the events PROGRESS and COLLAPSING for the flow run `run_id`."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        params: Params,
+        home: Path,
+        run_id: str,
+        *,
+        emit: Callable[..., object] = emit_event,
+    ):
+        self.progress = progress
+        self.params = params
+        self.home = home
+        self.resource = {"prefect.resource.id": f"prefect.flow-run.{run_id}", "prefect.resource.name": run_id}
+        self.emit = emit
+        self.emitted = float("-inf")
+        self.warned: set[str] = set()
+        self.explained: dict[tuple[str, float], float] = {}
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        self.progress.update(stage, step, total, **figures)
+        if time.monotonic() - self.emitted > PROGRESS_SECONDS:
+            self.emitted = time.monotonic()
+            self.emit(
+                PROGRESS,
+                resource=self.resource,
+                payload={"stage": stage, "step": step, "total": total, "figures": figures},
+            )
+        ppo = {"warmup": self.params.warmup, "agentic": self.params.agentic}.get(stage)
+        if ppo is not None and stage not in self.warned:
+            reasons = self.collapsing(stage, ppo, newest_figures(self.home, stage))
+            if reasons:
+                self.warned.add(stage)
+                self.emit(
+                    COLLAPSING,
+                    resource=self.resource,
+                    payload={"stage": stage, "step": step, "reasons": reasons},
+                )
+
+    def collapsing(self, stage: str, ppo: Ppo, figures: Mapping[str, float]) -> list[str]:
+        """Return a sentence for each sign of collapse in the figures of a stage's newest step."""
+        reasons = []
+        for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated)):
+            if figures.get(name, 0.0) > WARN_AT * limit:
+                reasons.append(f"{name} {figures[name]:.2f} nears the limit {limit:g}")
+        if "explained_variance" in figures:
+            # `update` is called several times during a step, so the value is stored by step.
+            self.explained[stage, figures["step"]] = figures["explained_variance"]
+            last = [value for (name, _), value in sorted(self.explained.items()) if name == stage][
+                -CRITIC_STEPS:
+            ]
+            if len(last) == CRITIC_STEPS and max(last) < 0:
+                reasons.append(f"explained variance below 0 for {CRITIC_STEPS} steps, last {last[-1]:.2f}")
+        return reasons

@@ -54,7 +54,7 @@ def register(context: Context, policy: CheckpointRecord, evaluation: EvaluationR
         },
         figures=numbers(evaluation.figures),
     )
-    models.propose(tracking.client, run.params.registry.model, version)
+    tracking.client.set_registered_model_alias(run.params.registry.model, models.CANDIDATE, version)
     return version
 
 
@@ -79,17 +79,17 @@ def decide(
 
     The checkpoint of the version is the output of the last stage in `stages`.
     """
-    run, client, model = context.run, context.tracking.client, context.run.params.registry.model
+    run = context.run
     policy = list(stages.values())[-1]
     # One of the gates checks that the report is complete, so the report is first written without a decision.
     write_run_report(context, stages, before, evaluation, None, version)
     if champion is not None:
-        for name, value in {
-            "version": champion.version,
-            "evaluation": champion.record.results,
-            "digest": champion.record.digest,
-        }.items():
-            client.set_model_version_tag(model, version, f"{gate_runner.COMPARED}.{name}", value)
+        compared = {
+            f"{gate_runner.COMPARED}.version": champion.version,
+            f"{gate_runner.COMPARED}.evaluation": champion.record.results,
+            f"{gate_runner.COMPARED}.digest": champion.record.digest,
+        }
+        models.set_tags(context.tracking.client, run.params.registry.model, version, compared)
     decision = gate_runner.run_gates(
         run.params,
         load(context, evaluation),

@@ -60,8 +60,6 @@ def retry_kind(error: BaseException) -> RetryKind | None:
                 return SERVICE
             case MlflowException(error_code=code) if code in UNAVAILABLE:
                 return SERVICE
-            case _:
-                continue
     return None
 
 

@@ -82,7 +82,6 @@ class PipelineRun:
 
     def __init__(self, resolved: Resolved, rerun: Rerun | None = None):
         self.params: Params = resolved.params
-        self.sources = resolved.sources
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
         self.code = digest_json(source_digests())

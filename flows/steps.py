@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prefect import task
+from prefect import runtime, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -23,7 +23,6 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType
-from prefect.context import FlowRunContext
 from prefect.states import Crashed
 
 from components.core.errors import UserError
@@ -195,8 +194,6 @@ def mark_crashed_runs(tag: str) -> None:
     Unfinished means that Prefect has them as RUNNING or PENDING. They are earlier attempts of the same
     pipeline run whose process was killed and could not report its end.
     """
-    context = FlowRunContext.get()
-    current = context.flow_run.id if context is not None and context.flow_run is not None else None
     crashed: State[None] = Crashed(message="killed; continued by a later attempt")
     unfinished = [StateType.RUNNING, StateType.PENDING]
     with get_client(sync_client=True) as client:
@@ -206,7 +203,7 @@ def mark_crashed_runs(tag: str) -> None:
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
             )
         ):
-            if flow_run.id == current:
+            if str(flow_run.id) == runtime.flow_run.id:
                 continue
             for task_run in client.read_task_runs(
                 flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])),

@@ -11,6 +11,14 @@ from components.training.stage import Stage, StageName, StageResult
 from flows.steps import SAMPLING, CheckpointRecord, Context
 
 CHECKPOINT = "checkpoint"
+# Sections of the parameters on which each training stage depends besides SAMPLING. Stage 2 adds some
+# demonstrations of the cold start to the policy's own trajectories.
+SECTIONS: dict[StageName, tuple[str, ...]] = {
+    "warmup": ("warmup",),
+    "rejection": ("rejection", "coldstart", "data"),
+    "critic": ("critic",),
+    "agentic": ("agentic",),
+}
 
 
 def cold_start(context: Context) -> CheckpointRecord:
@@ -71,35 +79,9 @@ def adopt(context: Context, source: Path) -> CheckpointRecord:
     return context.stage("coldstart", (), upstream, work, CheckpointRecord, name="adopted")
 
 
-def stage_one(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
-    """Run stage 1, which trains the policy with single-turn PPO."""
-    return train(context, "warmup", ("warmup",), policy)
-
-
-def stage_two(context: Context, policy: CheckpointRecord) -> CheckpointRecord:
-    """Run stage 2, which fine-tunes the policy on the best of its own trajectories.
-
-    Some demonstrations of the cold start are added to the trajectories.
-    """
-    return train(context, "rejection", ("rejection", "coldstart", "data"), policy)
-
-
-def stage_three(
-    context: Context, policy: CheckpointRecord, sampled: list[CheckpointRecord]
-) -> CheckpointRecord:
-    """Run stage 3, which pretrains the critic on the trajectories of the stages in `sampled`."""
-    return train(context, "critic", ("critic",), policy, sampled=sampled)
-
-
-def stage_four(context: Context, policy: CheckpointRecord, critic: CheckpointRecord) -> CheckpointRecord:
-    """Run stage 4, which trains the actor of stage 2 and the critic of stage 3 with multi-turn PPO."""
-    return train(context, "agentic", ("agentic",), policy, critic=critic)
-
-
 def train(
     context: Context,
     name: StageName,
-    sections: tuple[str, ...],
     policy: CheckpointRecord,
     *,
     critic: CheckpointRecord | None = None,
@@ -107,7 +89,7 @@ def train(
 ) -> CheckpointRecord:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
-    `sections` are the sections of the parameters on which the stage depends besides SAMPLING. `sampled` are
+    `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
     the stages whose trajectories the stage reads.
     """
     home, inputs = context.run.home, sampled or []
@@ -135,7 +117,7 @@ def train(
             result = run_stage(stage)
         return checkpoint_record(context, folder, result.digest, result.seconds, result)
 
-    return context.stage(name, (*SAMPLING, *sections), upstream, work, CheckpointRecord)
+    return context.stage(name, (*SAMPLING, *SECTIONS[name]), upstream, work, CheckpointRecord)
 
 
 def checkpoint_record(

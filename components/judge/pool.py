@@ -20,6 +20,7 @@ from components.core.files import digest_bytes, digest_json, read_json, write_js
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
+from components.sandbox.preflight import check_isolation
 
 # Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
@@ -230,6 +231,20 @@ class LocalPool:
         self.executor.shutdown(wait=True, cancel_futures=True)
         if self._judge is not None:
             self._judge.close()
+
+
+def open_pool(params: Params, verdicts: Path) -> LocalPool:
+    """Return a pool with a judge on this machine, or with judges on a Ray cluster if `sandbox.pool` is `ray`.
+
+    `verdicts` is the journal's folder. For a judge on this machine, raises IsolationUnavailable if no runner
+    can be isolated here; this is checked before anything is loaded or sampled.
+    """
+    if params.sandbox.pool == "ray":
+        from components.judge.ray_pool import RayPool
+
+        return RayPool(params, verdicts)
+    check_isolation(params.sandbox, params.device)
+    return LocalPool(params, verdicts)
 
 
 def with_any_duration(params: Params) -> Params:

@@ -71,15 +71,14 @@ def register(
 
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
     """Write the gates, the verdict and the reasons of a decision into the tags of the version."""
-    for gate in decision.gates:
-        client.set_model_version_tag(model, version, f"gate.{gate.name}", gate.model_dump_json())
-    client.set_model_version_tag(model, version, "gate.reasons", json.dumps(decision.reasons))
-    client.set_model_version_tag(model, version, DECISION, decision.verdict)
+    gates = {f"gate.{gate.name}": gate.model_dump_json() for gate in decision.gates}
+    rest = {"gate.reasons": json.dumps(decision.reasons), DECISION: decision.verdict}
+    set_tags(client, model, version, gates | rest)
 
 
-def propose(client: MlflowClient, model: str, version: str) -> None:
-    """Set the alias `candidate` to the version on which the gates will run."""
-    client.set_registered_model_alias(model, CANDIDATE, version)
+def set_tags(client: MlflowClient, model: str, version: str, tags: Mapping[str, str]) -> None:
+    for name, value in tags.items():
+        client.set_model_version_tag(model, version, name, value)
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
@@ -129,10 +128,6 @@ def find(client: MlflowClient, model: str, version: str) -> Any:
         raise UserError(
             f"models: {model} has no version {version}; cuda-agent models list shows what there is."
         ) from error
-
-
-def decision_of(client: MlflowClient, model: str, version: str) -> str:
-    return str(find(client, model, version).tags.get(DECISION, "undecided"))
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:

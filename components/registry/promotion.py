@@ -7,7 +7,9 @@ completes the change. An alias is one row in the registry's database, so there i
 champion.
 """
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,15 @@ from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_file, verify_files
 from components.core.params import Registry
 from components.registry import models
-from components.registry.audit import DECISIONS, AuditChain, AuditChainError, AuditEntry, check_anchor, person
+from components.registry.audit import (
+    DECISIONS,
+    Action,
+    AuditChain,
+    AuditChainError,
+    AuditEntry,
+    check_anchor,
+    person,
+)
 from components.registry.gates import Decision
 from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
 
@@ -37,6 +47,8 @@ EVIDENCE = (
     "profile",
 )
 PASSED = ("promoted", "approved")
+# Actions by which a version becomes the champion and the champion becomes the previous one.
+CHAMPION_ACTIONS = (*PASSED, "rolled_back")
 RESTORE = "restore it from the artifact store's backup, or promote another version"
 
 
@@ -77,8 +89,7 @@ class Promotion:
         with this `key`, that entry is returned and nothing is changed. Raises UserError if the champion has
         changed since the comparison, or if a file of the evidence has changed.
         """
-        with self.chain.locked():
-            entries = self._recover()
+        with self._changing() as entries:
             known = next((entry for entry in entries if key and entry.key == key), None)
             if known is not None:
                 return known
@@ -92,22 +103,9 @@ class Promotion:
                     timespec="milliseconds"
                 )
             models.record_decision(self.client, self.model, version, decision)
-            aliases = (
-                promote_aliases(_aliases(entries), version)
-                if decision.verdict == "promoted"
-                else _aliases(entries)
-            )
-            text = reason or " ".join(decision.reasons)
-            return self._apply_entry(
-                self.chain.append(
-                    decision.verdict,
-                    version,
-                    aliases,
-                    who or person(),
-                    reason=text,
-                    evidence=evidence,
-                    key=key,
-                )
+            reason = reason or " ".join(decision.reasons)
+            return self._append(
+                decision.verdict, version, entries, who, reason=reason, evidence=evidence, key=key
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
@@ -116,10 +114,9 @@ class Promotion:
         The action of the returned entry is `approved` or `expired`. Raises UserError if the version does not
         wait, or if the champion or the evidence has changed since the gates passed.
         """
-        with self.chain.locked():
-            entries = self._recover()
+        with self._changing() as entries:
             version, waiting = self.waiting(version)
-            if datetime.now(UTC) > datetime.fromisoformat(waiting.evidence["deadline"]):
+            if _is_late(waiting):
                 return self._expire(version, entries)
             self._same_champion(version, waiting.evidence["champion"], entries)
             evidence = self._evidence(version)
@@ -130,31 +127,17 @@ class Promotion:
                         f"run cuda-agent models gate {version} again."
                     )
             evidence["decided"] = waiting.digest
-            return self._apply_entry(
-                self.chain.append(
-                    "approved",
-                    version,
-                    promote_aliases(_aliases(entries), version),
-                    who or person(),
-                    reason=reason,
-                    evidence=evidence,
-                )
-            )
+            return self._append("approved", version, entries, who, reason=reason, evidence=evidence)
 
     def decline(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
         """Refuse a waiting version by a person's decision.
 
         The champion does not change. Raises UserError if the version does not wait.
         """
-        with self.chain.locked():
-            entries = self._recover()
+        with self._changing() as entries:
             version, waiting = self.waiting(version)
             evidence = {"decided": waiting.digest}
-            return self._apply_entry(
-                self.chain.append(
-                    "declined", version, _aliases(entries), who or person(), reason=reason, evidence=evidence
-                )
-            )
+            return self._append("declined", version, entries, who, reason=reason, evidence=evidence)
 
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version the champion if its gates have passed, for example a former champion.
@@ -163,13 +146,11 @@ class Promotion:
         adds an entry but changes no alias. Raises NotPassed if the gates of the version did not pass, and
         UserError if the version waits for approval or its checkpoint is damaged.
         """
-        with self.chain.locked():
-            entries = self._recover()
-            version = str(models.find(self.client, self.model, version).version)
+        with self._changing() as entries:
+            found = models.find(self.client, self.model, version)
+            version = str(found.version)
             state = self.chain.state(version)
-            action = (
-                state.action if state is not None else models.decision_of(self.client, self.model, version)
-            )
+            action = state.action if state is not None else found.tags.get(models.DECISION, "undecided")
             if action == "waiting" and not override:
                 raise UserError(
                     f"version {version}: waits for approval; "
@@ -186,70 +167,35 @@ class Promotion:
                 "override": override,
                 "decided": state.digest if state is not None else None,
             }
-            return self._apply_entry(
-                self.chain.append(
-                    "promoted",
-                    version,
-                    promote_aliases(_aliases(entries), version),
-                    who or person(),
-                    reason=reason,
-                    evidence=evidence,
-                )
-            )
+            return self._append("promoted", version, entries, who, reason=reason, evidence=evidence)
 
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
         """Exchange the aliases champion and previous.
 
         Raises UserError if there is no previous champion.
         """
-        with self.chain.locked():
-            entries = self._recover()
-            now = _aliases(entries)
-            if PREVIOUS not in now:
+        with self._changing() as entries:
+            back = _aliases(entries).get(PREVIOUS)
+            if back is None:
                 raise UserError(
                     f"rollback: {self.model} has no previous champion yet; there is nothing to return to."
                 )
-            back = now[PREVIOUS]
-            aliases = {CHAMPION: back, PREVIOUS: now[CHAMPION]}
-            return self._apply_entry(
-                self.chain.append(
-                    "rolled_back",
-                    back,
-                    aliases,
-                    who or person(),
-                    reason=reason,
-                    evidence=self._evidence(back),
-                )
-            )
+            evidence = self._evidence(back)
+            return self._append("rolled_back", back, entries, who, reason=reason, evidence=evidence)
 
     def expire(self) -> list[AuditEntry]:
         """Let every waiting version expire whose deadline has passed, and return the new entries."""
-        with self.chain.locked():
-            self._recover()
-            state = {entry.version: entry for entry in self.chain.entries() if entry.action in DECISIONS}
-            late = [
-                entry.version
-                for entry in state.values()
-                if entry.action == "waiting"
-                and datetime.now(UTC) > datetime.fromisoformat(entry.evidence["deadline"])
-            ]
-            return [self._expire(version, self.chain.entries()) for version in late]
+        with self._changing() as entries:
+            state = {entry.version: entry for entry in entries if entry.action in DECISIONS}
+            waiting = [entry for entry in state.values() if entry.action == "waiting"]
+            return [self._expire(entry.version, entries) for entry in waiting if _is_late(entry)]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
         """Record the results of gates that were run again on the champion, without deciding the version."""
-        with self.chain.locked():
-            entries = self._recover()
+        with self._changing() as entries:
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
-            return self._apply_entry(
-                self.chain.append(
-                    "gated",
-                    version,
-                    _aliases(entries),
-                    who or person(),
-                    reason=" ".join(decision.reasons),
-                    evidence=evidence,
-                )
-            )
+            reason = " ".join(decision.reasons)
+            return self._append("gated", version, entries, who, reason=reason, evidence=evidence)
 
     def verify(self) -> list[str]:
         """Return a sentence for each disagreement between audit chain, registry, checkpoints and evidence."""
@@ -289,9 +235,7 @@ class Promotion:
 
     def _same_champion(self, version: str, compared: str | None, entries: list[AuditEntry]) -> None:
         """Raise UserError unless `compared` is still the champion besides `version`."""
-        reigning = _aliases(entries).get(CHAMPION)
-        if reigning == version:
-            reigning = _aliases(entries).get(PREVIOUS)
+        reigning = models.champion_besides(_aliases(entries), version)
         if reigning != compared:
             was, now = (
                 f"version {compared}" if compared else "no champion",
@@ -303,11 +247,7 @@ class Promotion:
             )
 
     def _expire(self, version: str, entries: list[AuditEntry]) -> AuditEntry:
-        return self._apply_entry(
-            self.chain.append(
-                "expired", version, _aliases(entries), "time limit", reason="nobody decided in time"
-            )
-        )
+        return self._append("expired", version, entries, "time limit", reason="nobody decided in time")
 
     def _evidence(self, version: str) -> dict[str, Any]:
         """Return the evidence of a version for an audit entry, after verifying its files.
@@ -330,20 +270,34 @@ class Promotion:
         found: dict[str, Any] = {name: tags[name] for name in EVIDENCE if name in tags} | {
             "checkpoint.digest": digest
         }
-        results = self.home / tags["evaluation"] if "evaluation" in tags else None
-        if (
-            results is not None
-            and results.is_file()
-            and digest_file(results) != tags.get("evaluation.digest")
-        ):
+        results = self.home / tags.get("evaluation", "")
+        if results.is_file() and digest_file(results) != tags.get("evaluation.digest"):
             raise UserError(
                 f"{results}: is not what version {version} was measured with; "
                 "restore it, or evaluate the version again."
             )
-        report = Path(tags["report"]) if "report" in tags else None
-        if report is not None and report.is_file():
+        report = Path(tags.get("report", ""))
+        if report.is_file():
             found["report.digest"] = digest_file(report)
         return found
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[list[AuditEntry]]:
+        """Hold the lock of the chain, complete an interrupted change, and yield all entries."""
+        with self.chain.locked():
+            yield self._recover()
+
+    def _append(
+        self, action: Action, version: str, entries: list[AuditEntry], who: str, **rest: Any
+    ) -> AuditEntry:
+        """Write and apply the entry after `entries`. `who` is the present user if it is empty.
+
+        If the action is in CHAMPION_ACTIONS, the version becomes the champion.
+        """
+        aliases = _aliases(entries)
+        if action in CHAMPION_ACTIONS:
+            aliases = promote_aliases(aliases, version)
+        return self._apply_entry(self.chain.append(action, version, aliases, who or person(), **rest))
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
         """Change the aliases and tags in the registry according to the entry, and return the entry.
@@ -356,9 +310,8 @@ class Promotion:
             if wanted is not None and actual.get(alias) != wanted:
                 self.client.set_registered_model_alias(self.model, alias, wanted)
         if entry.action in DECISIONS:
-            self.client.set_model_version_tag(self.model, entry.version, models.DECISION, entry.action)
-            self.client.set_model_version_tag(self.model, entry.version, "decided.by", entry.who)
-            self.client.set_model_version_tag(self.model, entry.version, "decided.when", entry.when)
+            tags = {models.DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when}
+            models.set_tags(self.client, self.model, entry.version, tags)
             if (
                 entry.action != "waiting"
                 and models.aliases(self.client, self.model).get(CANDIDATE) == entry.version
@@ -381,11 +334,8 @@ class Promotion:
         actual = self._actual()
         if actual != _aliases(entries):
             reason = "aliases were moved by other means than this program"
-            entries.append(
-                self._apply_entry(
-                    self.chain.append("found", actual.get(CHAMPION, ""), actual, "unknown", reason=reason)
-                )
-            )
+            found = self.chain.append("found", actual.get(CHAMPION, ""), actual, "unknown", reason=reason)
+            entries.append(self._apply_entry(found))
         return entries
 
     def _anchor(self) -> str:
@@ -397,6 +347,10 @@ class Promotion:
             for alias, version in models.aliases(self.client, self.model).items()
             if alias in (CHAMPION, PREVIOUS)
         }
+
+
+def _is_late(waiting: AuditEntry) -> bool:
+    return datetime.now(UTC) > datetime.fromisoformat(waiting.evidence["deadline"])
 
 
 def _aliases(entries: list[AuditEntry]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Run keys and digests to which the registry refers, so that the store must keep their objects."""
 
 from mlflow import MlflowClient
+from mlflow.utils import get_results_from_paginated_fn
 
 from components.registry.audit import AuditChain
 from components.registry.models import aliases
@@ -53,15 +54,8 @@ def _named(tags: dict[str, str]) -> list[str]:
 def _unfinished(client: MlflowClient) -> list[str]:
     """Return the run keys of pipeline runs that are not finished, because they are running or have failed."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    keys, token = [], None
-    while True:
-        page = client.search_runs(
-            experiments,
-            f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'",
-            max_results=PAGE,
-            page_token=token,
-        )
-        keys += [run.data.tags[RUN_KEY] for run in page if RUN_KEY in run.data.tags]
-        token = page.token
-        if not token:
-            return keys
+    rule = f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'"
+    runs = get_results_from_paginated_fn(
+        lambda size, token: client.search_runs(experiments, rule, max_results=size, page_token=token), PAGE
+    )
+    return [run.data.tags[RUN_KEY] for run in runs if RUN_KEY in run.data.tags]

@@ -180,7 +180,6 @@ class _Trace:
         return identity
 
     def _judged(self, name: str, verdict: Verdict, span: str) -> None:
-        ratios = {"eager": verdict.speedup.eager, "compile": verdict.speedup.compile}
         self._say(
             name,
             verdict.status,
@@ -188,7 +187,7 @@ class _Trace:
             verdict.log,
             {"reason": verdict.reason, "milestone": str(verdict.milestone)},
         )
-        for baseline, ratio in ratios.items():
+        for baseline, ratio in verdict.speedup:
             if ratio is not None:
                 self._say(
                     f"{name}.speedup.{baseline}",

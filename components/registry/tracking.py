@@ -11,9 +11,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from components.core.errors import UserError
 from components.core.params import Registry
@@ -35,8 +35,6 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 RUN_KEY = "cuda_agent.run_key"
 KIND = "cuda_agent.kind"
 STAGE = "cuda_agent.stage"
-METRICS_PER_CALL = 1000
-PARAMS_PER_CALL = 100
 # Seconds between two measurements of the machine's load.
 LOAD_SECONDS = 30
 
@@ -130,9 +128,8 @@ class MlflowRun:
             Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
             for key, value in flatten(parameters).items()
         ]
-        for chunk in _chunks(pairs, PARAMS_PER_CALL):
-            self.client.log_batch(self.run_id, params=chunk)
-        self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        self.client.log_batch(self.run_id, params=pairs)
+        self.tags(tags)
 
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
         """Log the data set as an input of the run, with its version as digest, without copying its files."""
@@ -142,7 +139,7 @@ class MlflowRun:
         self.client.log_inputs(
             self.run_id, datasets=[DatasetInput(meta, tags=[InputTag("mlflow.data.context", "training")])]
         )
-        self.client.log_batch(self.run_id, tags=[RunTag("dataset.version", version)])
+        self.tags({"dataset.version": version})
         self.figures({"data": figures})
 
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
@@ -176,9 +173,7 @@ class MlflowRun:
             Metric(figure, value, int(folder.stat().st_mtime * 1000), 0)
             for figure, value in numbers(record).items()
         ]
-        for chunk in _chunks(metrics, METRICS_PER_CALL):
-            self.client.log_batch(run_id, metrics=chunk)
-        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        self.client.log_batch(run_id, metrics, tags=[RunTag(key, value) for key, value in tags.items()])
         from components.registry.traces import (
             log_traces,  # imports torch, which most commands of the registry do not need
         )
@@ -196,11 +191,11 @@ class MlflowRun:
 
     def figures(self, record: Any) -> None:
         """Log every number of a record as a metric with its dotted name, unless it has this value already."""
-        found = numbers(record)
         present = self.client.get_run(self.run_id).data.metrics
-        fresh = [Metric(key, value, 0, 0) for key, value in found.items() if present.get(key) != value]
-        for chunk in _chunks(fresh, METRICS_PER_CALL):
-            self.client.log_batch(self.run_id, metrics=chunk)
+        fresh = [
+            Metric(key, value, 0, 0) for key, value in numbers(record).items() if present.get(key) != value
+        ]
+        self.client.log_batch(self.run_id, fresh)
 
     def tags(self, tags: Mapping[str, str]) -> None:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
@@ -208,13 +203,8 @@ class MlflowRun:
     def artifact(self, path: Path, folder: str = "") -> None:
         self.client.log_artifact(self.run_id, str(path), folder or None)
 
-    def finish(self) -> None:
-        self._end("FINISHED")
-
-    def fail(self) -> None:
-        self._end("FAILED")
-
-    def _end(self, status: str) -> None:
+    def end(self, status: Literal["FINISHED", "FAILED"]) -> None:
+        """Set the final status of the run, and stop to log the load of the machine."""
         if self.load is not None:
             self.load.finish()
         self.client.set_terminated(self.run_id, status)
@@ -253,14 +243,6 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
         if found is None:
             raise
         return str(found.experiment_id)
-
-
-T = TypeVar("T")
-
-
-def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    for start in range(0, len(items), size):
-        yield list(items[start : start + size])
 
 
 def _curve(path: Path) -> Iterable[Metric]:

@@ -16,7 +16,11 @@ from components.core.errors import UserError
 from components.registry import models
 from components.registry.audit import AuditChainError
 from components.registry.gates import Decision
-from components.registry.promotion import NotPassed
+from components.registry.promotion import NotPassed, Promotion
+
+
+def decision_of(promotion: Promotion, version: str) -> str:
+    return str(models.find(promotion.client, PARAMS.model, version).tags[models.DECISION])
 
 
 def test_promotion_then_rollback_and_the_chain_tells_who_and_on_what(home: Path) -> None:
@@ -46,7 +50,7 @@ def test_settling_the_same_run_twice_adds_nothing(home: Path) -> None:
 def test_a_person_approves_or_refuses_what_waits_and_nothing_else(home: Path) -> None:
     promotion = promotion_of(home)
     apply_decision(promotion, "1", WAITING)
-    assert aliases(promotion) == {} and models.decision_of(promotion.client, PARAMS.model, "1") == "waiting"
+    assert aliases(promotion) == {} and decision_of(promotion, "1") == "waiting"
     with pytest.raises(UserError, match="use cuda-agent models approve 1"):
         promotion.promote("1")
     assert promotion.approve("1", who="kim").action == "approved"
@@ -69,10 +73,7 @@ def test_an_approval_that_comes_too_late_expires(home: Path) -> None:
     time.sleep(0.01)
     assert promotion.approve("2").action == "expired"
     assert [entry.version for entry in promotion.expire()] == ["3"] and promotion.expire() == []
-    assert (
-        aliases(promotion) == {"champion": "1"}
-        and models.decision_of(promotion.client, PARAMS.model, "3") == "expired"
-    )
+    assert aliases(promotion) == {"champion": "1"} and decision_of(promotion, "3") == "expired"
 
 
 def test_an_approval_is_void_when_another_champion_reigns_by_now(home: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_run_reopened_after_a_kill_is_the_same_run(client: Any, home: Path) ->
     first.describe({"a": {"b": 1}, "c": [1, 2]}, {"code": "x"})
     again = MlflowRun(client, PARAMS, home, "reopened", "n")
     again.describe({"a": {"b": 1}, "c": [1, 2]}, {"code": "x"})
-    again.finish()
+    again.end("FINISHED")
     assert again.run_id == first.run_id
     assert client.get_run(first.run_id).data.params == {"a.b": "1", "c.0": "1", "c.1": "2"}
     other = MlflowRun(client, PARAMS, home, "other night", "n")
@@ -101,7 +101,7 @@ def test_the_machines_load_goes_on_where_a_killed_run_left_it(
             and time.monotonic() < deadline
         ):
             time.sleep(0.1)
-        night.finish()
+        night.end("FINISHED")
         assert len(points) > before and len({point.step for point in points}) == len(points), (
             f"attempt {attempt}"
         )
@@ -233,7 +233,7 @@ def test_registering_a_run_twice_makes_one_version(client: Any, home: Path) -> N
 
 def test_a_version_carries_the_evidence_of_its_decision(client: Any, home: Path, tmp_path: Path) -> None:
     version = register(client, home, "night-3")
-    models.propose(client, PARAMS.model, version)
+    client.set_registered_model_alias(PARAMS.model, models.CANDIDATE, version)
     decision = gates.decide(gates.floors(summarise([result(i, 2.0) for i in range(8)]), {}, LOW), "automatic")
     models.record_decision(client, PARAMS.model, version, decision)
     found = models.describe(client, PARAMS.model, "candidate")

@@ -90,7 +90,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             promotion.decline(version)
         if name != "running":
-            night.finish()
+            night.end("FINISHED")
     return tmp_path
 
 

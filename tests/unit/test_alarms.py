@@ -18,10 +18,9 @@ from components.core.config import PROJECT, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.storage import StoreUnavailable
-from flows.progress import METRICS_FILE, MetricsProgress
+from flows.progress import COLLAPSING, METRICS_FILE, PROGRESS, EventProgress, MetricsProgress
 from flows.retry_policy import BUSY, JUDGE, SERVICE, retry_by_kind, retry_kind
 from flows.run_context import Busy
-from flows.training_events import COLLAPSING, PROGRESS, EventProgress
 
 
 @pytest.mark.parametrize(

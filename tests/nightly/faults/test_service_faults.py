@@ -143,7 +143,7 @@ def test_a_tracking_server_that_is_killed_leaves_one_run_with_every_figure_once(
     assert retry_kind(raised.value) is SERVICE
     with mlflow_server(tmp_path, port):
         night = log(1.5)
-        night.finish()
+        night.end("FINISHED")
         found = night.client.search_runs([night.experiment_id])
         assert [run.info.status for run in found] == ["FINISHED"]
         assert [metric.value for metric in night.client.get_metric_history(night.run_id, "reward")] == [1.5]
