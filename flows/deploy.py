@@ -157,13 +157,11 @@ def pairs(variables: Sequence[str]) -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """Return the environment variables that infra/prefect/pools.yaml sets for every flow run."""
-    found: dict[str, str] = yaml.safe_load((PREFECT / "pools.yaml").read_text())["environment"]
-    return found
+    return dict(yaml.safe_load((PREFECT / "pools.yaml").read_text())["environment"])
 
 
 def read_pools() -> Record:
-    pools: Record = yaml.safe_load((PREFECT / "pools.yaml").read_text())["pools"]
-    return pools
+    return dict(yaml.safe_load((PREFECT / "pools.yaml").read_text())["pools"])
 
 
 def base_job_template(pool: str, workers: Workers) -> Record:

@@ -6,6 +6,7 @@ short lease, so Prefect frees the slot of a killed flow within a minute. Prefect
 used, because their slots stay occupied for minutes after a flow is killed.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -148,8 +149,7 @@ def evaluation(
             default=run.home / "datasets",
         )
         suite = load_suite(run.params, newest.parent)
-        pool = open_pool(run.params, run.home / "verdicts")
-        try:
+        with contextlib.closing(open_pool(run.params, run.home / "verdicts")) as pool:
             measured = evaluate(
                 checkpoint_policy(checkpoint, run.params),
                 suite,
@@ -159,8 +159,6 @@ def evaluation(
                 progress=progress,
                 seed=run.params.seed,
             )
-        finally:
-            pool.close()
         now = figures(measured.overall)
         rows = [
             {"figure": name, "registered": registered.get(f"figure.{name}", ""), "now": value}
@@ -180,5 +178,4 @@ def promotion(profile: str = "h20-pool", sets: list[str] | None = None, home: st
     version = models.aliases(client, model).get(models.CANDIDATE)
     if version is None or models.describe(client, model, version)["decision"] != "waiting":
         return {"model": model, "version": version, "verdict": "nothing waits"}
-    entry: dict[str, Any] = approval.fn(version, profile, sets, home)
-    return entry
+    return dict(approval.fn(version, profile, sets, home))

@@ -175,10 +175,9 @@ def write_run_report(
             "policy": digest_json(run.params.policy.model_dump())[:12],
         },
     }
-    rows: list[dict[str, Any]] = []
+    rows = [gate.model_dump() for gate in decision.gates] if decision is not None else []
     if decision is not None:
         meta |= {"verdict": decision.verdict, "reasons": list(decision.reasons)}
-        rows = [gate.model_dump() for gate in decision.gates]
     folders = {name: run.home / stage.folder for name, stage in stages.items()}
     data = load_report_data(
         context.dataset_folder, folders, before.output(run.home), after.output(run.home), rows, meta

@@ -161,15 +161,13 @@ class DeviceScheduler:
                     runner.resume()
                 self.condition.notify_all()
 
-    @contextlib.contextmanager
-    def exclusive_device(self) -> Iterator[None]:
+    def exclusive_device(self) -> contextlib.AbstractContextManager[None]:
         """Hold a GPU exclusively while a candidate exists; do nothing on cpu.
 
         The GPU is held between the candidate's rounds too, because kernels that the candidate has launched
         continue to run while its process is stopped.
         """
-        with self.measuring() if self.is_exclusive else contextlib.nullcontext():
-            yield
+        return self.measuring() if self.is_exclusive else contextlib.nullcontext()
 
     def trim_cache(self) -> None:
         """Release the device memory that torch caches if it exceeds `CACHED_SHARE` of the device's memory.

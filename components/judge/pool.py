@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from components.core import telemetry
 from components.core.errors import InfrastructureError
@@ -21,6 +21,10 @@ from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
 from components.sandbox.preflight import check_isolation
+
+if TYPE_CHECKING:
+    from components.judge.judge import Judge
+    from components.judge.ray_pool import RemoteJudges
 
 # Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
@@ -83,20 +87,6 @@ class JudgePool(Protocol):
     def close(self) -> None: ...
 
 
-class JudgeLike(Protocol):
-    """Interface of the object that a pool judges with: one judge, or several with the same methods."""
-
-    def verdict(
-        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False
-    ) -> Verdict: ...
-
-    def admit(self, code: str, *, headroom: bool = False) -> Admission: ...
-
-    def prepare(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class LocalPool:
     """Pool with one judge on this machine; builds and preparation are parallel, measurements are sequential.
 
@@ -114,17 +104,17 @@ class LocalPool:
         )
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
-        self._judge: JudgeLike | None = None
+        self._judge: Judge | RemoteJudges | None = None
 
     @property
-    def judge(self) -> JudgeLike:
+    def judge(self) -> Judge | RemoteJudges:
         """Judge of this pool, which is started for the first job whose result is not in the journal."""
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
             return self._judge
 
-    def start(self) -> JudgeLike:
+    def start(self) -> Judge | RemoteJudges:
         """Return a new judge.
 
         Its module, which imports torch, is imported here, because a run whose results are all in the journal

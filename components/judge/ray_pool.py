@@ -67,7 +67,7 @@ class JudgeActor:
 
 
 class RemoteJudges:
-    """Judges that run as Ray actors, and are used through the methods of one judge (`pool.JudgeLike`).
+    """Judges that run as Ray actors, and are used through the methods of one judge .
 
     Each job is sent to one of the actors.
     """
@@ -81,9 +81,8 @@ class RemoteJudges:
             "num_gpus": 1 if cuda else 0,
             "max_restarts": -1,
             "max_concurrency": sandbox.build_workers + 1,
+            "resources": {sandbox.resource: 1} if sandbox.resource else {},
         }
-        if sandbox.resource:
-            options["resources"] = {sandbox.resource: 1}
         actor: Any = ray.remote(JudgeActor)
         self.actors = [
             actor.options(**options).remote(params.model_dump(mode="json")) for _ in range(sandbox.judges)

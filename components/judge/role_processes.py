@@ -3,11 +3,10 @@
 A role determines what a runner does, for example make the reference data or run eager.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import dataclass
+from typing import Self
 
 from components.core.files import digest_bytes
 from components.core.params import Device
@@ -25,8 +24,8 @@ class RunnerMemory:
 
     buffers: dict[RegionName, Buffer]
 
-    @staticmethod
-    def allocate(device: Device, layout: TaskLayout) -> RunnerMemory:
+    @classmethod
+    def allocate(cls, device: Device, layout: TaskLayout) -> Self:
         """Allocate buffers for the parameters, one round's inputs, a scratch set, and on cuda outputs.
 
         If the device has too little memory, the buffers that were already made are closed.
@@ -43,22 +42,22 @@ class RunnerMemory:
                 buffers[name] = shared_memory.make_buffer(device, size)
                 allocated.callback(buffers[name].close)
             allocated.pop_all()
-        return RunnerMemory(buffers)
+        return cls(buffers)
 
     def close(self) -> None:
         for buffer in self.buffers.values():
             buffer.close()
 
 
+@dataclass
 class ProcessPerRole:
     """Factory of a separate process for every role, and of separate memory for every timed runner.
 
     The memory is separate, because a candidate could otherwise change the memory that other runners read.
     """
 
-    def __init__(self, device: Device, factory: RunnerFactory):
-        self.device = device
-        self.factory = factory
+    device: Device
+    factory: RunnerFactory
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Start a process for the role that `header` names.
@@ -77,6 +76,7 @@ class ProcessPerRole:
         memory.close()
 
 
+@dataclass
 class OneProcess:
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
@@ -84,14 +84,13 @@ class OneProcess:
     admission, because a CUDA context does not have to be created for each role.
     """
 
-    def __init__(self, device: Device, factory: RunnerFactory, zygote: ZygoteKind, memory_share: float):
-        self.device = device
-        self.factory = factory
-        self.zygote = zygote
-        # Share of the GPU's memory that the process may allocate.
-        self.memory_share = memory_share
-        self.runner: Runner | None = None
-        self.shared: RunnerMemory | None = None
+    device: Device
+    factory: RunnerFactory
+    zygote: ZygoteKind
+    # Share of the GPU's memory that the process may allocate.
+    memory_share: float
+    runner: Runner | None = None
+    shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Start the process, or switch it to the role that `header` names.

@@ -4,8 +4,6 @@ A version consists of the files of a checkpoint and a file `MLmodel`, which name
 transformers and vLLM load the folder `checkpoint` of a version directly and do not need this module.
 """
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ def description(model_id: str, run_id: str) -> Model:
     return model
 
 
-def _load_pyfunc(path: str) -> PolicyPyfunc:
+def _load_pyfunc(path: str) -> "PolicyPyfunc":
     """Load the policy from the folder of its checkpoint. MLflow calls this function by its name."""
     return PolicyPyfunc(Path(path))
 

@@ -39,11 +39,6 @@ STAGE = "cuda_agent.stage"
 LOAD_SECONDS = 30
 
 
-def tracking_uri(params: Registry, home: Path) -> str:
-    """Return `registry.tracking_uri`, or the address of a SQLite database in the home if it is empty."""
-    return params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
-
-
 def import_store(params: Registry) -> None:
     """Import the modules that MLflow otherwise imports at its first access to a database.
 
@@ -54,9 +49,12 @@ def import_store(params: Registry) -> None:
 
 
 def connect(params: Registry, home: Path) -> MlflowClient:
-    """Return a client of the tracking store, which is created if it does not exist."""
+    """Return a client of the tracking store, which is created if it does not exist.
+
+    It is a SQLite database in the home if `registry.tracking_uri` is empty.
+    """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
-    uri = tracking_uri(params, home)
+    uri = params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
     mlflow.set_tracking_uri(uri)
     return MlflowClient(tracking_uri=uri)
@@ -104,13 +102,10 @@ class MlflowRun:
         self.experiment_id = _experiment(client, params, home)
         self.load: SystemMetricsMonitor | None = None
         found = self._find("night")
-        if found is None:
-            self.run_id = client.create_run(
-                self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name
-            ).info.run_id
-        else:
-            self.run_id = found.info.run_id
-            client.update_run(self.run_id, status="RUNNING")
+        tags = {RUN_KEY: run_key, KIND: "night"}
+        run = found or client.create_run(self.experiment_id, tags=tags, run_name=name)
+        self.run_id = run.info.run_id
+        client.update_run(self.run_id, status="RUNNING")
 
     def watch(self) -> None:
         """Start to log the load of the machine as metrics `system/…`, until the run ends."""
@@ -162,11 +157,8 @@ class MlflowRun:
             "mlflow.parentRunId": self.run_id,
             "folder": str(folder),
         }
-        run_id = (
-            child.info.run_id
-            if child is not None
-            else self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
-        )
+        child = child or self.client.create_run(self.experiment_id, tags=tags, run_name=name)
+        run_id = child.info.run_id
         curves = folder / "metrics.jsonl"
         metrics = list(_curve(curves)) if curves.is_file() else []
         metrics += [
@@ -200,8 +192,8 @@ class MlflowRun:
     def tags(self, tags: Mapping[str, str]) -> None:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
-    def artifact(self, path: Path, folder: str = "") -> None:
-        self.client.log_artifact(self.run_id, str(path), folder or None)
+    def artifact(self, path: Path) -> None:
+        self.client.log_artifact(self.run_id, str(path))
 
     def end(self, status: Literal["FINISHED", "FAILED"]) -> None:
         """Set the final status of the run, and stop to log the load of the machine."""
@@ -227,22 +219,21 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     experiment was deleted in MLflow.
     """
     found = client.get_experiment_by_name(params.experiment)
-    if found is not None:
-        if found.lifecycle_stage != "active":
-            raise UserError(
-                f"registry.experiment: {params.experiment} was deleted in MLflow; "
-                "restore it there or give another name."
-            )
-        return str(found.experiment_id)
-    location = None if params.tracking_uri else (home / "mlflow" / "artifacts").as_uri()
-    try:
-        return str(client.create_experiment(params.experiment, artifact_location=location))
-    except MlflowException:
-        # Another run may have created the experiment in between.
-        found = client.get_experiment_by_name(params.experiment)
-        if found is None:
-            raise
-        return str(found.experiment_id)
+    if found is None:
+        location = None if params.tracking_uri else (home / "mlflow" / "artifacts").as_uri()
+        try:
+            return str(client.create_experiment(params.experiment, artifact_location=location))
+        except MlflowException:
+            # Another run may have created the experiment in between.
+            found = client.get_experiment_by_name(params.experiment)
+            if found is None:
+                raise
+    if found.lifecycle_stage != "active":
+        raise UserError(
+            f"registry.experiment: {params.experiment} was deleted in MLflow; "
+            "restore it there or give another name."
+        )
+    return str(found.experiment_id)
 
 
 def _curve(path: Path) -> Iterable[Metric]:

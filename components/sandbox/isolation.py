@@ -12,8 +12,6 @@ Folders of the project and of Python's packages are bound at fixed paths (`PathM
 see the same paths for every checkout, and paths without blanks, which would break a compiler's command line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -74,7 +72,7 @@ class PathMap:
                 return str(Path(target, host.relative_to(folder)))
         return str(path)
 
-    def __or__(self, other: Mapping[Path, str]) -> PathMap:
+    def __or__(self, other: Mapping[Path, str]) -> "PathMap":
         return PathMap({**self.folders, **other})
 
 

@@ -164,11 +164,8 @@ def _unreadable_path() -> Path | None:
     """
     if not isolation.can_change_uid():
         return None
-    needed = [PROJECT / "agent_workdir" / "utils", PROJECT / "agent_workdir" / "vec.h"]
-    for torch in [folder / "torch" for folder in isolation.package_folders() if (folder / "torch").is_dir()][
-        :1
-    ]:
-        needed += [torch, torch / "__init__.py"]
+    project, torch = PROJECT / "agent_workdir", isolation.package_folders()[0] / "torch"
+    needed = [project / "utils", project / "vec.h", torch, torch / "__init__.py"]
     bits = {path: 0o005 if path.is_dir() else 0o004 for path in needed}
     return next((path for path in needed if path.stat().st_mode & bits[path] != bits[path]), None)
 

@@ -168,13 +168,14 @@ class RunnerFactory:
         }
         if self.device == "cpu":
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes
-        for name, value in limits.items():
-            limits[name] = isolation.capped_by_hard_limit(getattr(resource, name), value)
         program = b""
         if self.sandbox.isolation == "bubblewrap":
             program = seccomp_filter.seccomp_program("candidate" if candidate else "baseline", self.device)
         return {
-            "limits": limits,
+            "limits": {
+                name: isolation.capped_by_hard_limit(getattr(resource, name), value)
+                for name, value in limits.items()
+            },
             "temporary_bytes": TEMPORARY_BYTES,
             "seccomp": program.hex(),
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),

@@ -3,8 +3,6 @@
 They give access to the memory shared with the judge as tensors, and make modules from source text.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import types
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RegionName, RoleHeader
 
 # Names of the shared regions, in the order in which the judge sends the descriptors of their buffers.
-REGIONS: tuple[RegionName, ...] = ("parameters", "inputs", "outputs", "expected")
+REGIONS: "tuple[RegionName, ...]" = ("parameters", "inputs", "outputs", "expected")
 
 
 def define_module(name: str, code: str) -> types.ModuleType:
@@ -54,7 +52,7 @@ class SharedTensors:
     describes.
     """
 
-    def __init__(self, header: RoleHeader, descriptors: list[int]):
+    def __init__(self, header: "RoleHeader", descriptors: list[int]):
         self.device = header["device"]
         self.layout = header["layout"]
         names = [name for name in REGIONS if "bytes" in self.layout.get(name, {})]
@@ -68,7 +66,7 @@ class SharedTensors:
         for buffer in self.buffers.values():
             buffer.close()
 
-    def tensors(self, name: RegionName, index: int = 0) -> list[torch.Tensor]:
+    def tensors(self, name: "RegionName", index: int = 0) -> list[torch.Tensor]:
         """Return the tensors of a region for input set `index`, as views of the shared memory."""
         region = self.layout[name]
         base = index * region["stride"]
