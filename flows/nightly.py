@@ -91,8 +91,8 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
 def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> Context:
     """Create the objects that all stages share, such as the MLflow run and the pool of judges."""
     if not (run.folder / "started.json").is_file():
-        now = datetime.now(UTC)
-        write_json(run.folder / "started.json", {"created": now.isoformat(timespec="seconds")})
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(run.folder / "started.json", {"created": created})
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
     settings = {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": source_digests()}
     write_json(run.folder / SETTINGS, settings)
