@@ -120,17 +120,9 @@ def bubblewrap_supports(*options: str) -> bool:
 
     It may fail in a container whose engine hides or protects parts of /proc.
     """
-    user = [] if can_change_uid() else ["--unshare-user"]
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-pid",
-        *user,
-        "--ro-bind",
-        "/",
-        "/",
-        *options,
-        "true",
-    ]
+    user = () if can_change_uid() else ("--unshare-user",)
+    program = shutil.which("bwrap") or "bwrap"
+    command = [program, "--unshare-pid", *user, "--ro-bind", "/", "/", *options, "true"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -157,33 +149,29 @@ def bubblewrap(
     used only with `keep_capabilities`. `keep_capabilities` is for the zygote, which needs capabilities to
     isolate its children from itself. It runs no untrusted code, and its children drop all capabilities first.
     """
-    # oom_score_adj must be set outside if there is no /proc inside.
-    command = [] if has_own_proc() else [*KILLED_FIRST]
-    command += [
-        shutil.which("bwrap") or "bwrap",
-        *NAMESPACES,
-        "--new-session",
-        "--die-with-parent",
-        "--clearenv",
+    size = ("--size", str(temporary_bytes))
+    command = [
+        # oom_score_adj must be set outside if there is no /proc inside.
+        *(() if has_own_proc() else KILLED_FIRST),
+        *(shutil.which("bwrap") or "bwrap", *NAMESPACES),
+        *("--new-session", "--die-with-parent", "--clearenv"),
+        *_privileges(keep_capabilities),
+        *_system_folders(device),
+        *("--dev", "/dev", "--perms", "1777", *size, "--tmpfs", "/tmp"),
     ]
-    command += [*_privileges(keep_capabilities), *_system_folders(device)]
-    command += ["--dev", "/dev", "--perms", "1777", "--size", str(temporary_bytes), "--tmpfs", "/tmp"]
     if device == "cuda":
-        command += ["--ro-bind", "/sys", "/sys"]
-        for path in _gpu_devices():
-            command += ["--dev-bind", path, path]
+        command += ["--ro-bind", "/sys", "/sys", *_same_path("--dev-bind", _gpu_devices())]
     for target, folder in writable.items():
         command += _bind("--bind", folder, target)
     for folder, target in paths.folders.items():  # after the writable folders, because they may lie in these
         command += _bind("--ro-bind", folder, target)
-    for key, value in sandbox_environment(device).items():
-        command += ["--setenv", key, value]
+    command += _set_variables(sandbox_environment(device))
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one. No other folder except the caches is
         # writable, so that a runner cannot leave files for other runners.
         for target, folder in caches.items():
             command += ["--bind", str(folder), target]
-        command += ["--size", str(temporary_bytes), "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
+        command += [*size, "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--"]
 
 
@@ -214,17 +202,24 @@ def _system_folders(device: str) -> list[str]:
             options += ["--symlink", f"usr{path}", path]
         elif Path(path).exists():
             options += ["--ro-bind", path, path]
+    configuration = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
     # Made explicitly, because uid 65534 may not enter parent folders that bwrap makes automatically.
     options += ["--perms", "0755", "--dir", "/etc"]
-    for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"):
-        if Path(path).exists():
-            options += ["--ro-bind", path, path]
+    options += _same_path("--ro-bind", [path for path in configuration if Path(path).exists()])
     if has_own_proc() or device == "cuda":  # CUDA's driver needs a complete /proc
         return [*options, "--proc", "/proc"]
-    options += ["--perms", "0755", "--tmpfs", "/proc"]
-    for path in ("/proc/cpuinfo", "/proc/meminfo"):  # torch chooses its kernels according to the processor
-        options += ["--ro-bind", path, path]
-    return options
+    processor = _same_path("--ro-bind", ["/proc/cpuinfo", "/proc/meminfo"])  # torch chooses its kernels by it
+    return [*options, "--perms", "0755", "--tmpfs", "/proc", *processor]
+
+
+def _same_path(option: str, paths: list[str]) -> list[str]:
+    """Return bwrap's options that bind each path at the same path inside."""
+    return [word for path in paths for word in (option, path, path)]
+
+
+def _set_variables(variables: Mapping[str, str]) -> list[str]:
+    """Return bwrap's options that set environment variables."""
+    return [word for key, value in variables.items() for word in ("--setenv", key, value)]
 
 
 def _bind(option: str, source: Path, target: str) -> list[str]:
@@ -338,8 +333,10 @@ def confined(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False
     )
     limited = with_limits(command, memory_bytes=memory_bytes, file_bytes=file_bytes, seconds=seconds)
-    settings = [word for key, value in variables.items() for word in ("--setenv", key, value)]
     with os.fdopen(os.memfd_create("seccomp"), "wb", buffering=0) as file:
         file.write(seccomp_program("baseline"))
         file.seek(0)
-        yield [*sandbox[:-1], *settings, "--seccomp", str(file.fileno()), "--", *limited], file.fileno()
+        yield (
+            [*sandbox[:-1], *_set_variables(variables), "--seccomp", str(file.fileno()), "--", *limited],
+            file.fileno(),
+        )
