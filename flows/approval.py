@@ -61,10 +61,11 @@ def approval(
         f"Undecided by {waiting.evidence['deadline']} it expires."
     )
     try:
-        form = Answer.with_initial_data(description=question)
         # One second longer than the time that is left, so that the deadline has passed when Prefect gives up.
         answer = pause_flow_run(
-            wait_for_input=form, timeout=max(0, math.ceil(left)) + 1, poll_interval=poll_seconds
+            wait_for_input=Answer.with_initial_data(description=question),
+            timeout=max(0, math.ceil(left)) + 1,
+            poll_interval=poll_seconds,
         )
     except FlowPauseTimeout:
         expired = [entry for entry in promotion.expire() if entry.version == number]

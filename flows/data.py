@@ -23,6 +23,7 @@ from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.files import (
     atomic_folder,
     atomic_write,
+    digest_bytes,
     digest_file,
     digest_json,
     read_json,
@@ -60,16 +61,17 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     """Build the data set if its inputs changed, push it to the DVC remote, and keep it in the home."""
     started = time.monotonic()
     workspace = prepare_workspace(run)
-    before, maker = _lock_digest(workspace), maker_digest(run)
+    before, maker = _text(workspace / "dvc.lock"), maker_digest(run)
     # DVC detects changes of parameters and outputs. The sources that build the data set lie outside of its
     # workspace, so a change of them is detected here and forces DVC to run every stage.
-    force = before != "" and _marker(workspace, "made_by") != maker
+    force = before != "" and _text(workspace / ".dvc" / "made_by") != maker
     dvc(workspace, ["repro", *(["--force"] if force else [])], run, progress)
     atomic_write(workspace / ".dvc" / "made_by", maker)
-    after = _lock_digest(workspace)
-    if _marker(workspace, "pushed") != after:
+    after = _text(workspace / "dvc.lock")
+    pushed = digest_bytes(after.encode())
+    if _text(workspace / ".dvc" / "pushed") != pushed:
         dvc(workspace, ["push"], run, progress)
-        atomic_write(workspace / ".dvc" / "pushed", after)
+        atomic_write(workspace / ".dvc" / "pushed", pushed)
     folder = keep_version(run, workspace)
     keep_pointer(run.params, run.home, folder.name, workspace / "dvc.lock", OUTPUT.as_posix())
     return DatasetRecord(
@@ -189,11 +191,5 @@ def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
     )
 
 
-def _lock_digest(workspace: Path) -> str:
-    path = workspace / "dvc.lock"
-    return digest_file(path) if path.is_file() else ""
-
-
-def _marker(workspace: Path, name: str) -> str:
-    path = workspace / ".dvc" / name
+def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""

@@ -67,12 +67,14 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/api"
-        command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
         with self.log.open("wb") as log:
             # The server gets a session of its own. Otherwise a signal to the process group of the run would
             # end the server first, and the run would retry its last calls for a minute.
             self.process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                [
+                    *(sys.executable, "-m", "prefect", "server", "start", "--no-ui"),
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                ],
                 env=os.environ | SERVER_SETTINGS,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

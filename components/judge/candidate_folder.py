@@ -1,5 +1,6 @@
 """Reading and judging of a candidate in a workspace folder."""
 
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -53,8 +54,5 @@ def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path
     """
     files = read_workspace(workdir)
     kernel_task = load_task(task if task is not None else workdir / "model.py")
-    judge = Judge(params, folder)
-    try:
+    with contextlib.closing(Judge(params, folder)) as judge:
         return judge.verdict(kernel_task, files, compare_compile=True)
-    finally:
-        judge.close()

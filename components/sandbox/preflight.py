@@ -5,6 +5,7 @@ fraction of a second. If this fails, IsolationUnavailable (exit code 3) is raise
 includes the fix for the cause that was found (`explain`).
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -200,20 +201,20 @@ def _confine_failure() -> str:
 
 def _runner_failure(sandbox: Sandbox, device: Device) -> str:
     """Return the problem with a runner that is started like a candidate's, or "" if there is none."""
-    with tempfile.TemporaryDirectory(prefix="probe-") as folder:
-        runner_factory = RunnerFactory(sandbox, device, Path(folder), Path(folder))
+    with (
+        tempfile.TemporaryDirectory(prefix="probe-") as folder,
+        contextlib.closing(RunnerFactory(sandbox, device, Path(folder), Path(folder))) as runner_factory,
+    ):
         try:
             return _probe(runner_factory)
         except (InfrastructureError, RunnerError, OSError) as error:
             log = Path(folder, "probe.log")
             return f"{error} {log.read_text(errors='replace') if log.exists() else ''}"
-        finally:
-            runner_factory.close()
 
 
 def _probe(runner_factory: RunnerFactory) -> str:
-    runner = runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
-    try:
+    spawned = runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
+    with contextlib.closing(spawned) as runner:
         addresses = runner.receive_addresses(1)
         memory = ctypes.create_string_buffer(PROBE_BYTES)
         try:
@@ -226,8 +227,6 @@ def _probe(runner_factory: RunnerFactory) -> str:
         runner.cpu_seconds()
         runner.acknowledge()
         report = json.loads(runner.receive())
-    finally:
-        runner.close()
     expected = {
         "digest": hashlib.sha256(memory.raw).hexdigest(),
         "written": True,
