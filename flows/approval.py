@@ -16,13 +16,22 @@ from prefect.exceptions import FlowPauseTimeout, ObjectNotFound
 from prefect.input import RunInput
 from pydantic import Field
 
-from components.core.config import resolve
+from components.core.config import Resolved, resolve
 from components.registry import models
 from components.registry.promotion import Promotion
 from components.registry.tracking import connect
 
 POLL_SECONDS = 10
 DEPLOYMENT = "approval/approval"
+
+
+def with_home(sets: list[str] | None, home: str) -> list[str]:
+    """Return the KEY=VALUE words in `sets`, and one for the parameter `home` if `home` is not empty."""
+    return [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
+
+
+def settings(profile: str, sets: list[str] | None, home: str, *first: str) -> Resolved:
+    return resolve(profile, (*first, *with_home(sets, home)))
 
 
 class Answer(RunInput):
@@ -49,7 +58,7 @@ def approval(
     If nobody answers before the version's deadline, the version expires and the entry of its expiry is
     returned. Raises UserError if the version does not wait for an answer.
     """
-    params = resolve(profile, (*(sets or ()), *((f"home={json.dumps(home)}",) if home else ()))).params
+    params = settings(profile, sets, home).params
     folder = Path(params.home).expanduser().resolve()
     client = connect(params.registry, folder)
     promotion = Promotion(client, params.registry, folder)

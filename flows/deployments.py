@@ -7,8 +7,7 @@ used, because their slots stay occupied for minutes after a flow is killed.
 """
 
 import contextlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +18,6 @@ from prefect.runtime import flow_run
 from rich.console import Console
 
 from components.agent.policies import checkpoint_policy
-from components.core.config import Resolved, resolve
 from components.core.errors import UserError
 from components.core.progress import Progress
 from components.evaluation.evaluate import evaluate
@@ -28,7 +26,7 @@ from components.judge.pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
 from flows import process_reaper, run_context
-from flows.approval import approval, ask
+from flows.approval import approval, ask, settings, with_home
 from flows.data import dataset
 from flows.evaluation import figures
 from flows.nightly import nightly_pipeline
@@ -42,15 +40,6 @@ LEASE_SECONDS = 60.0
 # Largest number of attempts of one flow run. Without a limit, a flow that crashes for a permanent reason,
 # such as too little memory, would be resumed for ever.
 LAST_ATTEMPT = 4
-
-
-def with_home(sets: Sequence[str] | None, home: str) -> list[str]:
-    """Return the KEY=VALUE words in `sets`, and one for the parameter `home` if `home` is not empty."""
-    return [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
-
-
-def settings(profile: str, sets: list[str] | None, home: str, *first: str) -> Resolved:
-    return resolve(profile, (*first, *with_home(sets, home)))
 
 
 def scheduled_day() -> str:
