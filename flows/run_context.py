@@ -123,9 +123,6 @@ class PipelineRun:
             }
         )
 
-    def stage_folder(self, name: str, key: str) -> Path:
-        return self.home / "stages" / f"{name}-{key[:12]}"
-
 
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     """Return the run with these parameters, including the rerun request that the home stores for it.

@@ -166,7 +166,7 @@ class Context:
         title = title or name
         home = self.run.home
         key = self.run.stage_key(stage, name, sections, upstream | {"dataset": self.dataset.version})
-        folder = self.run.stage_folder(name, key)
+        folder = home / "stages" / f"{name}-{key[:12]}"
         # A cached record may be older than the folder: if the folder was deleted and a later run was killed
         # in the stage, the folder is incomplete. So the cached record is used only if the output and RECORD,
         # the last file that a stage writes, exist.
