@@ -40,7 +40,6 @@ PENDING_SIGNALS = 1024
 BUBBLEWRAP_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin"})
 # Prefix of a command that makes the kernel end its process before the judge when memory runs out.
 KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
-NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 
 
 @functools.cache
@@ -78,15 +77,6 @@ class PathMap:
 
 # The map of a process without a sandbox, which leaves every path unchanged.
 HOST_PATHS = PathMap({})
-
-
-@functools.cache
-def interpreter_path() -> str:
-    """Return the path of the base Python interpreter, which is the same inside a sandbox and outside.
-
-    In a virtual environment, it is the interpreter that the environment's interpreter links to.
-    """
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
@@ -153,7 +143,8 @@ def bubblewrap(
     command = [
         # oom_score_adj must be set outside if there is no /proc inside.
         *(() if has_own_proc() else KILLED_FIRST),
-        *(shutil.which("bwrap") or "bwrap", *NAMESPACES),
+        shutil.which("bwrap") or "bwrap",
+        *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
         *("--new-session", "--die-with-parent", "--clearenv"),
         *_privileges(keep_capabilities),
         *_system_folders(device),

@@ -206,7 +206,9 @@ class RunnerFactory:
         environment = dict(isolation.BUBBLEWRAP_ENVIRONMENT)
         if isolated:
             paths = isolation.python_paths() | {SANDBOX_FOLDER: "/sandbox", self.result_channel: "/native"}
-            interpreter = [isolation.interpreter_path(), "-I", "-S"]
+            # The base interpreter, to which that of a virtual environment links, has the same path inside.
+            base_interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+            interpreter = [base_interpreter, "-I", "-S"]
             command = isolation.bubblewrap(
                 device=self.device,
                 paths=paths,
