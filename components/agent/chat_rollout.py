@@ -7,18 +7,17 @@ message describes the tools instead, and calls are parsed from the text of the a
 import functools
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import Any, Protocol
 
-from components.agent.episode import SHORTENED, Episode, abandon
+from components.agent.episode import SHORTENED, Episode, episode_threads
 from components.agent.rollout import RolloutRequest
 from components.agent.tool_parser import Request, native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
-from components.agent.trajectory import ToolCall, Trajectory
+from components.agent.trajectory import Trajectory
 from components.core.task import KernelTask
 from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnsupported
 
-MAX_PARALLEL = 64
 # Low estimate of the characters that one token of source text has. The length of a history in tokens is
 # estimated with it, so that the history fits into the context window.
 CHARACTERS_PER_TOKEN = 2.5
@@ -90,8 +89,16 @@ class ChatEpisode(Episode):
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["tool_calls"] = [_native_form(request) for request in requests]
-        self.messages.append(message)
-        self._observe(requests, calls, native=bool(reply.calls))
+            observations = [
+                {"role": "tool", "tool_call_id": request.call_id, "content": call.observation}
+                for request, call in zip(requests, calls, strict=True)
+            ]
+        else:
+            text = "\n".join(f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls)
+            observations = [{"role": "user", "content": text}] if calls else []
+        first = len(self.messages) + 1
+        self.observed += range(first, first + len(observations))
+        self.messages += [message, *observations]
 
     def _ask(self, history: list[dict[str, Any]], seed: int) -> ChatTurn:
         ask = functools.partial(
@@ -110,24 +117,6 @@ class ChatEpisode(Episode):
                     json.dumps(tool["function"]) for tool in descriptions()
                 )
         return ask(tools=())
-
-    def _observe(self, requests: Sequence[Request], calls: Sequence[ToolCall], *, native: bool) -> None:
-        if native:
-            for request, call in zip(requests, calls, strict=True):
-                self.observed.append(len(self.messages))
-                self.messages.append(
-                    {"role": "tool", "tool_call_id": request.call_id, "content": call.observation}
-                )
-        elif calls:
-            self.observed.append(len(self.messages))
-            self.messages.append(
-                {
-                    "role": "user",
-                    "content": "\n".join(
-                        f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls
-                    ),
-                }
-            )
 
     def _history(self) -> tuple[list[dict[str, Any]], int]:
         """Return the messages to send, and the number of observations in them that were shortened.
@@ -162,7 +151,7 @@ def run_chats(request: RolloutRequest, chat: Chat) -> list[Trajectory]:
     A trajectory during which the server failed has the `finish_reason` server.
     """
     episodes = [ChatEpisode(task, request, chat) for task in request.tasks]
-    with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="episode") as threads:
+    with episode_threads(episodes, request.pool) as threads:
         try:
             pending = [
                 threads.submit(episode.run, request.seed * 1_000_003 + index)
@@ -174,8 +163,4 @@ def run_chats(request: RolloutRequest, chat: Chat) -> list[Trajectory]:
             return [future.result() for future in pending]
         except BaseException:
             chat.close()  # ends the requests that threads wait for
-            abandon(episodes, threads, request.pool)
             raise
-        finally:
-            for episode in episodes:
-                episode.tools.close()

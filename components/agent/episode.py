@@ -1,6 +1,7 @@
 """Environment of one trajectory: the workspace, tools, turns and final verdict, but not the policy."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from components.agent.tool_parser import Request
@@ -15,6 +16,8 @@ from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict
 from components.policy.prompts import user_message
 
+# Largest number of episodes that act at the same time.
+MAX_PARALLEL = 64
 SHORTENED = "[an older observation, shortened]"
 
 
@@ -113,12 +116,22 @@ class Episode:
         )
 
 
-def abandon(episodes: Sequence[Episode], threads: ThreadPoolExecutor, pool: JudgePool) -> None:
-    """Cancel the waiting judge jobs of the episodes after an exception.
+@contextlib.contextmanager
+def episode_threads(episodes: Sequence[Episode], pool: JudgePool) -> Iterator[ThreadPoolExecutor]:
+    """Yield the threads in which the episodes run, and close the tools of the episodes at the end.
 
-    The threads of the episodes then wait only for jobs that the judge has already begun.
+    If the block raises an exception, the waiting judge jobs of the episodes are cancelled, so that the
+    threads wait only for jobs that the judge has already begun.
     """
-    threads.shutdown(wait=False, cancel_futures=True)
-    for episode in episodes:
-        episode.abandoned = True
-    pool.drop()
+    with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="episode") as threads:
+        try:
+            yield threads
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for episode in episodes:
+                episode.abandoned = True
+            pool.drop()
+            raise
+        finally:
+            for episode in episodes:
+                episode.tools.close()

@@ -186,8 +186,6 @@ def report(outcome: Outcome, params: Params, policy: str) -> str:
         f"Policy: {policy}. {len(outcome.trajectories)} attempts, {outcome.turns} turns, "
         f"{outcome.seconds:.0f} s.",
         "",
-    ]
-    lines += [
         "| attempt | turns | kernels judged | best | fastest against eager | ended by |",
         "| --- | --- | --- | --- | --- | --- |",
     ]

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.agent import untrusted_folder
+from components.agent.judge_socket import JudgeSocket
+from components.agent.utility_output import Utility
 from components.core.config import PROJECT
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
@@ -82,15 +84,14 @@ class Shell:
     """
 
     def __init__(
-        self, sandbox: Sandbox, task_source: str, *, judge_seconds: Callable[[], float] = lambda: 0.0
+        self, sandbox: Sandbox, task_source: str, serve_utility: Callable[[Utility], tuple[str, int]]
     ):
-        """Create the shell's folders.
+        """Create the shell's folders and the socket through which its commands call the utilities.
 
-        `task_source` becomes the contents of model.py. `judge_seconds` returns the seconds for which this
-        shell has waited for the judge so far, which are not charged to the time limit of a command.
+        `task_source` becomes the contents of model.py. `serve_utility` returns the text and exit code of a
+        utility. Its duration is not charged to the time limit of a command.
         """
         self.sandbox = sandbox
-        self.judge_seconds = judge_seconds
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
         self.workspace, self.control, self.output = (
             self.base / name for name in ("workspace", "control", "output")
@@ -109,6 +110,7 @@ class Shell:
             shutil.copytree(TEMPLATE / "utils", self.workspace / "utils")
             for path in (self.base / "model.py", *(TEMPLATE / name for name in TEMPLATE_FILES)):
                 shutil.copy(path, self.workspace)
+        self.socket = JudgeSocket(self.control / "judge.sock", serve_utility)
         self.process: subprocess.Popen[bytes] | None = None
         self.commands = 0
         # Number of bytes of output that were already returned, by the number of the background command.
@@ -192,6 +194,7 @@ class Shell:
     def close(self) -> None:
         """End all processes of the shell and remove its folders."""
         self._end()
+        self.socket.close()
         remove_tree(self.base)
 
     # --- the process ---
@@ -231,7 +234,7 @@ class Shell:
         sentence that says so is returned.
         """
         assert process.stdout is not None
-        spent, judge_seconds, reply = 0.0, self.judge_seconds(), b""
+        spent, judge_seconds, reply = 0.0, self.socket.busy_seconds(), b""
         output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
         while not reply.endswith(b"\n"):
@@ -250,7 +253,7 @@ class Shell:
                     f"that is closed "
                     "to its owner; remove some in the next command, which starts a new shell"
                 )
-            elif spent - (self.judge_seconds() - judge_seconds) > seconds:
+            elif spent - (self.socket.busy_seconds() - judge_seconds) > seconds:
                 self._end()
                 return (
                     f"took longer than {seconds:g} s and was ended, with everything it had started; "

@@ -8,10 +8,9 @@ computed from text again. Observations are inserted in the form that the chat te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from components.agent.episode import SHORTENED, Episode, abandon
+from components.agent.episode import SHORTENED, Episode, episode_threads
 from components.agent.rollout import RolloutRequest
 from components.agent.tool_parser import parse_calls
 from components.agent.tool_schemas import descriptions
@@ -23,7 +22,6 @@ from components.policy.sampler import Completion, Sampler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_PARALLEL_CALLS = 64
 # Number of tokens that must be left in the context window; with fewer, an episode ends.
 MIN_TURN_TOKENS = 16
 # Placeholder for a sampled turn in a rendered chat template; it occurs in no template and no prompt.
@@ -147,37 +145,30 @@ def run_episodes(
     episodes = [TokenEpisode(task, request, tokenizer) for task in request.tasks]
     context = request.params.policy.context
     live = list(episodes)
-    with ThreadPoolExecutor(max_workers=MAX_PARALLEL_CALLS, thread_name_prefix="episode") as threads:
-        try:
-            for turn in range(request.max_turns):
-                prompts = {id(episode): episode.prompt(shorten=request.shorten_history) for episode in live}
-                for episode in live:
-                    if context - len(prompts[id(episode)]) < MIN_TURN_TOKENS:
-                        episode.finish_reason = "length"
-                    elif request.is_out_of_time():
-                        episode.finish_reason = "time"
-                live = [episode for episode in live if not episode.finish_reason]
-                if not live:
-                    break
-                histories = [prompts[id(episode)] for episode in live]
-                completions = sampler.generate(
-                    histories,
-                    max_new_tokens=min(request.max_new_tokens, context - max(map(len, histories))),
-                    temperature=request.temperature,
-                    seed=request.seed * 1_000_003 + turn,
-                )
-                last = turn + 1 == request.max_turns
-                for future in [
-                    threads.submit(episode.act, completion, last)
-                    for episode, completion in zip(live, completions, strict=True)
-                ]:
-                    future.result()
-                live = [episode for episode in live if not episode.finish_reason]
-                request.on_progress(len(episodes) - len(live), len(episodes))
-            return list(threads.map(lambda episode: episode.end(sampler.version), episodes))
-        except BaseException:
-            abandon(episodes, threads, request.pool)
-            raise
-        finally:
-            for episode in episodes:
-                episode.tools.close()
+    with episode_threads(episodes, request.pool) as threads:
+        for turn in range(request.max_turns):
+            prompts = {id(episode): episode.prompt(shorten=request.shorten_history) for episode in live}
+            for episode in live:
+                if context - len(prompts[id(episode)]) < MIN_TURN_TOKENS:
+                    episode.finish_reason = "length"
+                elif request.is_out_of_time():
+                    episode.finish_reason = "time"
+            live = [episode for episode in live if not episode.finish_reason]
+            if not live:
+                break
+            histories = [prompts[id(episode)] for episode in live]
+            completions = sampler.generate(
+                histories,
+                max_new_tokens=min(request.max_new_tokens, context - max(map(len, histories))),
+                temperature=request.temperature,
+                seed=request.seed * 1_000_003 + turn,
+            )
+            last = turn + 1 == request.max_turns
+            for future in [
+                threads.submit(episode.act, completion, last)
+                for episode, completion in zip(live, completions, strict=True)
+            ]:
+                future.result()
+            live = [episode for episode in live if not episode.finish_reason]
+            request.on_progress(len(episodes) - len(live), len(episodes))
+        return list(threads.map(lambda episode: episode.end(sampler.version), episodes))

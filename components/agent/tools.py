@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from components.agent import tool_schemas, untrusted_folder
-from components.agent.judge_socket import JudgeSocket
 from components.agent.shell import CommandResult, Shell
 from components.agent.tool_parser import Request
 from components.agent.tool_schemas import Arguments, validated
@@ -76,7 +75,6 @@ class Tools:
         self.last_seen: dict[str, str] = {}
         self.lock = threading.RLock()
         self._shell: Shell | None = None
-        self._socket: JudgeSocket | None = None
         # The candidate's files that were last written to the shell's workspace or read from it.
         self._pushed: dict[str, str] = {}
 
@@ -278,22 +276,18 @@ class Tools:
 
     def _started(self) -> Shell:
         if self._shell is None:
-            self._shell = Shell(
-                self.sandbox,
-                self.workspace.task.code,
-                judge_seconds=lambda: self._socket.busy_seconds() if self._socket else 0.0,
-            )
-            self._socket = JudgeSocket(self._shell.control / "judge.sock", self._serve_utility)
+            self._shell = Shell(self.sandbox, self.workspace.task.code, self._serve_utility)
         with self.lock:
             self._shell.push(self.workspace.files, self._pushed)
             self._pushed = dict(self.workspace.files)
         return self._shell
 
     def _in_shell(self, command: str, seconds: float) -> CommandResult:
-        result = self._started().run(command, seconds)
+        shell = self._started()
+        result = shell.run(command, seconds)
         self._pull()
-        if self._socket is not None and self._socket.failure is not None:
-            raise self._socket.failure  # the failure is the judge's own, so it is no observation
+        if shell.socket.failure is not None:
+            raise shell.socket.failure  # the failure is the judge's own, so it is no observation
         return result
 
     def _pull(self) -> None:
@@ -321,9 +315,6 @@ class Tools:
             self._pull()
             self._shell.close()
             self._shell = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
 
 def _no_job(name: str) -> str:

@@ -1,6 +1,7 @@
 """Views of a trajectory for people, turn by turn: lines for a terminal, and one HTML page."""
 
 import difflib
+import itertools
 import json
 import math
 import re
@@ -43,20 +44,6 @@ class Step:
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True)
-class Mark:
-    """One verdict as it is drawn in the plot.
-
-    `turn` is its horizontal position, `eager` and `compile` are its speed-ups if they were measured, and
-    `words` is its text.
-    """
-
-    turn: int
-    eager: float | None
-    compile: float | None
-    words: str
-
-
 def find(folder: Path) -> list[Trajectory]:
     """Load all trajectories below the folder of a stage, an evaluation or an optimisation.
 
@@ -89,7 +76,7 @@ def steps(trajectory: Trajectory) -> list[Step]:
         actions = []
         for call in turn.calls:
             diff = tuple(_change(call, files))
-            verdicts = tuple(next(left) for _ in range(call.verdicts))
+            verdicts = tuple(itertools.islice(left, call.verdicts))
             actions.append(Action(call.name, _title(call), diff, call.observation, call.valid, verdicts))
         found.append(
             Step(number, re.sub(r"\n{3,}", "\n\n", BLOCK.sub("", turn.text)).strip(), tuple(actions))
@@ -130,36 +117,25 @@ def _diff(before: str, after: str) -> Iterator[str]:
     return (line for line in lines if not line.startswith(("---", "+++")))
 
 
-def marks(trajectory: Trajectory) -> list[Mark]:
-    """Return a mark for every verdict.
+def marks(trajectory: Trajectory) -> list[tuple[int, Verdict]]:
+    """Return every verdict with the number of its turn.
 
-    The mark of the final verdict has the number after the last turn.
+    The final verdict has the number after the last turn.
     """
     found = [
-        mark
+        (step.number, verdict)
         for step in steps(trajectory)
         for action in step.actions
-        for mark in (_mark(step.number, v) for v in action.verdicts)
+        for verdict in action.verdicts
     ]
-    return [*found, _mark(len(trajectory.turns) + 1, trajectory.final)]
-
-
-def _mark(turn: int, verdict: Verdict) -> Mark:
-    eager, compiled = verdict.speedup.eager, verdict.speedup.compile
-    return Mark(
-        turn, eager.estimate if eager else None, compiled.estimate if compiled else None, words(verdict)
-    )
+    return [*found, (len(trajectory.turns) + 1, trajectory.final)]
 
 
 def words(verdict: Verdict) -> str:
     """Return a description of the verdict in one line."""
     if verdict.status != "correct":
         return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"
-    ratios = [
-        f"{r.estimate:.2f}x {name} ({r.low:.2f} to {r.high:.2f})"
-        for name, r in (("eager", verdict.speedup.eager), ("compile", verdict.speedup.compile))
-        if r
-    ]
+    ratios = [f"{r.estimate:.2f}x {name} ({r.low:.2f} to {r.high:.2f})" for name, r in verdict.speedup if r]
     return f"correct, {', '.join(ratios) or 'not measured'}, milestone {verdict.milestone}"
 
 
@@ -169,7 +145,13 @@ def plot(trajectory: Trajectory) -> dict[str, Any]:
     The axis of speed-ups is logarithmic. Verdicts without a measured speed-up are returned under `failed`.
     """
     found = marks(trajectory)
-    ratios = [ratio for mark in found for ratio in (mark.eager, mark.compile) if ratio]
+    measured = [
+        (baseline, turn, ratio.estimate, words(verdict))
+        for turn, verdict in found
+        for baseline, ratio in verdict.speedup
+        if ratio and ratio.estimate
+    ]
+    ratios = [ratio for _, _, ratio, _ in measured]
     low, high = min([0.5, *ratios]), max([2.0, *ratios])
     last = max(2, len(trajectory.turns) + 1)
 
@@ -196,9 +178,9 @@ def plot(trajectory: Trajectory) -> dict[str, Any]:
             for turn in range(1, last + 1)
             if turn <= len(trajectory.turns) + 1
         ],
-        "eager": [(x(mark.turn), y(mark.eager), mark.words) for mark in found if mark.eager],
-        "compile": [(x(mark.turn), y(mark.compile), mark.words) for mark in found if mark.compile],
-        "failed": [(x(mark.turn), mark.words) for mark in found if mark.eager is None],
+        "eager": [(x(turn), y(ratio), text) for name, turn, ratio, text in measured if name == "eager"],
+        "compile": [(x(turn), y(ratio), text) for name, turn, ratio, text in measured if name == "compile"],
+        "failed": [(x(turn), words(verdict)) for turn, verdict in found if verdict.speedup.eager is None],
     }
 
 

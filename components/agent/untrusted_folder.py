@@ -81,13 +81,18 @@ def write_text(root: Path, path: str, text: str) -> None:
     with contextlib.ExitStack() as stack:
         above = stack.enter_context(opened(root, _FOLDER))
         if folder:
-            above = stack.enter_context(opened(_plain_folder(above, folder, root), _FOLDER, above))
+            try:
+                above = stack.enter_context(opened(folder, _FOLDER, above))
+            except OSError:  # a file or symbolic link of this name is replaced by an empty folder
+                _remove(above, folder, root / folder)
+                os.mkdir(folder, dir_fd=above)
+                os.chmod(folder, 0o777, dir_fd=above)
+                above = stack.enter_context(opened(folder, _FOLDER, above))
         _remove(above, name, root / path)
         descriptor = stack.enter_context(opened(name, _NEW, above))
         os.fchmod(descriptor, 0o666)
-        data = text.encode(errors="replace")
-        while data:
-            data = data[os.write(descriptor, data) :]
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(text.encode(errors="replace"))
 
 
 def open_up(root: Path, *names: str) -> None:
@@ -104,26 +109,8 @@ def open_up(root: Path, *names: str) -> None:
 def remove(root: Path, path: str) -> None:
     """Remove the file `path` (at most two levels) below `root`; errors are ignored."""
     folder, _, name = path.rpartition("/")
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        above = stack.enter_context(opened(root, _FOLDER))
-        if folder:
-            above = stack.enter_context(opened(folder, _FOLDER, above))
+    with contextlib.suppress(OSError), opened(root / folder, _FOLDER) as above:
         os.unlink(name, dir_fd=above)
-
-
-def _plain_folder(above: int, name: str, root: Path) -> str:
-    """Return `name` after making sure that it is a folder below the descriptor `above`.
-
-    A file or symbolic link of this name is replaced by an empty folder.
-    """
-    try:
-        with opened(name, _FOLDER, above):
-            return name
-    except OSError:
-        _remove(above, name, root / name)
-        os.mkdir(name, dir_fd=above)
-        os.chmod(name, 0o777, dir_fd=above)
-        return name
 
 
 def _remove(above: int, name: str, path: Path) -> None:

@@ -4,22 +4,7 @@ import ast
 from pathlib import Path
 
 from components.core.errors import UserError
-from components.core.task import KernelTask, check_contract, load_task
-
-
-class _Renamed(ast.NodeTransformer):
-    """Transformer that renames a class to Model, including every use of its name, as in super(Name, self)."""
-
-    def __init__(self, old: str):
-        self.old = old
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.name = "Model" if node.name == self.old else node.name
-        return self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = "Model" if node.id == self.old else node.id
-        return node
+from components.core.task import REQUIRED_FUNCTIONS, KernelTask, check_contract, load_task
 
 
 def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:
@@ -52,11 +37,15 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
         )
     if class_name != "Model" and "Model" in classes:
         raise UserError(f"{path}: --class {class_name}: the file has a class Model as well; rename that one.")
-    tree = _Renamed(class_name).visit(tree)
+    for node in ast.walk(tree):  # rename the class, and every use of its name, as in super(Name, self)
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            node.name = "Model"
+        elif isinstance(node, ast.Name) and node.id == class_name:
+            node.id = "Model"
     tree.body = [
         node
         for node in tree.body
-        if not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
+        if not (isinstance(node, ast.FunctionDef) and node.name in REQUIRED_FUNCTIONS)
     ]
     functions = (
         f"def get_inputs():\n    return {_list(inputs, '--inputs')}\n\n"

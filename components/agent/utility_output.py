@@ -36,11 +36,7 @@ def _times(verdict: Verdict) -> str:
     The line with the times has the format that the workspace of the CUDA Agent paper prints.
     """
     seconds = verdict.seconds
-    ratios = [
-        f"{ratio.estimate:.2f}x {name}"
-        for name, ratio in (("eager", verdict.speedup.eager), ("compile", verdict.speedup.compile))
-        if ratio is not None
-    ]
+    ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in verdict.speedup if ratio is not None]
     return (
         f"Torch Baseline: {_microseconds(seconds.eager)}, Torch Compile: {_microseconds(seconds.compile)}, "
         f"CUDA Extension: {_microseconds(seconds.candidate)}\n"

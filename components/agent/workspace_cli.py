@@ -3,9 +3,7 @@
 They use the same judge as the agent's tools and print the same lines.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from components.agent.utility_output import BUILD_SUCCEEDED, Utility, utility_output
@@ -22,40 +20,28 @@ def run_utility(utility: Utility) -> None:
 
     The exit code is 0 after success, 1 if the candidate failed, and 2 after a UserError.
     """
-    if utility == "compile":
-        _compile()
-    with _user_errors():
-        params, folder = _params()
-        text, code = utility_output(utility, judge_workdir(params, Path.cwd(), None, folder))
+    device = "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+    try:
+        params = resolve("", (f"device={device}",)).params
+        folder = Path(params.home).resolve() / "judge"
+        if utility == "compile":
+            text, code = _compile(params, folder / "builds")
+        else:
+            text, code = utility_output(utility, judge_workdir(params, Path.cwd(), None, folder))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     print(text)
     sys.exit(code)
 
 
-def _compile() -> None:
-    """Build kernels/, write the library to cuda_extension.so in the current folder, and exit.
+def _compile(params: Params, builds: Path) -> tuple[str, int]:
+    """Build kernels/, write the library to cuda_extension.so in the current folder, and return text and code.
 
-    The library makes it possible to import model_new.py in this folder. The exit code is 0 if the build
-    succeeded and 1 otherwise.
+    The library makes it possible to import model_new.py in this folder.
     """
-    with _user_errors():
-        params, folder = _params()
-        built = Builder(params.sandbox, params.device, folder / "builds").build(read_workspace(Path.cwd()))
-    if built.library is not None:
-        atomic_write(Path("cuda_extension.so"), built.library.read_bytes())
-    print(BUILD_SUCCEEDED if built.library is not None else f"Build failed: {built.log}")
-    sys.exit(built.library is None)
-
-
-@contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-
-
-def _params() -> tuple[Params, Path]:
-    device = "cuda" if Path("/dev/nvidia0").exists() else "cpu"
-    params = resolve("", (f"device={device}",)).params
-    return params, Path(params.home).resolve() / "judge"
+    built = Builder(params.sandbox, params.device, builds).build(read_workspace(Path.cwd()))
+    if built.library is None:
+        return f"Build failed: {built.log}", 1
+    atomic_write(Path("cuda_extension.so"), built.library.read_bytes())
+    return BUILD_SUCCEEDED, 0

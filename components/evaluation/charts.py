@@ -5,6 +5,7 @@ names of CSS classes of the page's style sheet, so that the same markup can be s
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,18 +56,18 @@ def line_chart(
     y = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP)
     parts = _axes(x, y, _ticks(x_low, x_high, whole=whole_x), _ticks(y_low, y_high), x_label, y_label)
     for line in series:
-        points = [(x(a), y(b)) for a, b in zip(line.xs, line.ys, strict=True)]
         if line.band:
-            edge = [(x(a), y(low)) for a, (low, _) in zip(line.xs, line.band, strict=True)]
-            edge += [(x(a), y(high)) for a, (_, high) in reversed(list(zip(line.xs, line.band, strict=True)))]
-            parts.append(f'<polygon class="band {line.colour}" points="{_points(edge)}"/>')
+            edge = [low for low, _ in line.band] + [high for _, high in reversed(line.band)]
+            outline = _points(x, y, [*line.xs, *reversed(line.xs)], edge)
+            parts.append(f'<polygon class="band {line.colour}" points="{outline}"/>')
         parts.append(
             f'<polyline class="line {line.colour}{" dashed" if line.dashed else ""}" '
-            f'points="{_points(points)}"/>'
+            f'points="{_points(x, y, line.xs, line.ys)}"/>'
         )
-        if len(points) <= 40:
+        if len(line.xs) <= 40:
             parts += [
-                f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in points
+                f'<circle class="dot {line.colour}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.6"/>'
+                for a, b in zip(line.xs, line.ys, strict=True)
             ]
     return _svg(parts, f"{y_label} by {x_label}") + legend([(line.label, line.colour) for line in series])
 
@@ -93,10 +94,8 @@ def stacked_shares(
     areas = []
     for colour, values in shares.values():
         top = [low + value for low, value in zip(floor, values, strict=True)]
-        outline = [(x(a), y(b)) for a, b in zip(xs, top, strict=True)] + [
-            (x(a), y(b)) for a, b in reversed(list(zip(xs, floor, strict=True)))
-        ]
-        areas.append(f'<polygon class="area {colour}" points="{_points(outline)}"/>')
+        outline = _points(x, y, [*xs, *reversed(xs)], [*top, *reversed(floor)])
+        areas.append(f'<polygon class="area {colour}" points="{outline}"/>')
         floor = top
     ticks = [(value, f"{value:.0%}") for value in (0, 0.25, 0.5, 0.75, 1)]
     parts = areas + _axes(x, y, _ticks(min(xs), max(xs), whole=True), ticks, x_label, "share of trajectories")
@@ -110,39 +109,30 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
 
     Each group is a tuple of label, colour and ratios. Returns empty markup if there is no ratio.
     """
-    ratios = [ratio for _, _, values in groups for ratio in values]
-    if not ratios:
+    # Number of ratios of each group in each bin. Bin i begins at 2^(i / 2).
+    counts = [Counter(math.floor(2 * math.log2(value)) for value in values) for _, _, values in groups]
+    used = [index for group in counts for index in group]
+    if not used:
         return Markup("")
-    low = min(-2, math.floor(2 * math.log2(min(ratios))))
-    high = max(2, math.floor(2 * math.log2(max(ratios))) + 1)
-    bins = high - low
-    counts = [
-        [sum(math.floor(2 * math.log2(value)) - low == index for value in values) for index in range(bins)]
-        for _, _, values in groups
-    ]
-    top = max(max(row) for row in counts)
+    low, high = min(-2, *used), max(1, *used) + 1
+    top = max(count for group in counts for count in group.values())
     x = _scale(low / 2, high / 2, LEFT, WIDTH - RIGHT)
     y = _scale(0, top * 1.08, HEIGHT - BOTTOM, TOP)
     slot = (x(0.5) - x(0)) / (len(groups) + 0.35)
-    bars = []
-    for group, ((_, colour, _), row) in enumerate(zip(groups, counts, strict=True)):
-        for index, count in enumerate(row):
-            left = x((low + index) / 2) + slot * (0.175 + group)
-            bars.append(
-                f'<rect class="fill {colour}" x="{left:.1f}" y="{y(count):.1f}" '
-                f'width="{max(slot - 1, 1):.1f}" height="{y(0) - y(count):.1f}"/>'
-            )
+    bars = [
+        f'<rect class="fill {colour}" x="{x(index / 2) + slot * (0.175 + number):.1f}" '
+        f'y="{y(group[index]):.1f}" width="{max(slot - 1, 1):.1f}" height="{y(0) - y(group[index]):.1f}"/>'
+        for number, ((_, colour, _), group) in enumerate(zip(groups, counts, strict=True))
+        for index in range(low, high)
+    ]
     stride = max(1, math.ceil((high - low) / 2 / 10))
     x_ticks = [
         (float(power), _times(2.0**power))
         for power in range(math.ceil(low / 2), math.floor(high / 2) + 1, stride)
     ]
-    parts = _axes(x, y, x_ticks, _ticks(0, top, whole=True), x_label, "tasks")
-    parts += [
-        *bars,
-        f'<line class="even" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>',
-    ]
-    return _svg(parts, x_label) + legend([(label, colour) for label, colour, _ in groups])
+    axes = _axes(x, y, x_ticks, _ticks(0, top, whole=True), x_label, "tasks")
+    even = f'<line class="even" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    return _svg([*axes, *bars, even], x_label) + legend([(label, colour) for label, colour, _ in groups])
 
 
 def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 190) -> Markup:
@@ -157,15 +147,12 @@ def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 
     width, step = WIDTH - label_width - 90, 24
     parts = []
     for index, (label, value, text, colour) in enumerate(rows):
-        top = index * step + 4
-        parts.append(f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>')
+        top, length = index * step + 4, max(width * value / largest, 1.5)
         parts.append(
+            f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>'
             f'<rect class="fill {colour}" x="{label_width}" y="{top}" '
-            f'width="{max(width * value / largest, 1.5):.1f}" height="17" rx="2"/>'
-        )
-        parts.append(
-            f'<text class="label" x="{label_width + max(width * value / largest, 1.5) + 6:.1f}" '
-            f'y="{top + 13}">{escape(text)}</text>'
+            f'width="{length:.1f}" height="17" rx="2"/>'
+            f'<text class="label" x="{label_width + length + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
         )
     return _svg(parts, "bars", height=step * len(rows) + 6)
 
@@ -230,30 +217,29 @@ def _axes(
     y_label: str,
 ) -> list[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = []
-    for value, text in y_ticks:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}">{escape(text)}</text>')
-    for value, text in x_ticks:
-        parts.append(f'<text class="tick middle" x="{x(value):.1f}" y="{bottom + 14}">{escape(text)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(
-        f'<text class="tick middle" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_label)}</text>'
-    )
-    middle = (TOP + bottom) / 2
-    parts.append(
-        f'<text class="tick middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
-        f"{escape(y_label)}</text>"
-    )
-    return parts
+    return [
+        *(
+            f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
+            f'<text class="tick end" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}">{escape(text)}</text>'
+            for value, text in y_ticks
+        ),
+        *(
+            f'<text class="tick middle" x="{x(value):.1f}" y="{bottom + 14}">{escape(text)}</text>'
+            for value, text in x_ticks
+        ),
+        f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>',
+        f'<text class="tick middle" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_label)}</text>',
+        f'<text class="tick middle" transform="translate(11 {(TOP + bottom) / 2:.0f}) rotate(-90)">'
+        f"{escape(y_label)}</text>",
+    ]
 
 
 def _times(value: float) -> str:
     return f"{value:g}×" if value >= 1 else f"1/{1 / value:g}×"
 
 
-def _points(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+def _points(x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float]) -> str:
+    return " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, ys, strict=True))
 
 
 def _svg(parts: Sequence[str], title: str, height: int = HEIGHT) -> Markup:

@@ -9,12 +9,12 @@ then one matrix product.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from components.core.records import FrozenModel
 from components.judge.milestone import MARGIN, milestone
@@ -43,13 +43,17 @@ class Attempt(FrozenModel):
     finish_reason: str = ""
 
 
+def _milestone(fields: dict[str, Any]) -> Literal[-1, 1, 2, 3]:
+    return milestone(Verdict(status=fields["status"], speedup=fields["speedup"]))
+
+
 class TaskResult(FrozenModel):
     """Result of one task: the new measurement of the first attempt's final answer, and all attempts.
 
     `status`, `reason`, `milestone`, `seconds`, `speedup` and `evidence` belong to the new measurement.
-    `source` is the source of the task, and `files` are the files of the final answer by workspace path.
-    `degenerate` is the reason why a wrong kernel could pass on this task, or empty if there is no such
-    reason.
+    If `milestone` is not given, it is computed from `status` and `speedup`. `source` is the source of the
+    task, and `files` are the files of the final answer by workspace path. `degenerate` is the reason why a
+    wrong kernel could pass on this task, or empty if there is no such reason.
     """
 
     task_id: str
@@ -58,22 +62,14 @@ class TaskResult(FrozenModel):
     level: int | None = None
     status: Status
     reason: str = ""
-    milestone: Literal[-1, 1, 2, 3] = -1
     seconds: Seconds = Seconds()
     speedup: Speedup = Speedup()
+    milestone: Literal[-1, 1, 2, 3] = Field(default_factory=_milestone)
     attempts: tuple[Attempt, ...] = ()
     source: str = ""
     files: dict[str, str] = Field(default_factory=dict)
     evidence: dict[str, Any] = Field(default_factory=dict)
     degenerate: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _milestone_follows_from_the_measurement(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "milestone" not in values and "status" in values:
-            verdict = Verdict(status=values["status"], speedup=values.get("speedup", Speedup()))
-            return {**values, "milestone": milestone(verdict)}
-        return values
 
     @property
     def correct(self) -> bool:
@@ -161,21 +157,16 @@ class Summary(FrozenModel):
     intervals: dict[str, Interval]
 
 
-def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 0) -> Summary:
+def summarise(rows: Sequence[TaskResult]) -> Summary:
     """Return the figures over the results of tasks, with bootstrap intervals.
 
-    The results are records or the JSON form of records. `seed` determines the bootstrap samples. If there are
-    no results, rates, means and intervals are None.
+    If there are no results, rates, means and intervals are None.
     """
-    rows = [
-        result if isinstance(result, TaskResult) else TaskResult.model_validate(result) for result in results
-    ]
-    values, intervals = _estimate(_figures(rows), len(rows), seed)
+    values, intervals = _estimate(_figures(rows), len(rows))
 
     def pair(figure: str) -> Pair:
         return Pair(eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
 
-    measured = {baseline: sum(row.ratio(baseline) is not None for row in rows) for baseline in BASELINES}
     shares = {b: tuple(values[f"fast_p.{b}.{p:g}"] or 0.0 for p in FAST_P) for b in BASELINES}
     attempts = [attempt for row in rows for attempt in row.attempts if attempt.status != "infrastructure"]
     return Summary(
@@ -186,8 +177,8 @@ def summarise(results: Sequence[TaskResult | Mapping[str, Any]], *, seed: int = 
         faster_rate=pair("faster_rate"),
         beyond_margin=pair("beyond_margin"),
         geomean=pair("geomean"),
-        geomean_over=Counts(eager=measured["eager"], compile=measured["compile"]),
-        fast_p=FastP(p=FAST_P, eager=shares["eager"], compile=shares["compile"]),
+        geomean_over=Counts(**{b: sum(row.ratio(b) is not None for row in rows) for b in BASELINES}),
+        fast_p=FastP(p=FAST_P, **shares),
         mean_reward=values["mean_reward"],
         milestones={
             str(level): sum(row.milestone == level and not row.error for row in rows)
@@ -204,26 +195,22 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def by_level(results: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Summary]:
+def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
     """Return one summary for each level. The result is empty if no task has a level."""
     levels = sorted({row.level for row in results if row.level is not None})
-    return {
-        str(level): summarise([row for row in results if row.level == level], seed=seed) for level in levels
-    }
+    return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
 
 
-class Change(FrozenModel):
+class Change(Interval):
     """Paired change of a figure with its 95 % interval.
 
     The change is the figure after minus the figure before, or their ratio for geometric means.
     """
 
     value: float | None
-    low: float | None
-    high: float | None
 
 
-def changes(before: Sequence[TaskResult], after: Sequence[TaskResult], *, seed: int = 0) -> dict[str, Change]:
+def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Change]:
     """Return the change of every figure, by name, over the tasks that `before` and `after` have in common.
 
     For the intervals, each bootstrap sample draws the same tasks before and after.
@@ -231,7 +218,7 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult], *, seed: 
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
-    samples, once = _bootstrap_counts(len(pairs), seed), np.ones((1, len(pairs)))
+    samples, once = _bootstrap_counts(len(pairs)), np.ones((1, len(pairs)))
     return {
         name: Change(
             value=_scaled(name, float((_apply(new[name], once) - _apply(old[name], once))[0])),
@@ -267,9 +254,9 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
 
 
 def _estimate(
-    figures: dict[str, tuple[Array, Array]], tasks: int, seed: int
+    figures: dict[str, tuple[Array, Array]], tasks: int
 ) -> tuple[dict[str, float | None], dict[str, Interval]]:
-    samples, once = _bootstrap_counts(tasks, seed), np.ones((1, tasks))
+    samples, once = _bootstrap_counts(tasks), np.ones((1, tasks))
     values = {name: _scaled(name, float(_apply(figure, once)[0])) for name, figure in figures.items()}
     intervals = {}
     for name, figure in figures.items():
@@ -282,12 +269,12 @@ def _estimate(
     return values, intervals
 
 
-def _bootstrap_counts(tasks: int, seed: int) -> Array:
+def _bootstrap_counts(tasks: int) -> Array:
     """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
     if tasks == 0:
         return np.zeros((RESAMPLES, 0))
     shares = np.full(tasks, 1 / tasks)
-    return np.random.default_rng(seed).multinomial(tasks, shares, size=RESAMPLES).astype(float)
+    return np.random.default_rng(0).multinomial(tasks, shares, size=RESAMPLES).astype(float)
 
 
 def _apply(figure: tuple[Array, Array], counts: Array) -> Array:

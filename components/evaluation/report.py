@@ -30,7 +30,7 @@ from components.evaluation.charts import (
     stacked_shares,
     whisker,
 )
-from components.evaluation.metrics import SHARES, Baseline, Change, Interval, TaskResult, changes
+from components.evaluation.metrics import SHARES, Baseline, Interval, TaskResult, changes
 from components.evaluation.results import Evaluation, load_evaluation
 from components.evaluation.tables import figure_of
 from components.judge.verdict import Ratio
@@ -232,7 +232,7 @@ def figure(value: float | None, name: str) -> str:
     return f"{value:.2f}"
 
 
-def interval(bounds: Interval | Change | None, name: str) -> str:
+def interval(bounds: Interval | None, name: str) -> str:
     """Return the text of the interval of the figure `name`, or an empty string if there is no interval."""
     if bounds is None or bounds.low is None or bounds.high is None:
         return ""
@@ -388,20 +388,23 @@ def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[s
 def _fast_p(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Markup]]:
     charts = []
     for baseline, title in BASELINE_TITLES.items():
-        lines = []
-        for label, colour, side in _evaluations(before, after):
-            curve = side.overall.fast_p
-            values: tuple[float, ...] = getattr(curve, baseline)
-            intervals = [side.overall.intervals[f"fast_p.{baseline}.{p:g}"] for p in curve.p]
-            band = [
-                (i.low if i.low is not None else v, i.high if i.high is not None else v)
-                for i, v in zip(intervals, values, strict=True)
-            ]
-            is_before = colour == "before"
-            lines.append(Series(label, colour, curve.p, values, () if is_before else band, dashed=is_before))
+        lines = [_fast_p_line(baseline, *evaluation) for evaluation in _evaluations(before, after)]
         chart = line_chart(lines, x_label="p", y_label="share correct and > p× as fast", y_range=(0, 1))
         charts.append((title, chart))
     return charts
+
+
+def _fast_p_line(baseline: Baseline, label: str, colour: str, side: Evaluation) -> Series:
+    curve = side.overall.fast_p
+    values: tuple[float, ...] = getattr(curve, baseline)
+    if colour == "before":
+        return Series(label, colour, curve.p, values, dashed=True)
+    intervals = [side.overall.intervals[f"fast_p.{baseline}.{p:g}"] for p in curve.p]
+    band = [
+        (i.low if i.low is not None else v, i.high if i.high is not None else v)
+        for i, v in zip(intervals, values, strict=True)
+    ]
+    return Series(label, colour, curve.p, values, band)
 
 
 def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[dict[str, Any]]:

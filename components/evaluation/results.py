@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
@@ -56,7 +54,7 @@ def load_evaluation(path: Path) -> Evaluation:
     file = path / RESULTS if path.is_dir() else path
     try:
         return Evaluation.model_validate(read_json(file))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again "
             f"into an empty folder."

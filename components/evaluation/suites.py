@@ -87,21 +87,18 @@ def _sized(task: KernelTask, numel: int) -> KernelTask:
 def _from_folder(folder: Path) -> list[KernelTask]:
     nested = folder / "KernelBench"
     root = nested if nested.is_dir() else folder
-    levels = sorted(path for path in root.iterdir() if path.is_dir() and LEVEL_FOLDER.fullmatch(path.name))
-    if levels:
+    levels = {path: LEVEL_FOLDER.fullmatch(path.name) for path in sorted(root.iterdir()) if path.is_dir()}
+    if any(levels.values()):
         return [
-            task.model_copy(update={"level": _level(path)}) for path in levels for task in _task_files(path)
+            task.model_copy(update={"level": int(level[1])})
+            for path, level in levels.items()
+            if level is not None
+            for task in _task_files(path)
         ]
     # A snapshot from Hugging Face has its splits in data/, for instance level_1-00000-of-00001.parquet.
     if files := sorted(root.glob("*.parquet")) or sorted(root.glob("data/level_*.parquet")):
         return [task for file in files for task in _from_parquet(file)]
     return _task_files(root)
-
-
-def _level(folder: Path) -> int:
-    found = LEVEL_FOLDER.fullmatch(folder.name)
-    assert found is not None, "only level folders are asked"
-    return int(found[1])
 
 
 def _task_files(folder: Path) -> list[KernelTask]:

@@ -65,24 +65,16 @@ class _Choice(_ServerRecord):
     finish_reason: str | None = None
 
 
-class _Usage(_ServerRecord):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class _Reply(_ServerRecord):
     choices: tuple[_Choice, ...] = Field(min_length=1)
-    usage: _Usage | None = None
 
 
 class ChatTurn(_ServerRecord):
-    """One sampled turn. The token counts are the server's, or 0 if it reports no counts."""
+    """One sampled turn."""
 
     content: str
     calls: tuple[NativeCall, ...]
     finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
 
 
 class ChatClient:
@@ -177,13 +169,11 @@ class ChatClient:
                 "the server's answer is no chat completion "
                 f"({'.'.join(map(str, first['loc']))}: {first['msg']})"
             ) from error
-        choice, usage = reply.choices[0], reply.usage or _Usage()
+        choice = reply.choices[0]
         return ChatTurn(
             content=choice.message.content or "",
             calls=choice.message.tool_calls or (),
             finish_reason=choice.finish_reason or "stop",
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
         )
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, tries: int = TRIES) -> Any:

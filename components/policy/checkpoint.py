@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import (
@@ -26,16 +26,15 @@ from components.core.files import (
     verify_files,
     write_json,
 )
+from components.core.records import FrozenModel
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class Manifest(BaseModel):
+class Manifest(FrozenModel):
     """The origin of a checkpoint and the digests of its files. `digest` identifies the whole folder."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stage: str
     files: dict[str, str]
@@ -43,8 +42,8 @@ class Manifest(BaseModel):
     parent: str | None = None
     dataset: str = ""
     code: str = ""
-    params: dict[str, Any] = {}
-    figures: dict[str, float] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
+    figures: dict[str, float] = Field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -94,7 +93,7 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
     """
     try:
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{folder}: not a checkpoint, {MANIFEST} is missing or damaged; give a folder that a stage wrote."
         ) from error

@@ -81,13 +81,9 @@ class LocalVllm:
     def init_weight_transfer_engine(self) -> None:
         self.llm.init_weight_transfer_engine({"init_info": {}})
 
-    def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
-
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.start_weight_update()
         self.llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
         self.llm.finish_weight_update()
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:

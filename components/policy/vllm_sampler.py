@@ -54,11 +54,9 @@ class VllmBackend(Protocol):
 
     def init_weight_transfer_engine(self) -> None: ...
 
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
-
-    def finish_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Start an update of the weights, send the data `update_info`, and finish the update."""
+        ...
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
         """Call a method of every worker, and return the results of the workers."""
@@ -124,9 +122,7 @@ class VllmSampler:
             dtype = getattr(torch, before[0]["dtype"])
             # `sent` keeps the tensors alive until the end of the update, because a handle does not.
             sent = [(name, tensor.detach().to(dtype).contiguous()) for name, tensor in weights]
-            self.vllm.start_weight_update()
             self.vllm.update_weights(ipc_update_info(sent))
-            self.vllm.finish_weight_update()
             if any(tensor.is_cuda for _, tensor in sent):
                 # This frees the memory that the other process has released.
                 torch.cuda.ipc_collect()

@@ -89,19 +89,15 @@ class VllmServer:
     def init_weight_transfer_engine(self) -> None:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
-    def start_weight_update(self) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         try:
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
         except RequestRefused:
             # A training process that was killed may have left an update unfinished, so it is finished first.
             # All weights are sent again after it.
-            self.finish_weight_update()
+            self._call("POST", "/finish_weight_update")
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
         self._call("POST", "/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
         self._call("POST", "/finish_weight_update")
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:

@@ -141,7 +141,8 @@ def test_equal_results_give_equal_intervals() -> None:
 
 
 def test_json_rows_summarise_like_records() -> None:
-    assert summarise([row.model_dump(mode="json") for row in FOUR]) == summarise(FOUR)
+    rows = [TaskResult.model_validate(row.model_dump(mode="json")) for row in FOUR]
+    assert summarise(rows) == summarise(FOUR)
 
 
 def test_no_tasks_give_no_figures() -> None:

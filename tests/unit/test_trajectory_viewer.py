@@ -79,7 +79,7 @@ def test_turns_know_their_verdicts_and_their_changes(trajectory: Trajectory) -> 
         "-// 2.5",
         "+// wrong",
     )
-    assert [mark.turn for mark in trajectory_viewer.marks(trajectory)] == [1, 2, 3, 6]
+    assert [turn for turn, _ in trajectory_viewer.marks(trajectory)] == [1, 2, 3, 6]
     shown = "\n".join(text for text, _ in trajectory_viewer.lines(trajectory))
     assert "= correct, 2.50x eager (2.25 to 2.75)" in shown and "final answer: correct, 2.50x eager" in shown
 
