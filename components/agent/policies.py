@@ -1,14 +1,15 @@
 """Policies that write kernels: checkpoints sampled on this machine, and models of OpenAI-compatible servers.
 
-`optimize` and the evaluation sample both kinds through the interface `Policy`.
+`optimize` and the evaluation sample both kinds through the class `Policy`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from components.agent.chat_rollout import Chat, run_chats
 from components.agent.rollout import RolloutRequest
@@ -32,89 +33,41 @@ FULL_PROMPT_NEW_TOKENS = 8192
 FULL_PROMPT_TURNS = 30
 
 
-class Policy(Protocol):
-    """Interface of a policy that `optimize` and the evaluation sample."""
-
-    @property
-    def name(self) -> str:
-        """Folder of the policy, or names of its server and model; used in messages."""
-
-    @property
-    def version(self) -> str:
-        """Short name of the policy's weights, which trajectories record."""
-
-    @property
-    def digest(self) -> str:
-        """Digest by which policies are compared; equal policies have equal digests."""
-
-    @property
-    def params(self) -> Params:
-        """Parameters with which the policy is sampled."""
-
-    def sample(self, request: RolloutRequest) -> list[Trajectory]:
-        """Return one trajectory per task of `request`, in order."""
-
-
 @dataclass(frozen=True)
-class CheckpointPolicy:
-    """Policy of a checkpoint or Hugging Face folder, sampled by the backend that `policy.backend` names.
+class Policy:
+    """A policy that `optimize` and the evaluation sample."""
+
+    # Folder of the policy, or names of its server and model; used in messages.
+    name: str
+    # Short name of the policy's weights, which trajectories record.
+    version: str
+    # Digest by which policies are compared; equal policies have equal digests.
+    digest: str
+    # Parameters with which the policy is sampled.
+    params: Params
+    # Function that returns one trajectory for each task of a request, in order.
+    sample: Callable[[RolloutRequest], list[Trajectory]]
+
+
+def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
+    """Return the policy in `folder`, sampled by the backend that `policy.backend` names.
 
     The model is loaded when it is sampled for the first time, so no model is loaded if an evaluation is
     complete already.
     """
 
-    folder: Path
-    params: Params
-    digest: str
+    @functools.cache
+    def loaded() -> tuple[Sampler, PreTrainedTokenizerBase]:
+        tokenizer = load_tokenizer(folder)
+        return open_sampler(params, folder, tokenizer, version=digest), tokenizer
 
-    @property
-    def name(self) -> str:
-        return str(self.folder)
+    def sample(request: RolloutRequest) -> list[Trajectory]:
+        return run_episodes(request, *loaded())
 
-    @property
-    def version(self) -> str:
-        return self.digest[:16]
-
-    @functools.cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.folder)
-
-    @functools.cached_property
-    def sampler(self) -> Sampler:
-        return open_sampler(self.params, self.folder, self.tokenizer, version=self.digest)
-
-    def sample(self, request: RolloutRequest) -> list[Trajectory]:
-        return run_episodes(request, self.sampler, self.tokenizer)
+    return Policy(str(folder), digest[:16], digest, params, sample)
 
 
-@dataclass(frozen=True)
-class ServerPolicy:
-    """Policy that is one model of an OpenAI-compatible server.
-
-    The digest is computed from the names of server and model, because a server does not tell which weights it
-    holds.
-    """
-
-    chat: Chat
-    params: Params
-
-    @property
-    def name(self) -> str:
-        return self.chat.version
-
-    @property
-    def version(self) -> str:
-        return self.chat.version
-
-    @property
-    def digest(self) -> str:
-        return digest_json(["server", self.chat.version])
-
-    def sample(self, request: RolloutRequest) -> list[Trajectory]:
-        return run_chats(request, self.chat)
-
-
-def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
+def checkpoint_policy(folder: Path, params: Params) -> Policy:
     """Return the policy in `folder`, to be sampled with `params` unchanged.
 
     Raises UserError if the folder holds no model, or if a file differs from the digest in the manifest.
@@ -126,10 +79,10 @@ def checkpoint_policy(folder: Path, params: Params) -> CheckpointPolicy:
         )
     has_manifest = (folder / MANIFEST).is_file()
     digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
-    return CheckpointPolicy(folder, params, digest)
+    return _folder_policy(folder, params, digest)
 
 
-def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> CheckpointPolicy:
+def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy in `folder`, to be sampled with the prompt and context window of its training.
 
     For a Hugging Face folder without a manifest, the full prompt and the window in its config.json are used.
@@ -145,21 +98,23 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Check
         manifest = verify_checkpoint(folder, params.device)
         trained = manifest.params.get("policy", {})
         settings = {key: trained[key] for key in ("prompt", "context") if key in trained}
-        return CheckpointPolicy(folder, with_policy_settings(params, settings, chosen), manifest.digest)
+        return _folder_policy(folder, with_policy_settings(params, settings, chosen), manifest.digest)
     with explain_load_errors(folder, "config.json"):
         window = int(read_json(folder / "config.json").get("max_position_embeddings", MAX_CONTEXT))
     settings = {"prompt": "full", "context": min(window, MAX_CONTEXT)}
     digest = digest_json(digest_tree(folder))
-    return CheckpointPolicy(folder, with_policy_settings(params, settings, chosen), digest)
+    return _folder_policy(folder, with_policy_settings(params, settings, chosen), digest)
 
 
-def server_policy(chat: Chat, params: Params, chosen: frozenset[str]) -> ServerPolicy:
+def server_policy(chat: Chat, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy that is sampled through `chat`, with the full prompt and a window of `MAX_CONTEXT`.
 
-    `chosen` are the keys of the parameters that the user has set, which keep their values.
+    `chosen` are the keys of the parameters that the user has set, which keep their values. The digest is
+    computed from the names of server and model, because a server does not tell which weights it holds.
     """
-    settings: dict[str, object] = {"prompt": "full", "context": MAX_CONTEXT}
-    return ServerPolicy(chat, with_policy_settings(params, settings, chosen))
+    params = with_policy_settings(params, {"prompt": "full", "context": MAX_CONTEXT}, chosen)
+    name, digest = chat.version, digest_json(["server", chat.version])
+    return Policy(name, name, digest, params, functools.partial(run_chats, chat=chat))
 
 
 def with_policy_settings(params: Params, settings: dict[str, object], chosen: frozenset[str]) -> Params:

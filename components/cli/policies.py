@@ -11,11 +11,11 @@ from components.cli.common import home_of
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
-    from components.agent.policies import CheckpointPolicy, ServerPolicy
+    from components.agent.policies import Policy
     from components.core.config import Resolved
 
 
-def find_policy(name: str, server_model: str, resolved: Resolved) -> CheckpointPolicy | ServerPolicy:
+def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
     """Return the policy that `name` names, which is the value of `--policy`.
 
     `name` is the address of a server, a folder, or the alias or number of a registered version.

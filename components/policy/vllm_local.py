@@ -13,7 +13,7 @@ from components.policy.vllm_server import check_completion
 
 
 class LocalVllm:
-    """The `VllmBackend` that calls `vllm.LLM`."""
+    """A vLLM that is called as `vllm.LLM`."""
 
     def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
         """Load the checkpoint in `folder`.
@@ -52,6 +52,7 @@ class LocalVllm:
         )
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return one completion for each request, in the order of the requests."""
         sampling = [
             self.sampling_params(
                 max_tokens=request.max_tokens,
@@ -82,11 +83,13 @@ class LocalVllm:
         self.llm.init_weight_transfer_engine({"init_info": {}})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Start an update of the weights, send the data `update_info`, and finish the update."""
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": update_info})
         self.llm.finish_weight_update()
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
+        """Call a method of every worker, and return the results of the workers."""
         results: list[Any] = self.llm.collective_rpc(method, kwargs=dict(arguments))
         return results
 
@@ -94,6 +97,7 @@ class LocalVllm:
         self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
+        """Release the GPU memory of the weights and the key-value cache."""
         self.llm.sleep(level=1)
 
     def wake_up(self) -> None:

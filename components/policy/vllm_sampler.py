@@ -1,8 +1,9 @@
-"""A sampler that uses vLLM in this process or on a server, and the interface that both have.
+"""A sampler that uses vLLM in this process or on a server.
 
-`VllmBackend` is the interface. `VllmSampler` samples from a backend, sends new weights to it with vLLM's
-weight transfer, and then checks with a fingerprint that the workers have the new weights. The names of calls,
-routes and fields are those of vLLM 0.24.
+`LocalVllm` and `VllmServer` have the same methods, and their log-probabilities are those of the distribution
+after temperature (`logprobs_mode` is processed_logprobs). `VllmSampler` samples from one of them, sends new
+weights to it with vLLM's weight transfer, and then checks with a fingerprint that the workers have the new
+weights. The names of calls, routes and fields are those of vLLM 0.24.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from components.policy.weights import fingerprint, ipc_update_info
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from components.policy.vllm_local import LocalVllm
+    from components.policy.vllm_server import VllmServer
 
 WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
 
@@ -41,36 +45,6 @@ class Request:
     stop: int
 
 
-class VllmBackend(Protocol):
-    """The interface of a running vLLM.
-
-    Its log-probabilities are those of the distribution after temperature (`logprobs_mode` is
-    processed_logprobs).
-    """
-
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return one completion for each request, in the order of the requests."""
-        ...
-
-    def init_weight_transfer_engine(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Start an update of the weights, send the data `update_info`, and finish the update."""
-        ...
-
-    def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        """Call a method of every worker, and return the results of the workers."""
-        ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def sleep(self) -> None:
-        """Release the GPU memory of the weights and the key-value cache."""
-        ...
-
-    def wake_up(self) -> None: ...
-
-
 class VllmSampler:
     """A sampler that uses vLLM.
 
@@ -78,7 +52,12 @@ class VllmSampler:
     """
 
     def __init__(
-        self, vllm: VllmBackend, tokenizer: PreTrainedTokenizerBase, settings: Policy, *, version: str
+        self,
+        vllm: LocalVllm | VllmServer,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Policy,
+        *,
+        version: str,
     ):
         self.vllm = vllm
         self.version = version

@@ -27,7 +27,7 @@ class RequestRefused(UserError):
 
 
 class VllmServer:
-    """The `VllmBackend` that sends HTTP requests to a server."""
+    """A vLLM that is reached by HTTP requests to its server."""
 
     def __init__(self, url: str):
         """Connect to the server with the root address `url`, such as http://127.0.0.1:8000.
@@ -90,6 +90,7 @@ class VllmServer:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Start an update of the weights, send the data `update_info`, and finish the update."""
         try:
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
         except RequestRefused:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from components.agent.reward import training_rewards
 from components.agent.trajectory import Trajectory
 from components.core.params import Ppo
 from components.training.advantages import explained_variance, gae, whiten
@@ -100,7 +99,7 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
         trajectories = trainable(sampled)
         if tracker is not None:
             tracker.add(trajectories)
-        rewards = training_rewards(trajectories, ppo.reward)
+        rewards = [trajectory.training_reward(ppo.reward) for trajectory in trajectories]
         batch = collate(trajectories, rewards)
         record.figures |= reward_figures(trajectories)
         record.figures |= {"dropped": len(sampled) - len(trajectories), "tokens": batch.tokens}

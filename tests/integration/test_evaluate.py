@@ -16,7 +16,6 @@ from agent_fixtures import TASK, ScriptedPool, completion, kernel, server
 from typer.testing import CliRunner
 
 from components.agent.policies import Policy, checkpoint_policy
-from components.agent.reward import milestone
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, Turn
 from components.cli.main import app
@@ -29,6 +28,7 @@ from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.results import Evaluation, load_evaluation
+from components.judge.milestone import milestone
 from components.judge.pool import Candidate, Job
 from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict
 

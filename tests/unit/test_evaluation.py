@@ -7,13 +7,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.agent.reward import milestone
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import KernelTask, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite
+from components.judge.milestone import milestone
 from components.judge.verdict import Ratio, Speedup, Verdict
 
 TASK = """

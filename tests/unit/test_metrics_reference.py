@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from components.evaluation.metrics import FAST_P, summarise
+from components.evaluation.metrics import FAST_P, TaskResult, summarise
 
 P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 STATUSES = [
@@ -100,7 +100,7 @@ def expected(rows: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def actual(rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    summary = summarise(rows)
+    summary = summarise([TaskResult.model_validate(row) for row in rows])
     found = {"pass_rate": summary.pass_rate, "mean_reward": summary.mean_reward}
     for baseline in ("eager", "compile"):
         found[f"faster_rate.{baseline}"] = getattr(summary.faster_rate, baseline)
@@ -128,7 +128,7 @@ def test_figures_agree_with_a_second_implementation(kind: str) -> None:
 def test_a_share_grows_no_smaller_as_p_grows_smaller() -> None:
     chance = random.Random("order")
     for _ in range(50):
-        summary = summarise(random_table(chance, "plain"))
+        summary = summarise([TaskResult.model_validate(row) for row in random_table(chance, "plain")])
         for curve in (summary.fast_p.eager, summary.fast_p.compile):
             assert list(curve) == sorted(curve, reverse=True)
 
@@ -142,7 +142,7 @@ def test_intervals_of_shares_cover_what_they_should() -> None:
             {"task_id": f"t{i}", "status": "correct" if chance.random() < share else "crashed"}
             for i in range(size)
         ]
-        interval = summarise(rows).intervals["pass_rate"]
+        interval = summarise([TaskResult.model_validate(row) for row in rows]).intervals["pass_rate"]
         held += (
             interval.low is not None and interval.high is not None and interval.low <= share <= interval.high
         )

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from components.agent.reward import milestone
 from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
 from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import Evaluation
+from components.judge.milestone import milestone
 from components.judge.verdict import Ratio, Speedup, Status, Verdict
 
 EVIL = (
