@@ -6,17 +6,16 @@ message describes the tools instead, and calls are parsed from the text of the a
 
 import functools
 import json
-from collections.abc import Sequence
 from concurrent.futures import as_completed
-from typing import Any, Protocol
+from typing import Any
 
 from components.agent.episode import SHORTENED, Episode, episode_threads
 from components.agent.rollout import RolloutRequest
-from components.agent.tool_parser import Request, native_calls, parse_calls
+from components.agent.tool_parser import native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory
 from components.core.task import KernelTask
-from components.policy.chat_client import ChatTurn, ServerFailed, ToolsUnsupported
+from components.policy.chat_client import ChatClient, ChatTurn, ServerFailed, ToolsUnsupported
 
 # Low estimate of the characters that one token of source text has. The length of a history in tokens is
 # estimated with it, so that the history fits into the context window.
@@ -30,29 +29,10 @@ You get what the tools say as the next message. An answer without a call ends yo
 """
 
 
-class Chat(Protocol):
-    """Interface of `components.policy.chat_client.ChatClient`."""
-
-    @property
-    def version(self) -> str: ...
-
-    def turn(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        tools: Sequence[dict[str, Any]],
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> ChatTurn: ...
-
-    def close(self) -> None: ...
-
-
 class ChatEpisode(Episode):
     """Episode whose policy is a chat server, with which it exchanges messages."""
 
-    def __init__(self, task: KernelTask, request: RolloutRequest, chat: Chat):
+    def __init__(self, task: KernelTask, request: RolloutRequest, chat: ChatClient):
         super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
         self.request = request
         self.chat = chat
@@ -88,7 +68,17 @@ class ChatEpisode(Episode):
         )
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
-            message["tool_calls"] = [_native_form(request) for request in requests]
+            message["tool_calls"] = [
+                {
+                    "id": request.call_id,
+                    "type": "function",
+                    "function": {
+                        "name": request.name,
+                        "arguments": json.dumps(request.arguments, ensure_ascii=False),
+                    },
+                }
+                for request in requests
+            ]
             observations = [
                 {"role": "tool", "tool_call_id": request.call_id, "content": call.observation}
                 for request, call in zip(requests, calls, strict=True)
@@ -136,16 +126,7 @@ class ChatEpisode(Episode):
         return history, shortened
 
 
-def _native_form(request: Request) -> dict[str, Any]:
-    arguments = json.dumps(request.arguments, ensure_ascii=False)
-    return {
-        "id": request.call_id,
-        "type": "function",
-        "function": {"name": request.name, "arguments": arguments},
-    }
-
-
-def run_chats(request: RolloutRequest, chat: Chat) -> list[Trajectory]:
+def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
     """Return one trajectory per task of `request`, in order.
 
     A trajectory during which the server failed has the `finish_reason` server.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.agent.chat_rollout import Chat, run_chats
+from components.agent.chat_rollout import run_chats
 from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
@@ -19,6 +19,7 @@ from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
 from components.core.params import Params
 from components.policy.backends import open_sampler
+from components.policy.chat_client import ChatClient
 from components.policy.checkpoint import explain_load_errors, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
 
@@ -77,9 +78,9 @@ def checkpoint_policy(folder: Path, params: Params) -> Policy:
             f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging "
             f"Face folder."
         )
-    has_manifest = (folder / MANIFEST).is_file()
-    digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
-    return _folder_policy(folder, params, digest)
+    if (folder / MANIFEST).is_file():
+        return _folder_policy(folder, params, verify_checkpoint(folder).digest)
+    return _folder_policy(folder, params, digest_json(digest_tree(folder)))
 
 
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Policy:
@@ -106,7 +107,7 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
     return _folder_policy(folder, with_policy_settings(params, settings, chosen), digest)
 
 
-def server_policy(chat: Chat, params: Params, chosen: frozenset[str]) -> Policy:
+def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy that is sampled through `chat`, with the full prompt and a window of `MAX_CONTEXT`.
 
     `chosen` are the keys of the parameters that the user has set, which keep their values. The digest is

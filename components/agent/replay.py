@@ -69,14 +69,13 @@ def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: st
         end = episode.finish(trajectory.policy_version)
     finally:
         episode.tools.close()
-    before, after = (f"{one.final.status} {one.final.reason}" for one in (trajectory, end))
-    if before != after:
-        differences.append(Difference(0, 1, "verdict", before, after))
-    for path in sorted(end.files.keys() | trajectory.files.keys()):
-        before, after = (one.files.get(path, "[no such file]") for one in (trajectory, end))
-        if before != after:
-            differences.append(Difference(0, 2, path, before, after))
-    return differences
+    both = (trajectory, end)
+    ends = [Difference(0, 1, "verdict", *(f"{one.final.status} {one.final.reason}" for one in both))]
+    ends += [
+        Difference(0, 2, path, *(one.files.get(path, "[no such file]") for one in both))
+        for path in sorted(end.files.keys() | trajectory.files.keys())
+    ]
+    return differences + [one for one in ends if one.recorded != one.replayed]
 
 
 def _without_times(observation: str) -> str:

@@ -22,12 +22,11 @@ from pathlib import Path
 from components.agent import untrusted_folder
 from components.agent.judge_socket import JudgeSocket
 from components.agent.utility_output import Utility
-from components.core.config import PROJECT
+from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation, time_limits
 
-TEMPLATE = PROJECT / "agent_workdir"
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
 # Capacity of the shell's /tmp, in bytes.
 TEMPORARY_BYTES = 1 << 28

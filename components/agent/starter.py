@@ -2,7 +2,7 @@
 
 import ast
 
-from components.core.task import REQUIRED_FUNCTIONS, KernelTask
+from components.core.task import KernelTask
 
 
 def starter(task: KernelTask) -> str | None:
@@ -69,6 +69,7 @@ def _module(tree: ast.Module) -> ast.Module:
     rest = [
         node
         for node in body
-        if node not in imports and not (isinstance(node, ast.FunctionDef) and node.name in REQUIRED_FUNCTIONS)
+        if node not in imports
+        and not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
     ]
     return ast.Module([*imports, *ast.parse("import cuda_extension").body, *rest], [])

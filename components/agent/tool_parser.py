@@ -62,19 +62,16 @@ def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
     """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself."""
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
-        call_id = call.id or f"call_{index}"
-        arguments: Any = call.function.arguments
+        arguments: Any = call.function.arguments or {}
+        problem = ""
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError) as error:
+            arguments, problem = {}, f"its arguments are no JSON ({error})"
         if not isinstance(arguments, dict):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                problem = f"its arguments are no JSON ({error})"
-                requests.append(Request(call.function.name, {}, problem, call_id))
-                continue
-        if isinstance(arguments, dict):
-            requests.append(_limited(Request(call.function.name, arguments, "", call_id)))
-        else:
-            requests.append(Request(call.function.name, {}, "its arguments must be one JSON object", call_id))
+            arguments, problem = {}, "its arguments must be one JSON object"
+        call_id = call.id or f"call_{index}"
+        requests.append(_limited(Request(call.function.name, arguments, problem, call_id)))
     return requests
 
 

@@ -27,11 +27,9 @@ class Action:
     `title` is the call's main argument. `diff` has the lines of a diff if the call changed a file.
     """
 
-    name: str
+    call: ToolCall
     title: str
     diff: tuple[str, ...]
-    observation: str
-    valid: bool
     verdicts: tuple[Verdict, ...]
 
 
@@ -77,7 +75,7 @@ def steps(trajectory: Trajectory) -> list[Step]:
         for call in turn.calls:
             diff = tuple(_change(call, files))
             verdicts = tuple(itertools.islice(left, call.verdicts))
-            actions.append(Action(call.name, _title(call), diff, call.observation, call.valid, verdicts))
+            actions.append(Action(call, _title(call), diff, verdicts))
         found.append(
             Step(number, re.sub(r"\n{3,}", "\n\n", BLOCK.sub("", turn.text)).strip(), tuple(actions))
         )
@@ -193,8 +191,7 @@ def page(trajectory: Trajectory, name: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    template = environment.get_template("timeline.html.j2")
-    return template.render(
+    return environment.get_template("timeline.html.j2").render(
         name=name,
         trajectory=trajectory,
         steps=steps(trajectory),
@@ -211,13 +208,13 @@ def lines(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
         if step.text:
             yield step.text, ""
         for action in step.actions:
-            yield f"  {action.name} {action.title}".rstrip(), "cyan" if action.valid else "red"
+            yield f"  {action.call.name} {action.title}".rstrip(), "cyan" if action.call.valid else "red"
             for line in action.diff:
                 yield (
                     f"    {line}",
                     "green" if line.startswith("+") else "red" if line.startswith("-") else "dim",
                 )
-            yield from ((f"    {line}", "dim") for line in action.observation.splitlines())
+            yield from ((f"    {line}", "dim") for line in action.call.observation.splitlines())
             yield from (
                 (f"    = {words(verdict)}", "bold green" if verdict.status == "correct" else "bold red")
                 for verdict in action.verdicts

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from components.core.errors import UserError
-from components.core.task import REQUIRED_FUNCTIONS, KernelTask, check_contract, load_task
+from components.core.task import KernelTask, check_contract, load_task
 
 
 def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:
@@ -45,7 +45,7 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
     tree.body = [
         node
         for node in tree.body
-        if not (isinstance(node, ast.FunctionDef) and node.name in REQUIRED_FUNCTIONS)
+        if not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
     ]
     functions = (
         f"def get_inputs():\n    return {_list(inputs, '--inputs')}\n\n"

@@ -227,8 +227,7 @@ def _measure(
             if verdict.status == "infrastructure" and delay is not None and _measurable(own[0]):
                 continue
             reason = admissions[task_id].result().reason if task_id in admissions else ""
-            degenerate = "" if reason in SOUND else reason
-            results[task_id] = _result(task, own, verdict, degenerate)
+            results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
             write_json(files[task_id], results[task_id].model_dump(mode="json"))
             _add_cost(out, "final measurements", time.monotonic() - started)
             started = time.monotonic()

@@ -338,8 +338,13 @@ def _curves(stage: StageFigures) -> dict[str, Any] | None:
     if key is None:
         return None
     xs, (ys,) = _points(stage.steps, [key])
-    line = Series(label=CURVES[key], colour="after", xs=xs, ys=ys)
-    y_range = (-1.05, 3.05) if "reward" in key else None
+    curve = line_chart(
+        [Series(label=CURVES[key], colour="after", xs=xs, ys=ys)],
+        x_label="step",
+        y_label=CURVES[key],
+        y_range=(-1.05, 3.05) if "reward" in key else None,
+        whole_x=True,
+    )
     shares = Markup("")
     names = [f"m_{milestone}" for milestone in MILESTONES]
     if all(name in stage.steps[0] for name in names):
@@ -350,7 +355,6 @@ def _curves(stage: StageFigures) -> dict[str, Any] | None:
             for (label, colour), column in zip(MILESTONES.values(), columns, strict=True)
         }
         shares = stacked_shares(xs, areas, x_label="step")
-    curve = line_chart([line], x_label="step", y_label=CURVES[key], y_range=y_range, whole_x=True)
     return {"name": stage.name, "curve": curve, "shares": shares}
 
 
@@ -375,23 +379,34 @@ def _evaluations(before: Evaluation | None, after: Evaluation) -> list[tuple[str
 
 
 def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Markup]]:
-    charts = []
-    for baseline, title in BASELINE_TITLES.items():
-        groups = [
-            (label, colour, [r for row in side.tasks if (r := row.ratio(baseline)) is not None])
-            for label, colour, side in _evaluations(before, after)
-        ]
-        charts.append((title, speedup_histogram(groups, x_label=f"speed-up {title}")))
-    return charts
+    return [
+        (
+            title,
+            speedup_histogram(
+                [
+                    (label, colour, [r for row in side.tasks if (r := row.ratio(baseline)) is not None])
+                    for label, colour, side in _evaluations(before, after)
+                ],
+                x_label=f"speed-up {title}",
+            ),
+        )
+        for baseline, title in BASELINE_TITLES.items()
+    ]
 
 
 def _fast_p(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Markup]]:
-    charts = []
-    for baseline, title in BASELINE_TITLES.items():
-        lines = [_fast_p_line(baseline, *evaluation) for evaluation in _evaluations(before, after)]
-        chart = line_chart(lines, x_label="p", y_label="share correct and > p× as fast", y_range=(0, 1))
-        charts.append((title, chart))
-    return charts
+    return [
+        (
+            title,
+            line_chart(
+                [_fast_p_line(baseline, *evaluation) for evaluation in _evaluations(before, after)],
+                x_label="p",
+                y_label="share correct and > p× as fast",
+                y_range=(0, 1),
+            ),
+        )
+        for baseline, title in BASELINE_TITLES.items()
+    ]
 
 
 def _fast_p_line(baseline: Baseline, label: str, colour: str, side: Evaluation) -> Series:

@@ -95,15 +95,14 @@ class ChatClient:
         between attempts.
         """
         base = url.rstrip("/")
-        base = base if re.search(r"/v\d+$", base) else f"{base}/v1"
+        self.url = base if re.search(r"/v\d+$", base) else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY", "")
-        self.url = base
         self.model = model
         self.pause = pause
         self.choosing = threading.Lock()
         try:
             self.http = httpx.Client(
-                base_url=base,
+                base_url=self.url,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),
                 limits=httpx.Limits(max_connections=256),

@@ -10,7 +10,7 @@ from agent_fixtures import MEASURE, TASK, ScriptedChat, ScriptedPool, params
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cli.serve import Serve
 
-from components.agent.chat_rollout import Chat, run_chats
+from components.agent.chat_rollout import run_chats
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.bootstrap.cold_start import new_model
@@ -41,7 +41,7 @@ TEMPLATE = """\
 SETTINGS = params(prompt="compact", context=2048, hidden=64, feed_forward=128, head_dim=16)
 
 
-def run(chat: Chat, count: int = 1) -> list[Trajectory]:
+def run(chat: Any, count: int = 1) -> list[Trajectory]:
     request = RolloutRequest(
         tasks=[TASK] * count,
         params=SETTINGS,
