@@ -31,13 +31,18 @@ def starter(task: KernelTask) -> str | None:
     outputs = ["out"] if count == 1 else [f"out{index}" for index in range(count)]
     parameters = [f"self.{name}" for name in evidence["parameters"]]
     lines = [
-        f"{name} = {_allocation(output['shape'], evidence['inputs'][0]['shape'], inputs[0])}"
-        for name, output in zip(outputs, evidence["outputs"], strict=True)
+        *(
+            f"{name} = {_allocation(output['shape'], evidence['inputs'][0]['shape'], inputs[0])}"
+            for name, output in zip(outputs, evidence["outputs"], strict=True)
+        ),
+        f"cuda_extension.forward({', '.join([*inputs, *parameters, *outputs])})",
+        f"return {', '.join(outputs)}",
     ]
-    lines.append(f"cuda_extension.forward({', '.join([*inputs, *parameters, *outputs])})")
-    lines.append(f"return {', '.join(outputs)}")
     forward.body = ast.parse("\n".join(lines)).body
-    _rename(model)
+    model.name = "ModelNew"
+    for node in ast.walk(model):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
+            node.args = []  # super(Model, self) becomes super()
     return ast.unparse(ast.fix_missing_locations(_module(tree))) + "\n"
 
 
@@ -52,14 +57,6 @@ def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
     if shape and input_shape and shape[0] == input_shape[0]:
         return f"{name}.new_empty(({', '.join([f'{name}.size(0)', *map(str, shape[1:])])},))"
     return f"{name}.new_empty({tuple(shape)})"
-
-
-def _rename(model: ast.ClassDef) -> None:
-    """Rename the class to ModelNew and replace super(Model, self) by super()."""
-    model.name = "ModelNew"
-    for node in ast.walk(model):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
-            node.args = []
 
 
 def _module(tree: ast.Module) -> ast.Module:

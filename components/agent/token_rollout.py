@@ -14,7 +14,7 @@ from components.agent.episode import SHORTENED, Episode, episode_threads
 from components.agent.rollout import RolloutRequest
 from components.agent.tool_parser import parse_calls
 from components.agent.tool_schemas import descriptions
-from components.agent.trajectory import ToolCall, Trajectory
+from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.task import KernelTask
 from components.policy.sampler import Completion, Sampler
@@ -114,7 +114,10 @@ class TokenEpisode(Episode):
             shortened=self.shortened,
         )
         if not self.finish_reason:
-            suffix = suffix_ids(self.tokenizer, self._messages(calls), self.descriptions)
+            observations = [call.observation for call in calls]
+            # There is one message for each call if the chat template describes the tools, else one for all.
+            messages = observations if self.descriptions is not None else ["\n".join(observations)]
+            suffix = suffix_ids(self.tokenizer, messages, self.descriptions)
             self.observed.append((len(self.ids), len(self.ids) + len(suffix)))
             self.ids += suffix
             self.mask += [0] * len(suffix)
@@ -122,15 +125,6 @@ class TokenEpisode(Episode):
 
     def end(self, version: str) -> Trajectory:
         return self.finish(version, self.ids, self.mask, self.logprobs)
-
-    def _messages(self, calls: Sequence[ToolCall]) -> list[str]:
-        """Return the texts of the tool messages that carry the observations of `calls`.
-
-        There is one message per call if the chat template describes the tools, and otherwise one for all
-        calls.
-        """
-        observations = [call.observation for call in calls]
-        return observations if self.descriptions is not None else ["\n".join(observations)]
 
 
 def run_episodes(

@@ -200,14 +200,12 @@ class Tools:
         start = plain_path(path or ".")
         if start is None:
             return f"{(path or '')[:80]}: outside the workspace."
-        paths = set(self.workspace.paths())
-        if self._shell is not None:
-            paths |= untrusted_folder.contents(self._shell.workspace).keys()
+        written = untrusted_folder.contents(self._shell.workspace) if self._shell is not None else {}
         prefix = f"{start}/" if start else ""
         expression = _glob_expression(pattern.removeprefix("/workspace/").removeprefix("./"))
         matching = [
             name
-            for name in sorted(paths)
+            for name in sorted({*self.workspace.paths(), *written})
             if name.startswith(prefix) and re.fullmatch(expression, name.removeprefix(prefix))
         ]
         return "\n".join(matching) or f"No file matches {pattern[:80]}."

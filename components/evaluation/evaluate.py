@@ -167,7 +167,9 @@ def _attempts(
                     on_progress=on_progress,
                 )
             )
-            if all(_server_failed(trajectory) and not trajectory.turns for trajectory in trajectories):
+            if all(
+                trajectory.finish_reason == "server" and not trajectory.turns for trajectory in trajectories
+            ):
                 raise UserError(
                     f"--policy {policy.name}: {trajectories[0].error}; "
                     "fix the server, the same command continues."
@@ -178,13 +180,8 @@ def _attempts(
     return attempts
 
 
-def _server_failed(trajectory: Trajectory) -> bool:
-    """Return whether the policy's server failed, so that the trajectory must not be charged to the policy."""
-    return trajectory.finish_reason == "server"
-
-
 def _measurable(attempt: Trajectory) -> bool:
-    return bool(attempt.files) and not _server_failed(attempt)
+    return bool(attempt.files) and attempt.finish_reason != "server"
 
 
 def _measure(
@@ -260,7 +257,7 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
     done: Future[Verdict] = Future()
     done.set_result(
         Verdict(status="infrastructure", reason="server", log=attempt.error)
-        if _server_failed(attempt)
+        if attempt.finish_reason == "server"
         else attempt.final
     )
     return done
@@ -286,7 +283,7 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
         speedup=verdict.speedup,
         attempts=tuple(
             Attempt(
-                status="infrastructure" if _server_failed(attempt) else attempt.final.status,
+                status="infrastructure" if attempt.finish_reason == "server" else attempt.final.status,
                 reward=attempt.reward,
                 turns=len(attempt.turns),
                 finish_reason=attempt.finish_reason,
