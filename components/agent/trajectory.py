@@ -8,7 +8,7 @@ import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -83,17 +83,6 @@ class Trajectory:
     @property
     def final(self) -> Verdict:
         return self.verdicts[-1]
-
-    def training_reward(self, shape: Literal["milestone", "speedup"]) -> float:
-        """Return the reward that PPO maximises: the milestone or the speed-up over eager.
-
-        `shape` selects one of them; the paper's ablation uses the speed-up in place of the milestone. The
-        speed-up is replaced by -1 if the final candidate is not correct or its speed-up was not measured.
-        """
-        if shape == "milestone":
-            return self.reward
-        speedup = self.final.speedup.eager if self.final.status == "correct" else None
-        return -1.0 if speedup is None else speedup.estimate
 
 
 def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:

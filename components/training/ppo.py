@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from components.agent.reward import training_reward
 from components.agent.trajectory import Trajectory
 from components.core.params import Ppo
 from components.training.advantages import explained_variance, gae, whiten
@@ -99,7 +100,7 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
         trajectories = trainable(sampled)
         if tracker is not None:
             tracker.add(trajectories)
-        rewards = [trajectory.training_reward(ppo.reward) for trajectory in trajectories]
+        rewards = [training_reward(trajectory, ppo.reward) for trajectory in trajectories]
         batch = collate(trajectories, rewards)
         record.figures |= reward_figures(trajectories)
         record.figures |= {"dropped": len(sampled) - len(trajectories), "tokens": batch.tokens}
