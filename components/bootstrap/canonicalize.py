@@ -157,14 +157,10 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
     sources: list[str] = []
     ranks: set[int | None] = set()
     for element in value.elts:
-        simple = (
+        if (
             isinstance(element, ast.Call)
             and not element.keywords
             and all(_is_number(size) for size in element.args)
-        )
-        if (
-            isinstance(element, ast.Call)
-            and simple
             and ast.unparse(element.func) in ("torch.randn", "torch.rand")
         ):
             element.func = ast.Attribute(ast.Name("torch"), "randn")
@@ -181,13 +177,11 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
     The values of the constructor's arguments are substituted.
     """
     arguments = [argument.arg for argument in init.args.args[1:]]
-    names = constants | dict(zip(reversed(arguments), reversed(init.args.defaults), strict=False))
-    names |= dict(
-        zip(
-            arguments,
-            init_arguments.elts if isinstance(init_arguments, ast.List | ast.Tuple) else [],
-            strict=False,
-        )
+    values = init_arguments.elts if isinstance(init_arguments, ast.List | ast.Tuple) else []
+    names = (
+        constants
+        | dict(zip(reversed(arguments), reversed(init.args.defaults), strict=False))
+        | dict(zip(arguments, values, strict=False))
     )
     attributes: Names = {}
     for statement in init.body:
@@ -250,9 +244,8 @@ class _Speller(ast.NodeTransformer):
         ):
             by_name["dim"] = ast.Constant(-1)
         arguments += [by_name.pop(place) for place in POSITIONAL_CONSTANTS.get(name, ()) if place in by_name]
-        function = ast.parse(QUALIFIED_NAMES[name], mode="eval").body
         return ast.Call(
-            function,
+            ast.parse(QUALIFIED_NAMES[name], mode="eval").body,
             [arguments[0], *map(_with_decimal_point, arguments[1:])],
             [ast.keyword(key, by_name[key]) for key in sorted(by_name)],
         )
@@ -272,7 +265,7 @@ class _Speller(ast.NodeTransformer):
             right = self._renamed(right.attr, "scale" if isinstance(node.op, ast.Mult) else "shift")
         return ast.BinOp(left, node.op, _with_decimal_point(right))
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Replace `self.name` by its value if the constructor assigns a number to it."""
         value = self.attributes.get(node.attr)
         if (
@@ -282,8 +275,7 @@ class _Speller(ast.NodeTransformer):
             and _is_number(value)
         ):
             return copy.deepcopy(value)
-        self.generic_visit(node)
-        return node
+        return self.generic_visit(node)
 
     def _is_second_operand(self, node: ast.expr) -> bool:
         """Return whether the node is a number, a parameter or the second input, which are written second."""
@@ -311,12 +303,10 @@ class _Speller(ast.NodeTransformer):
         lines = []
         for attribute, value in self.attributes.items():
             if attribute not in self.renamed:
-                if (
+                if _is_number(value) or (
                     isinstance(value, ast.Call)
                     and ast.unparse(value.func).rpartition(".")[2].lower() in MODULE_FUNCTIONS
                 ):
-                    continue
-                if _is_number(value):
                     continue
                 raise _NotAChain
             text = ast.unparse(value).replace("torch.nn.", "nn.")

@@ -91,8 +91,7 @@ PARAMETER = re.compile(
 # Names of the kernel's arguments for the parameters of each module.
 MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
 
-REDUCTIONS = frozenset({"sum", "mean", "amax", "logsumexp"})
-ROW_OPERATORS = frozenset({"softmax", "log_softmax", "layer_norm", "rms_norm", "normalize"}) | REDUCTIONS
+ROW_OPERATORS = frozenset("softmax log_softmax layer_norm rms_norm normalize sum mean amax logsumexp".split())
 PER_COLUMN = frozenset({"scale", "shift"})
 
 
@@ -114,10 +113,6 @@ class OperatorChain:
 
     steps: tuple[Step, ...]
     tensors: tuple[str, ...]
-
-    @property
-    def reduced(self) -> bool:
-        return any(step.name in REDUCTIONS for step in self.steps)
 
     @property
     def by_row(self) -> bool:

@@ -2,25 +2,24 @@
 
 The model learns to predict the assistant's tokens of the demonstrations. Muon trains the matrices, AdamW the
 other parameters. On a cpu with several cores a second process computes half of every step's micro-batches,
-and the processes sum their gradients in shared memory. The training state is stored on disk, so a killed run
+and the processes sum their gradients with gloo. The training state is stored on disk, so a killed run
 continues and gives the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 from torch.multiprocessing import get_context
 
 from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan_batches
@@ -38,39 +37,10 @@ if TYPE_CHECKING:
 SAVE_SECONDS = 60.0
 # Share of the steps in which the learning rate rises.
 WARMUP_SHARE = 0.05
-
-
-class _Gone(Exception):
-    """Error raised if the other process has ended."""
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The number of this process (`rank`) and its connections to the other process, if there is one.
-
-    `grads` is [processes, parameters + 2]: each process writes its gradients, loss and number of own tokens
-    to one row. The memory is shared. The processes wait for each other with messages over a pipe (`other`),
-    because a pipe closes when either process ends, while a semaphore would block forever if the other process
-    was killed.
-    """
-
-    rank: int
-    grads: Tensor
-    other: Connection | None
-
-    @property
-    def count(self) -> int:
-        return len(self.grads)
-
-    def wait(self) -> None:
-        """Block until the other process has called `wait` as often; raise _Gone if it has ended."""
-        if self.other is None:
-            return
-        try:
-            self.other.send_bytes(b".")
-            self.other.recv_bytes()
-        except (EOFError, ConnectionError) as error:
-            raise _Gone from error
+# Longest time that the first process waits for the second one.
+TIMEOUT = timedelta(minutes=10)
+# Longest time that the second process waits for the first one, which makes the corpus.
+CORPUS_TIMEOUT = timedelta(days=1)
 
 
 def coldstart(
@@ -80,6 +50,7 @@ def coldstart(
 
     `dataset` and `code` are versions that the manifest records. The function continues from the folder
     `state` beside `out` if an earlier call with the same inputs left one. It removes that folder at the end.
+    Raises RuntimeError if the second process has ended.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -87,13 +58,30 @@ def coldstart(
     if not (state / "key").is_file() or (state / "key").read_text() != key:
         shutil.rmtree(state, ignore_errors=True)
         atomic_write(state / "key", key)
+    count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = get_context("spawn").Process(target=_second_rank, args=(store.port, params, state), daemon=True)
     threads = torch.get_num_threads()
-    with _others(params, state) as ranks:
+    if count > 1:
+        # It starts before the corpus is made, so that its imports run at the same time.
+        other.start()
+    try:
         if not (state / "corpus").is_dir():
             make_corpus(params, sources, state / "corpus", progress)
-        ranks.wait()
         corpus = load_corpus(state / "corpus")
-        model, figures = train(params, corpus, ranks, state, progress)
+        model, figures = train(params, corpus, ProcessGroupGloo(store, 0, count, TIMEOUT), state, progress)
+    except RuntimeError as error:
+        if count > 1:
+            other.join(5)  # If the error is that the other process ended, its exit code comes a little later.
+        if other.exitcode is None:
+            raise
+        raise RuntimeError(
+            f"the second process of the cold start died (exit code {other.exitcode}); run again to continue"
+        ) from error
+    finally:
+        if count > 1:
+            other.kill()
+            other.join()
     torch.set_num_threads(threads)
     manifest = save_checkpoint(
         out,
@@ -110,48 +98,10 @@ def coldstart(
     return manifest
 
 
-@contextlib.contextmanager
-def _others(params: Params, state: Path) -> Iterator[_Ranks]:
-    """Start the second process, if training is on a cpu with several cores; yield this process's _Ranks.
-
-    The second process starts before the corpus is made, so that its imports run at the same time. If one
-    process ends, the other ends too. Raises RuntimeError if the second process has ended.
-    """
-    count = min(2, os.cpu_count() or 1) if params.device == "cpu" else 1
-    parameters = sum(
-        parameter.numel() for parameter in new_model(params, params.policy.vocabulary).parameters()
-    )
-    grads = torch.zeros(count, parameters + 2, device=params.device)
-    if count == 1:
-        yield _Ranks(0, grads, None)
-        return
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    other = context.Process(
-        target=_other_rank, args=(_Ranks(1, grads.share_memory_(), theirs), params, state), daemon=True
-    )
-    other.start()
-    theirs.close()
-    try:
-        yield _Ranks(0, grads, ours)
-    except _Gone as error:
-        other.join()
-        raise RuntimeError(
-            f"the second process of the cold start died (exit code {other.exitcode}); run again to continue"
-        ) from error
-    except BaseException:
-        other.kill()
-        raise
-    finally:
-        other.join()
-        ours.close()
-
-
-def _other_rank(ranks: _Ranks, params: Params, state: Path) -> None:
+def _second_rank(port: int, params: Params, state: Path) -> None:
     """Run the second process: train on the same corpus to the last step, or until the first process ends."""
-    with contextlib.suppress(_Gone):
-        ranks.wait()
-        train(params, load_corpus(state / "corpus"), ranks, state, Quiet())
+    group = ProcessGroupGloo(TCPStore("127.0.0.1", port), 1, 2, CORPUS_TIMEOUT)
+    train(params, load_corpus(state / "corpus"), group, state, Quiet())
 
 
 def new_model(
@@ -210,7 +160,7 @@ def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor
 
 
 def train(
-    params: Params, corpus: Corpus, ranks: _Ranks, state: Path, progress: Progress
+    params: Params, corpus: Corpus, group: ProcessGroupGloo, state: Path, progress: Progress
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Run the remaining optimizer steps and return the model and its figures.
 
@@ -224,7 +174,7 @@ def train(
     torch.nn.Module.to(model, params.device)
     parameters = list(model.parameters())
     optimizer_pair = optimizers(model, params)
-    lengths = corpus.lengths()
+    lengths = corpus.offsets.diff().tolist()
     batches = plan_batches(
         lengths,
         steps=settings.steps,
@@ -236,62 +186,52 @@ def train(
     saved = time.monotonic()
     model.train()
     for step in range(first, settings.steps):
-        for optimizer in optimizer_pair:
-            optimizer.zero_grad()
+        model.zero_grad()
         own_loss = own_tokens = 0.0
-        for which in batches[step][ranks.rank :: ranks.count]:
+        for which in batches[step][group.rank() :: group.size()]:
             ids, mask = (tensor.to(params.device) for tensor in corpus.rows(which))
             with torch.autocast("cuda", torch.bfloat16, enabled=params.device == "cuda"):
                 total = loss_sum(model, ids, mask)
             total.backward()
             own_loss += total.item()
             own_tokens += float(mask.sum())
-        step_loss = _reduce(parameters, ranks, own_loss, own_tokens)
+        step_loss = _reduce(parameters, group, own_loss, own_tokens)
         for optimizer, peak in zip(
             optimizer_pair, (settings.matrix_learning_rate, settings.learning_rate), strict=True
         ):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * schedule(step, settings.steps)
+            for options in optimizer.param_groups:
+                options["lr"] = peak * schedule(step, settings.steps)
             optimizer.step()
         loss = step_loss if step == 0 else 0.95 * loss + 0.05 * step_loss
-        if ranks.rank == 0:
+        if group.rank() == 0:
             progress.update("coldstart", step + 1, settings.steps, loss=loss)
             if time.monotonic() - saved > SAVE_SECONDS:
                 _save_state(state / "last.pt", model, optimizer_pair, step + 1, loss)
                 saved = time.monotonic()
-    tokens = sum(lengths[index] for step in batches for batch in step for index in batch)
     return model.eval(), {
         "loss": loss,
-        "tokens": float(tokens),
+        "tokens": float(sum(lengths[index] for step in batches for batch in step for index in batch)),
         "parameters": float(sum(p.numel() for p in parameters)),
     }
 
 
-def _reduce(parameters: list[torch.nn.Parameter], ranks: _Ranks, own_loss: float, own_tokens: float) -> float:
+def _reduce(
+    parameters: list[torch.nn.Parameter], group: ProcessGroupGloo, own_loss: float, own_tokens: float
+) -> float:
     """Replace the gradients by the clipped gradients of the step's mean loss, and return that loss.
 
     The gradients of all processes are summed and divided by the number of the step's own tokens. Their norm
     is limited to 1. `own_loss` and `own_tokens` are the sums of this process.
     """
-    mine = ranks.grads[ranks.rank]
-    offset = 0
-    for parameter in parameters:
-        assert parameter.grad is not None
-        mine[offset : offset + parameter.numel()].copy_(parameter.grad.reshape(-1))
-        offset += parameter.numel()
-    mine[-2], mine[-1] = own_loss, own_tokens
-    ranks.wait()
-    total = ranks.grads.sum(dim=0)
-    # Both processes must have read these gradients before either writes the gradients of the next step.
-    ranks.wait()
+    gradients = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
+    total = torch.cat([*gradients, gradients[0].new_tensor([own_loss, own_tokens])])
+    if group.size() > 1:
+        group.allreduce([total]).wait()  # type: ignore[attr-defined]
     total[:-2] /= total[-1]
-    norm = total[:-2].norm()
-    total[:-2] *= (1.0 / (norm + 1e-6)).clamp(max=1.0)
-    offset = 0
-    for parameter in parameters:
-        assert parameter.grad is not None
-        parameter.grad.copy_(total[offset : offset + parameter.numel()].view_as(parameter))
-        offset += parameter.numel()
+    total[:-2] *= (1.0 / (total[:-2].norm() + 1e-6)).clamp(max=1.0)
+    parts = total[:-2].split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
     return float(total[-2] / total[-1])
 
 
@@ -325,6 +265,3 @@ def _load_state(
     for optimizer, values in zip(optimizer_pair, saved["optimizers"], strict=True):
         optimizer.load_state_dict(values)
     return saved["step"], saved["loss"]
-
-
-__all__ = ["coldstart", "new_model"]

@@ -46,15 +46,13 @@ class Corpus:
     offsets: Tensor
     tokenizer: PreTrainedTokenizerBase
 
-    def lengths(self) -> list[int]:
-        return self.offsets.diff().tolist()
-
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return ids and action_mask [rows, longest] of the conversations `indices`, padded on the right."""
         spans = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in indices]
-        pad = int(self.tokenizer.pad_token_id)
         ids = torch.nn.utils.rnn.pad_sequence(
-            [self.ids[span].long() for span in spans], batch_first=True, padding_value=pad
+            [self.ids[span].long() for span in spans],
+            batch_first=True,
+            padding_value=int(self.tokenizer.pad_token_id),
         )
         mask = torch.nn.utils.rnn.pad_sequence([self.action_mask[span] for span in spans], batch_first=True)
         return ids, mask
@@ -70,8 +68,11 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
     conversations = _write_conversations(params, sources, progress)
     sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
     tokenizer = train_tokenizer(sample, params.policy.vocabulary, context)
-    rows = _tokenize(tokenizer, conversations[: params.coldstart.demonstrations])
-    rows = [(ids, mask) for ids, mask in rows if len(ids) <= context]
+    rows = [
+        (ids, mask)
+        for ids, mask in _tokenize(tokenizer, conversations[: params.coldstart.demonstrations])
+        if len(ids) <= context
+    ]
     if not rows:
         raise UserError(f"policy.context: no demonstration fits into {context} tokens; raise it.")
     tensors = {

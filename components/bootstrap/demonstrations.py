@@ -49,9 +49,9 @@ def write_kernel(code: str, style: str, device: Device) -> str | None:
 
 def write_call(kernel: str, device: Device) -> str:
     """Return the text of the tool call that writes the kernel file."""
-    path = f"kernels/forward.{SUFFIX[device]}"
     return (
-        f"<tool_call>\n<function=Write>\n<parameter=file_path>\n{path}\n</parameter>\n"
+        "<tool_call>\n<function=Write>\n<parameter=file_path>\n"
+        f"kernels/forward.{SUFFIX[device]}\n</parameter>\n"
         f"<parameter=content>\n{kernel}</parameter>\n</function>\n</tool_call>"
     )
 
@@ -146,12 +146,11 @@ def simulate_observation(kernel: str, quality: str, device: Device, rng: random.
 
     `quality` is the style of a correct kernel, or `wrong`.
     """
-    written = f"Written kernels/forward.{SUFFIX[device]}."
+    path = f"kernels/forward.{SUFFIX[device]}"
     if quality == "wrong":
         if not _balanced(kernel):
-            error = f"kernels/forward.{SUFFIX[device]}: error: expected ';' before '}}' token"
-            return f"{written}\nBuild failed: {error}", -1
-        return f"{written}\n[FAIL] wrong_output: {rng.choice(WRONG_OUTPUT_REASONS)}", -1
+            return f"Written {path}.\nBuild failed: {path}: error: expected ';' before '}}' token", -1
+        return f"Written {path}.\n[FAIL] wrong_output: {rng.choice(WRONG_OUTPUT_REASONS)}", -1
     milestone = rng.choices((1, 2, 3), MILESTONES[device][quality])[0]
     against_eager = {1: rng.uniform(0.3, 1.0), 2: rng.uniform(1.1, 2.0), 3: rng.uniform(1.3, 4.0)}[milestone]
     against_compile = {1: rng.uniform(0.1, 0.9), 2: rng.uniform(0.3, 1.0), 3: rng.uniform(1.1, 2.0)}[
@@ -165,7 +164,7 @@ def simulate_observation(kernel: str, quality: str, device: Device, rng: random.
         else ("not measured", "")
     )
     return (
-        f"{written}\n[PASS] verify success\n"
+        f"Written {path}.\n[PASS] verify success\n"
         f"Torch Baseline: {microseconds * against_eager:.1f} us, Torch Compile: {compile_time}, "
         f"CUDA Extension: {microseconds:.1f} us\n"
         f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3."

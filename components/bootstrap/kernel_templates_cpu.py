@@ -4,7 +4,7 @@ The styles are one loop for each operator (`passes`), fused loops (`fused`), and
 (`simd`).
 """
 
-from components.bootstrap.chain_parser import REDUCTIONS, OperatorChain, Step
+from components.bootstrap.chain_parser import OperatorChain, Step
 from components.bootstrap.kernel_templates_cpp import LIBM, ROW, elementwise, replace_functions
 
 COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
@@ -12,24 +12,23 @@ COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
 
 def arguments(chain: OperatorChain) -> list[str]:
     """Return the C++ declarations of the kernel's tensors and, if needed, of the size of the input."""
-    lines = [
-        f"  {'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
-        for index, name in enumerate(chain.tensors)
+    return [
+        *(
+            f"  {'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
+            for index, name in enumerate(chain.tensors)
+        ),
+        *(["  const int64_t rows = t[0].size[0], cols = t[0].size[1];"] if chain.by_row else []),
     ]
-    if chain.by_row:
-        lines.append("  const int64_t rows = t[0].size[0], cols = t[0].size[1];")
-    return lines
 
 
 def fused_elements(chain: OperatorChain, vectorised: bool) -> list[str]:
     """Return the C++ lines of one loop over all elements, for a chain of elementwise operators."""
     pragma = ["  #pragma omp simd"] if vectorised else []
-    body = [f"    {elementwise(step)}" for step in chain.steps]
     return [
         *pragma,
         "  for (int64_t i = 0; i < t[0].numel; ++i) {",
         "    float v = x[i];",
-        *body,
+        *(f"    {elementwise(step)}" for step in chain.steps),
         "    out[i] = v;",
         "  }",
     ]
@@ -64,7 +63,7 @@ def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
             for sweep in operator.sweeps:
                 rewrites = "b[i] = v;" in sweep.each
                 # The changed row is stored unless no later loop reads it.
-                last = step.name in REDUCTIONS and sweep is operator.sweeps[-1]
+                last = operator.result and sweep is operator.sweeps[-1]
                 store = ["b[i] = v;"] if pending and not rewrites and not last else []
                 lines += [f"    {line}" for line in sweep.declare]
                 lines += loop(sweep.clause, source, [*pending, *store, *sweep.each], vectorised)
@@ -72,7 +71,7 @@ def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
                 if store or rewrites:
                     source, touched = "b", True
                 pending = []
-            if step.name in REDUCTIONS:
+            if operator.result:
                 tail = [f"float v = {operator.result};"]
             else:
                 pending = [operator.apply]

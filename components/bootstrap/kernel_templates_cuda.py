@@ -52,18 +52,14 @@ def launch(chain: OperatorChain, name: str, grid: str, shared: str = "0") -> str
 
 def element_kernel(chain: OperatorChain) -> list[str]:
     """Return the CUDA lines of a kernel that computes one element in each thread."""
-    body = [f"    {elementwise(step)}" for step in chain.steps]
-    kernel = [
+    return [
+        f"__global__ void fused({parameters(chain)}) {{",
         "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
         "  if (i < n) {",
         "    float v = x[i];",
-        *body,
+        *(f"    {elementwise(step)}" for step in chain.steps),
         "    out[i] = v;",
         "  }",
-    ]
-    return [
-        f"__global__ void fused({parameters(chain)}) {{",
-        *kernel,
         "}",
         "KERNEL(forward) {",
         launch(chain, "fused", "(t[0].numel + 255) / 256"),
@@ -77,28 +73,20 @@ def float4_kernel(chain: OperatorChain) -> list[str]:
     This needs no remainder loop, because composed tasks have a multiple of 16 elements.
     """
     names = [name for name in chain.tensors if name in ("x", "y")]
-    loads = [f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names]
     body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
-    lines = [f"  {elementwise(step).replace('y[i]', 'y')}" for step in chain.steps]
-    head = [
+    return [
         f"__device__ float chain(float v{', float y' if 'y' in names else ''}) {{",
-        *lines,
+        *(f"  {elementwise(step).replace('y[i]', 'y')}" for step in chain.steps),
         "  return v;",
         "}",
-    ]
-    kernel = [
+        f"__global__ void wide({parameters(chain)}) {{",
         "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
         "  if (i < n / 4) {",
-        *loads,
+        *(f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names),
         "    float4 r;",
         *body,
         "    ((float4*)out)[i] = r;",
         "  }",
-    ]
-    return [
-        *head,
-        f"__global__ void wide({parameters(chain)}) {{",
-        *kernel,
         "}",
         "KERNEL(forward) {",
         launch(chain, "wide", "(t[0].numel / 4 + 255) / 256"),
@@ -170,9 +158,14 @@ def row_kernel(chain: OperatorChain, template: str) -> list[str]:
         if tail
         else loop(source, [*pending, "out[blockIdx.x * cols + i] = v;"])
     )
-    head = ["  extern __shared__ float b[];", "  const float* a = x + blockIdx.x * cols;"]
-    head += ["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []
-    kernel = [f"__global__ void rows({parameters(chain)}) {{", *head, *lines, "}"]
+    kernel = [
+        f"__global__ void rows({parameters(chain)}) {{",
+        "  extern __shared__ float b[];",
+        "  const float* a = x + blockIdx.x * cols;",
+        *(["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []),
+        *lines,
+        "}",
+    ]
     call = launch(chain, "rows", "t[0].size[0]", "t[0].size[1] * sizeof(float)")
     return [*block_functions("\n".join(kernel), template), *kernel, "KERNEL(forward) {", call, "}"]
 
@@ -204,7 +197,7 @@ def separate_kernels(chain: OperatorChain) -> list[str]:
         call = re.sub(r"\b(fused|rows)<<<", f"{name}<<<", call)
         if index:
             call = call.replace("f32(t[0])", f"f32(t[{len(chain.tensors) - 1}])", 1)
-            if chain.reduced:
+            if cut:
                 call = call.replace("t[0].numel", f"t[{len(chain.tensors) - 1}].numel")
         kernels.append(text)
         calls.append(call)

@@ -7,7 +7,6 @@ which is many times slower than float32 on a CPU without bfloat16 instructions.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
-                state: dict[str, Any] = self.state[parameter]
-                momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+                momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
                 momentum.lerp_(parameter.grad, 1 - MOMENTUM)
                 rows, columns = parameter.shape
                 rate = group["lr"] * math.sqrt(max(1, rows / columns))

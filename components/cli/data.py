@@ -96,10 +96,10 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
     # A data set of this project records the split of each row. For other files, the operators determine it.
     own = (path.parent / "metrics.json").is_file()
     tasks = read_tasks(path) if own else read_public(path, data.seed)
-    refused = [finding for finding in check_rows(tasks, data) if finding.reason]
+    refused = check_rows(tasks, data)
     table = plain_table("row", "operators", "reason", "detail")
-    for finding in refused:
-        table.add_row(str(finding.row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
+    for row, finding in refused.items():
+        table.add_row(str(row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
     if refused:
         stderr_console().print(table, markup=False)
     version = dataset_version(path)
@@ -109,11 +109,11 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
             "version": version,
             "candidates": len(tasks),
             "admitted": len(tasks) - len(refused),
-            "rejected": dict(Counter(finding.reason for finding in refused).most_common()),
+            "rejected": dict(Counter(finding.reason for finding in refused.values()).most_common()),
             "path": str(path),
             "rows": [
-                {"row": finding.row, "reason": finding.reason, "detail": finding.detail}
-                for finding in refused
+                {"row": row, "reason": finding.reason, "detail": finding.detail}
+                for row, finding in refused.items()
             ],
         },
         ExitCode.FAILED if refused else ExitCode.DONE,

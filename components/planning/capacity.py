@@ -230,7 +230,6 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
         name: _stage(name, ppo, values, judges, params, seed)
         for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
     }
-    agentic = load_of(values, params.agentic.rollouts, context)
     gpus = values["trainer_gpus"] + judges
     hours = sum(stage["steps"] * stage["seconds"]["step"] for stage in stages.values()) / 3600
     activations = activation_memory(
@@ -252,7 +251,11 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
         "memory_bytes_per_gpu": memory,
         "chosen": f"zero-{engine.zero_stage}",
         "stages": stages,
-        "judges": {"given": judges, "needed": enough_judges(agentic, HEADROOM, seed), "headroom": HEADROOM},
+        "judges": {
+            "given": judges,
+            "needed": enough_judges(load_of(values, params.agentic.rollouts, context), HEADROOM, seed),
+            "headroom": HEADROOM,
+        },
         "gpus": gpus,
         "gpu_hours": hours * gpus,
         "hours": hours,
@@ -269,11 +272,10 @@ def _stage(
     load = load_of(values, ppo.rollouts, params.policy.context)
     rollout: Rollout = simulate(load, judges, seed)
     free = simulate(load, load.trajectories, seed)
-    mean_context = rollout.tokens / load.trajectories / 2
     train = training_seconds(
         values,
         rollout.tokens,
-        mean_context,
+        rollout.tokens / load.trajectories / 2,
         checkpointing=params.engine.activation_checkpointing,
         epochs=ppo.epochs,
     )

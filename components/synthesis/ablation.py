@@ -73,6 +73,13 @@ def _has_effect(
     return without.shape != out.shape or rms(without - out) >= min_change
 
 
+def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return two fixed tensors with normally distributed values."""
+    generator = torch.Generator().manual_seed(20260227)
+    x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    return x, y
+
+
 def rms(values: Tensor) -> float:
     """Return the root mean square of all values."""
     return values.double().square().mean().sqrt().item()

@@ -9,19 +9,20 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.errors import UserError
 from components.core.params import Data, Device
 from components.core.task import KernelTask
-from components.synthesis.ablation import passes_ablation
+from components.synthesis.ablation import passes_ablation, probe
 from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical
+from components.synthesis.mined_operators import function_of
 
 # Share of operator sequences that are reserved for held-out tasks.
 HELD_OUT_SHARE = 0.2
@@ -44,6 +45,11 @@ def is_held_out(ops: Sequence[str], seed: int) -> bool:
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
+def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
+    """Return the split of a task with this operator sequence."""
+    return "held_out" if is_held_out(ops, seed) else "train"
+
+
 def write_source(steps: Steps, rows: int, cols: int) -> str:
     """Return the source of a task with these operators on inputs of the shape [rows, cols]."""
     operators = [BY_NAME[name] for name, _ in steps]
@@ -58,14 +64,9 @@ def write_source(steps: Steps, rows: int, cols: int) -> str:
     )
 
 
-@functools.cache
-def _function(name: str, constants: tuple[str, ...]) -> Callable[[Tensor, Tensor, SimpleNamespace], Tensor]:
+def _function(name: str, constants: tuple[str, ...]) -> Any:
     """Return the operator as a function of (x, y, self), which is evaluated from its line in the table."""
-    line = BY_NAME[name].line.format(*constants)
-    function: Callable[[Tensor, Tensor, SimpleNamespace], Tensor] = eval(
-        f"lambda x, y, self: {line}", {"torch": torch, "F": F}
-    )
-    return function
+    return function_of(BY_NAME[name].line.format(*constants))
 
 
 @functools.cache
@@ -79,11 +80,7 @@ def _modules(cols: int, device: str, dtype: torch.dtype) -> SimpleNamespace:
     )
 
 
-@functools.cache
-def _probe(dtype: torch.dtype) -> tuple[Tensor, Tensor, SimpleNamespace]:
-    generator = torch.Generator().manual_seed(20260227)
-    x, y = torch.randn(PROBE, generator=generator), torch.randn(PROBE, generator=generator)
-    return x.to(dtype), y.to(dtype), _modules(PROBE[1], "cpu", dtype)
+_probe = functools.cache(probe)
 
 
 @functools.cache
@@ -119,14 +116,18 @@ def every_operator_matters(steps: Steps) -> bool:
     """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS)."""
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
-        x, y, modules = _probe(dtype)
+        x, y = _probe(PROBE, dtype)
         for name, constants in chain:
-            x = _function(name, constants)(x, y, modules)
+            x = _function(name, constants)(x, y, _modules(PROBE[1], "cpu", dtype))
         return x
 
-    samples = 2 * PROBE[0] * PROBE[1]
     return passes_ablation(
-        steps, run, max_float32_error=1e-6, min_values=1, max_samples=samples, ablate_single=True
+        steps,
+        run,
+        max_float32_error=1e-6,
+        min_values=1,
+        max_samples=2 * PROBE[0] * PROBE[1],
+        ablate_single=True,
     )
 
 
@@ -140,9 +141,13 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
     names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]
     once = [operator.name for operator in operators if operator.kind in ("row", "parameter")]
-    if len(set(once)) != len(once) or kinds.count("second_input") > 1 or kinds.count("reduction") > 1:
-        return False
-    if kinds.count("row") + kinds.count("reduction") > 2 or any(a == b for a, b in itertools.pairwise(names)):
+    if (
+        len(set(once)) != len(once)
+        or kinds.count("second_input") > 1
+        or kinds.count("reduction") > 1
+        or kinds.count("row") + kinds.count("reduction") > 2
+        or any(a == b for a, b in itertools.pairwise(names))
+    ):
         return False
     return "reduction" not in kinds or all(
         kind == "elementwise" for kind in kinds[kinds.index("reduction") + 1 :]
@@ -208,12 +213,11 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
         if every_operator_matters(steps) and fits(steps, cols):
             break
     ops = tuple(name for name, _ in steps)
-    reserved = is_held_out(ops, data.seed)
     return KernelTask(
         code=write_source(steps, rows, cols),
         ops=ops,
         data_source=f"torch#{count}",
-        split="held_out" if reserved else "train",
+        split=split_of(ops, data.seed),
     )
 
 

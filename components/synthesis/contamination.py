@@ -32,9 +32,8 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
     If `constants` is true, the values of constants are kept and the functions `get_inputs` and
     `get_init_inputs` are included. Then equal results mean equal operator graphs on equal shapes.
     """
-    tree = ast.parse(code)
     counts: Subtrees = Counter()
-    for node in tree.body:
+    for node in ast.parse(code).body:
         if isinstance(node, ast.ClassDef) and node.name == "Model":
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):

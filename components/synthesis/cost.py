@@ -4,7 +4,7 @@ The cost is computed on meta tensors, without executing the operator.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -32,44 +32,38 @@ CPU_FLOPS = 4e10
 GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
 
 
-class Meter(TorchDispatchMode):
-    """A context manager that counts floating-point operations, bytes and kernel launches of torch operators.
+@dataclass
+class OperatorCost:
+    """The cost of a template on one input.
 
-    `largest` is the number of bytes of the largest tensor. The tensors may be meta tensors.
+    `calls` is the number of kernel launches, `largest` is the number of bytes of the largest tensor,
+    including parameters, and `after` is the shape and the strides of the output.
     """
+
+    flops: int = 0
+    bytes: int = 0
+    calls: int = 0
+    largest: int = 0
+    after: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+class Meter(TorchDispatchMode):
+    """A context manager that adds the cost of torch operators to `cost`. The tensors may be meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
-        self.bytes = 0
-        self.calls = 0
-        self.largest = 0
+        self.cost = OperatorCost()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in VIEWS:
-            self.calls += 1
-            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-            self.bytes += sum(t.nbytes for t in tensors)
-            self.largest = max(self.largest, *(t.nbytes for t in tensors), 0)
+            sizes = [t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+            self.cost.calls += 1
+            self.cost.bytes += sum(sizes)
+            self.cost.largest = max(self.cost.largest, *sizes, 0)
             counter = flop_registry.get(func.overloadpacket)
-            self.flops += counter(*args, **(kwargs or {}), out_val=out) if counter is not None else 0
+            self.cost.flops += counter(*args, **(kwargs or {}), out_val=out) if counter is not None else 0
         return out
-
-
-@dataclass(frozen=True)
-class OperatorCost:
-    """The cost of a template on one input.
-
-    `after` is the shape and the strides of the output, `calls` is the number of kernel launches, and
-    `largest` is the number of bytes of the largest tensor, including parameters.
-    """
-
-    after: tuple[tuple[int, ...], tuple[int, ...]]
-    flops: int
-    bytes: int
-    calls: int
-    largest: int
 
 
 @functools.lru_cache(maxsize=65536)
@@ -79,9 +73,7 @@ def operator_cost(
     """Return the cost of a template on an input with this shape and strides, or None if it does not fit."""
     with Meter() as meter:
         after = output_layout.__wrapped__(template, shape, stride)
-    return (
-        None if after is None else OperatorCost(after, meter.flops, meter.bytes, meter.calls, meter.largest)
-    )
+    return None if after is None else replace(meter.cost, after=after)
 
 
 def estimate_operator_seconds(

@@ -167,9 +167,7 @@ class DatasetBuilder:
         )
         if self.useless_in_a_row > MAX_USELESS_IN_A_ROW and self.wanted is not None:
             missing = ", ".join(
-                f"{count - self.done[key]} {' '.join(filter(None, key))}"
-                for key, count in self.wanted.items()
-                if count > self.done[key]
+                f"{count} {' '.join(filter(None, key))}" for key, count in self.missing().items() if count > 0
             )
             raise UserError(
                 f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed "
@@ -189,13 +187,16 @@ class DatasetBuilder:
         open_quotas[quota] -= 1
         return True
 
+    def missing(self) -> Counter[Quota]:
+        """Return the number of tasks of each quota that are not yet admitted."""
+        return Counter({quota: count - self.done[quota] for quota, count in (self.wanted or {}).items()})
+
     def open_quotas(self) -> Counter[Quota]:
         """Return the number of missing tasks of each quota.
 
         All candidates in the window that can still be admitted are treated as admitted.
         """
-        open_quotas = Counter(self.wanted or {})
-        open_quotas.subtract(self.done)
+        open_quotas = self.missing()
         for candidate in self.window:
             self.needs(candidate, open_quotas)
         return open_quotas
@@ -213,8 +214,7 @@ class DatasetBuilder:
             for candidate in self.window
             if candidate.judgement is not None and not candidate.judgement.done()
         )
-        open_quotas = Counter(self.wanted or {})
-        open_quotas.subtract(self.done)
+        open_quotas = self.missing()
         for index, candidate in enumerate(self.window):
             if in_flight >= AHEAD * self.params.sandbox.build_workers:
                 return
@@ -262,12 +262,11 @@ class DatasetBuilder:
         if not reason:
             self.refused_in_a_row = 0
             self.done[self.quota(task)] += 1
-            flops = candidate.draft.flops if candidate.draft is not None else None
             evidence = (
                 {"device": self.params.device}
                 | admission.evidence
                 | self.task_filter.similarity_evidence(task)
-                | compute_headroom(admission.evidence, flops)
+                | compute_headroom(admission.evidence, candidate.draft.flops if candidate.draft else None)
             )
             self.admitted.append(
                 task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)})
@@ -294,9 +293,6 @@ class DatasetBuilder:
     def write(self, out: Path) -> DatasetSummary:
         with atomic_folder(out) as folder:
             write_tasks(folder / "tasks.parquet", self.admitted)
-            similarities = tuple(
-                sorted(similarity for similarity, _ in self.task_filter.nearest_programs.values())
-            )
             version = dataset_version(folder / "tasks.parquet")
             if (
                 out.is_dir()
@@ -313,7 +309,7 @@ class DatasetBuilder:
                 self.surplus,
                 tuple(self.admitted),
                 tuple(self.rejected),
-                similarities,
+                tuple(sorted(similarity for similarity, _ in self.task_filter.nearest_programs.values())),
             )
             write_summary(folder, self.params, summary)
         return summary
@@ -321,9 +317,8 @@ class DatasetBuilder:
 
 def check_output_folder(out: Path) -> None:
     """Raise UserError unless `out` does not exist, is an empty folder, or contains a data set."""
-    if out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file()):
-        return
-    if out.exists() or out.is_symlink():
+    is_usable = out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file())
+    if not is_usable and (out.exists() or out.is_symlink()):
         raise UserError(f"{out}: holds something else than a data set; give a new or empty folder.")
 
 

@@ -28,6 +28,8 @@ FIRST_LOOK = (
     "duplicate_graph",
     "similar_to_evaluation",
 )
+# Columns of rejected.parquet that contain texts.
+REJECTED_TEXTS = ("data_source", "code", "task_id", "split", "reason", "detail")
 # Lower edges of the bins of the distribution of headroom.
 HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 # Number of bins of the distribution of similarities.
@@ -85,36 +87,35 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
     _write_rejected(folder / "rejected.parquet", summary.rejected)
     figures = metrics(summary)
     write_json(folder / "metrics.json", figures)
-    _write_csv(folder / "plots" / "funnel.csv", ("step", "candidates"), summary.funnel)
-    _write_csv(folder / "plots" / "reasons.csv", ("reason", "candidates"), list(summary.reasons.items()))
     uses = Counter((name, task.split) for task in summary.admitted for name in task.ops)
-    _write_csv(
-        folder / "plots" / "operators.csv",
-        ("operator", "split", "tasks"),
-        [(*key, count) for key, count in sorted(uses.items())],
-    )
     times = sorted((task.evidence["eager_seconds"] * 1e3, len(task.ops)) for task in summary.admitted)
-    _write_csv(
-        folder / "plots" / "eager.csv",
-        ("rank", "eager_milliseconds", "operators"),
-        [(i, f"{time:.6f}", count) for i, (time, count) in enumerate(times, 1)],
-    )
     bins = Counter(min(int(value * BINS), BINS - 1) for value in summary.similarities)
-    _write_csv(
-        folder / "plots" / "similarity.csv",
-        ("similarity", "candidates"),
-        [(f"{index / BINS:.2f}", bins[index]) for index in range(BINS)],
-    )
     steps = Counter(
         max(edge for edge in HEADROOM if task.evidence["headroom"] >= edge)
         for task in summary.admitted
         if "headroom" in task.evidence
     )
-    _write_csv(
-        folder / "plots" / "headroom.csv",
-        ("headroom", "tasks"),
-        [(f"from {edge:g}", steps[edge]) for edge in HEADROOM],
-    )
+    plots: dict[str, list[tuple[Any, ...]]] = {
+        "funnel": [("step", "candidates"), *summary.funnel],
+        "reasons": [("reason", "candidates"), *summary.reasons.items()],
+        "operators": [
+            ("operator", "split", "tasks"),
+            *((*key, count) for key, count in sorted(uses.items())),
+        ],
+        "eager": [
+            ("rank", "eager_milliseconds", "operators"),
+            *((rank, f"{time:.6f}", count) for rank, (time, count) in enumerate(times, 1)),
+        ],
+        "similarity": [
+            ("similarity", "candidates"),
+            *((f"{index / BINS:.2f}", bins[index]) for index in range(BINS)),
+        ],
+        "headroom": [("headroom", "tasks"), *((f"from {edge:g}", steps[edge]) for edge in HEADROOM)],
+    }
+    for name, rows in plots.items():
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        atomic_write(folder / "plots" / f"{name}.csv", text.getvalue())
     atomic_write(folder / "README.md", card(params, summary, figures))
 
 
@@ -236,26 +237,12 @@ LIBRARY = (
 
 
 def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:
-    columns: dict[str, list[Any]] = {
-        "ops": [list(rejection.task.ops) for rejection in rejected],
-        "data_source": [rejection.task.data_source for rejection in rejected],
-        "code": [rejection.task.code for rejection in rejected],
-        "task_id": [
-            "" if rejection.reason in UNREADABLE else rejection.task.task_id for rejection in rejected
-        ],
-        "split": [rejection.task.split for rejection in rejected],
-        "reason": [rejection.reason for rejection in rejected],
-        "detail": [rejection.detail for rejection in rejected],
-    }
-    types = {name: pyarrow.list_(pyarrow.string()) if name == "ops" else pyarrow.string() for name in columns}
-    pyarrow.parquet.write_table(
-        pyarrow.table({name: pyarrow.array(values, types[name]) for name, values in columns.items()}), path
-    )
-
-
-def _write_csv(path: Path, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    atomic_write(path, text.getvalue())
+    rows = [
+        item.task.model_dump(include={"ops", "data_source", "code", "split"})
+        | {"task_id": "" if item.reason in UNREADABLE else item.task.task_id}
+        | {"reason": item.reason, "detail": item.detail}
+        for item in rejected
+    ]
+    texts = [(name, pyarrow.string()) for name in REJECTED_TEXTS]
+    schema = pyarrow.schema([("ops", pyarrow.list_(pyarrow.string())), *texts])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)

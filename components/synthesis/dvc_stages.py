@@ -20,16 +20,18 @@ from components.core.params import Params
 ERROR_PREFIX = "error: "
 
 
-class LineProgress:
-    """A `Progress` that prints a line to standard error every `seconds` seconds and at the last step."""
+# Minimum time between two lines of progress.
+PROGRESS_SECONDS = 5.0
 
-    def __init__(self, seconds: float = 5.0):
-        self.seconds = seconds
-        self.last = 0.0
+
+class LineProgress:
+    """A `Progress` that prints a line to standard error every PROGRESS_SECONDS and at the last step."""
+
+    last = 0.0
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         now = time.monotonic()
-        if step == total or now - self.last >= self.seconds:
+        if step == total or now - self.last >= PROGRESS_SECONDS:
             self.last = now
             print(
                 f"{stage} {step}/{total}",

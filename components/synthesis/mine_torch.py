@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from components.synthesis.ablation import probe, rms
 from components.synthesis.core_operators import canonical
 from components.synthesis.mined_operators import (
     FIT_ERRORS,
@@ -101,21 +102,17 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
     candidates = list(dict.fromkeys([*HAND_WRITTEN.get(name, ()), *_candidates(name, thing)]))
     if not candidates:
         return [], _missing_rule(name, thing)
-    kept, reasons = [], []
+    kept: list[OperatorTemplate] = []
+    reasons: list[str] = []
     for init, plain in candidates[:MAX_VARIANTS]:
         call = plain + "[0]" if _gives_several(OperatorTemplate(name, plain, tuple(SMALL), init)) else plain
-        ranks = []
-        for rank in SMALL:
-            reason = _find_defect(OperatorTemplate(name, call, (rank,), init))
-            if reason:
-                reasons.append(reason)
-            else:
-                ranks.append(rank)
-        if ranks:
-            kept.append(OperatorTemplate(name, call, tuple(ranks), init))
+        defects = {rank: _find_defect(OperatorTemplate(name, call, (rank,), init)) for rank in SMALL}
+        reasons += filter(None, defects.values())
+        if ranks := tuple(rank for rank, defect in defects.items() if not defect):
+            kept.append(OperatorTemplate(name, call, ranks, init))
     # A defect on a real tensor is a better explanation than a template that does not fit a meta tensor.
-    defects = [reason for reason in reasons if not reason.startswith("fits")] or reasons
-    return kept, "" if kept else defects[0]
+    real = [reason for reason in reasons if not reason.startswith("fits")] or reasons
+    return kept, "" if kept else real[0]
 
 
 def _gives_several(template: OperatorTemplate) -> bool:
@@ -193,8 +190,11 @@ def _signature(function: Any) -> list[Argument]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [Argument(p.name, p.default is p.empty, _is_tensor(p)) for p in named]
+    return [
+        Argument(p.name, p.default is p.empty, _is_tensor(p))
+        for p in parameters
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def _is_tensor(parameter: inspect.Parameter) -> bool:
@@ -212,14 +212,14 @@ def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
         yield signature
         return
     short = name.rpartition(".")[2]
-    packet = getattr(torch.ops.aten, f"special_{short}" if name.startswith("torch.special.") else short, None)
-    if packet is None:
-        packet = getattr(torch.ops.aten, short, None)
+    prefix = "special_" if name.startswith("torch.special.") else ""
+    packet = getattr(torch.ops.aten, prefix + short, None) or getattr(torch.ops.aten, short, None)
     for overload in packet.overloads() if packet is not None else ():
-        arguments = getattr(packet, overload)._schema.arguments
-        if "out" in overload or "Dimname" in str(getattr(packet, overload)._schema):
-            continue
-        yield [Argument(a.name, not a.has_default_value(), str(a.type) == "Tensor") for a in arguments]
+        schema = getattr(packet, overload)._schema
+        if "out" not in overload and "Dimname" not in str(schema):
+            yield [
+                Argument(a.name, not a.has_default_value(), str(a.type) == "Tensor") for a in schema.arguments
+            ]
 
 
 # --- checks of a template -----------------------------------------------------------------------------------
@@ -240,13 +240,6 @@ class _DispatchRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return two fixed tensors with normally distributed values."""
-    generator = torch.Generator().manual_seed(20260227)
-    x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    return x, y
-
-
 def _trace(template: OperatorTemplate) -> str:
     x, y = probe(SMALL[template.ranks[0]])
     with _DispatchRecorder() as recorder:
@@ -261,10 +254,10 @@ def _find_defect(template: OperatorTemplate) -> str:
         return "fits no float32 tensor of rank 2 to 5 and gives one back"
     x, y = probe(shape)
     try:
-        holder = make_module(template, x)
+        module = make_module(template, x)
         with warnings.catch_warnings(record=True) as messages, _DispatchRecorder() as recorder:
             warnings.simplefilter("always")
-            out = apply_template(template, x.clone(), y.clone(), holder)
+            out = apply_template(template, x.clone(), y.clone(), module)
         if any("deprecated" in str(warning.message) for warning in messages):
             return "deprecated in this form"
         if recorder.random:
@@ -275,17 +268,16 @@ def _find_defect(template: OperatorTemplate) -> str:
         return f"fails on a real tensor ({message})"
     if out.dtype != torch.float32:
         return "gives no float32 tensor back"
-    if not torch.isfinite(out).all():
-        return "not finite on normal inputs"
     scale = out.square().mean().sqrt().item()
-    if out.std().item() <= 1e-3 * scale or not scale:
-        return "constant on normal inputs"
-    if torch.unique((out / scale * 1000).round()).numel() < min(32, out.numel() // 2):
-        return "takes a few values only; rounding decides which"
-    if (out.double() - wide).square().mean().sqrt().item() > 1e-5 * scale:
-        return "float32 does not carry it"
-    if out.shape == x.shape and torch.equal(out, x):
-        return "gives its input back when not training"
-    if template.second and torch.equal(apply_template(template, x, y.flip(0)), out):
+    distinct = torch.unique((out / scale * 1000).round()).numel()
+    defects = {
+        "not finite on normal inputs": not torch.isfinite(out).all(),
+        "constant on normal inputs": out.std().item() <= 1e-3 * scale or not scale,
+        "takes a few values only; rounding decides which": distinct < min(32, out.numel() // 2),
+        "float32 does not carry it": rms(out.double() - wide) > 1e-5 * scale,
+        "gives its input back when not training": out.shape == x.shape and torch.equal(out, x),
+    }
+    defect = next((reason for reason, is_found in defects.items() if is_found), "")
+    if not defect and template.second and torch.equal(apply_template(template, x, y.flip(0)), out):
         return "does not depend on its second input"
-    return ""
+    return defect

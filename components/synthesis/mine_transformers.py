@@ -7,8 +7,8 @@ values that the source reads. A module that needs another file of the library is
 """
 
 import ast
+import contextlib
 import importlib
-import importlib.util
 import json
 import re
 import warnings
@@ -40,6 +40,12 @@ INPUTS = frozenset(
         "residual pixel_values query embeddings"
     ).split()
 )
+# Values of other arguments of a call, and the tensors that take the places of the braces.
+POSITIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "position_ids": ("{}", ("torch.arange({length}).unsqueeze(0)",)),
+    "position_embeddings": ("({}, {})", ("torch.randn(1, {length}, 64)",) * 2),
+    "attention_mask": ("None", ()),
+}
 MADE_WITH = {
     "config": "config",
     "layer_idx": "0",
@@ -98,9 +104,7 @@ def mine() -> tuple[list[TransformersModule], list[Skipped]]:
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None and spec.origin is not None
-    root = Path(spec.origin).parent
+    root = Path(importlib.import_module("transformers").__path__[0])
     yield "activations", root / "activations.py"
     for family in FAMILIES:
         path = root / "models" / family / f"modeling_{family}.py"
@@ -134,8 +138,7 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
     code = library.extract(name)
     node = library.defined[name]
     assert isinstance(node, ast.ClassDef)
-    init_arguments = [_init_value(argument) for argument in _required(node, "__init__", library)]
-    init = f"{name}({', '.join(init_arguments)})"
+    init = f"{name}({', '.join(map(_init_value, _required(node, '__init__', library)))})"
     read = sorted(set(re.findall(r"config\.(\w+)|getattr\([\w.]*config, '(\w+)'", code)))
     values: dict[str, Any] = {}
     for key in ("".join(pair) for pair in read):
@@ -144,13 +147,13 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
             if config is None or key.startswith("_")
             else getattr(config, key, FIXED.get(key, _NOTHING))
         )
-        if value is not _NOTHING and _is_plain(value):
+        with contextlib.suppress(TypeError, ValueError):  # Values that JSON cannot express are left out.
+            json.dumps(value)
             values[key] = value
-    forward_arguments = _required(node, "forward", library)
     reason = ""
     for main in (VECTOR, IMAGE):
         try:
-            inputs, call = _write_call(forward_arguments, main)
+            inputs, call = _write_call(_required(node, "forward", library), main)
             for result in (call, f"{call}[0]", f"{call}[1]", f"{call}[2]"):
                 module = TransformersModule(name, family, code, values, init, result, tuple(inputs))
                 defect = _find_defect(module)
@@ -185,14 +188,6 @@ def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModul
 _NOTHING = object()
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
     """Return the names of the required arguments of a method.
 
@@ -223,28 +218,16 @@ def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
     unknown or more than four tensors are needed.
     """
     inputs: list[str] = []
-    arguments_passed: list[str] = []
-
-    def add(text: str) -> str:
-        if len(inputs) == 4:
-            raise CannotExtract("takes more than four tensors")
-        inputs.append(text)
-        return ("x", "y", "z", "w")[len(inputs) - 1]
-
+    passed: list[str] = []
     for argument in arguments:
-        if argument in INPUTS:
-            arguments_passed.append(f"{argument}={add(main)}")
-        elif argument == "position_ids":
-            arguments_passed.append(f"{argument}={add('torch.arange({length}).unsqueeze(0)')}")
-        elif argument == "position_embeddings":
-            arguments_passed.append(
-                f"{argument}=({add('torch.randn(1, {length}, 64)')}, {add('torch.randn(1, {length}, 64)')})"
-            )
-        elif argument == "attention_mask":
-            arguments_passed.append("attention_mask=None")
-        else:
+        if argument not in INPUTS and argument not in POSITIONS:
             raise CannotExtract(f"is called with {argument}, and no rule says what to give")
-    return inputs, f"self.block({', '.join(arguments_passed)})"
+        value, tensors = ("{}", (main,)) if argument in INPUTS else POSITIONS[argument]
+        passed.append(f"{argument}={value.format(*'xyzw'[len(inputs) :][: len(tensors)])}")
+        inputs += tensors
+        if len(inputs) > 4:
+            raise CannotExtract("takes more than four tensors")
+    return inputs, f"self.block({', '.join(passed)})"
 
 
 def _find_defect(module: TransformersModule) -> str:
@@ -273,12 +256,12 @@ def _find_defect(module: TransformersModule) -> str:
         or out.dim() < 2
     ):
         return "gives no float32 tensor back"
-    if not torch.equal(out, again):
-        return "is not deterministic"
-    if not torch.isfinite(out).all() or out.std() <= 1e-3 * out.abs().mean():
-        return "gives a constant or something not finite"
-    if out.shape == other.shape and torch.equal(out, other):
-        return "does not depend on its input"
-    if out.shape == inputs[0].shape and torch.equal(out, inputs[0]):
-        return "gives its input back when not training"
-    return ""
+    is_flat = not torch.isfinite(out).all() or out.std() <= 1e-3 * out.abs().mean()
+    defects = {
+        "is not deterministic": not torch.equal(out, again),
+        "gives a constant or something not finite": is_flat,
+        "does not depend on its input": out.shape == other.shape and torch.equal(out, other),
+        "gives its input back when not training": out.shape == inputs[0].shape
+        and torch.equal(out, inputs[0]),
+    }
+    return next((reason for reason, is_found in defects.items() if is_found), "")

@@ -2,13 +2,14 @@
 
 In a template, `{x}` stands for the input, `{y}` for a second input of the same shape, and `{self}` for the
 module or parameter that `init` creates. Other fields such as `{channels}` and `{last}` stand for sizes of the
-input (see `size_fields`), so that one template fits both the small tensors on which it is tried and the large
-tensors of a task.
+input (see `fill_template`), so that one template fits both the small tensors on which it is tried and the
+large tensors of a task.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,9 +94,14 @@ class OperatorTable:
         return tuple(sorted({canonical(template.name) for template in self.templates}))
 
 
-def size_fields(shape: Sequence[int]) -> dict[str, int]:
-    """Return the values of the fields for sizes, for an input of this shape."""
-    return {
+def fill_template(
+    template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"
+) -> tuple[str, str]:
+    """Return `init` and `call` of a template for an input of this shape.
+
+    `attribute` is the expression for the module or parameter that `init` creates.
+    """
+    values = {
         "channels": shape[1],
         "last": shape[-1],
         "before_last": shape[-2],
@@ -104,27 +110,7 @@ def size_fields(shape: Sequence[int]) -> dict[str, int]:
         "twice_last": 2 * shape[-1],
         "half_last": max(shape[-1] // 2, 1),
     }
-
-
-def fill_template(
-    template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"
-) -> tuple[str, str]:
-    """Return `init` and `call` of a template for an input of this shape.
-
-    `attribute` is the expression for the module or parameter that `init` creates.
-    """
-    values = size_fields(shape)
     return template.init.format(**values), template.call.format(x="x", y="y", self=attribute, **values)
-
-
-class Holder:
-    """An object that takes the place of the task's module when a template is tried.
-
-    `op` is the module or parameter that the template's `init` creates.
-    """
-
-    def __init__(self, op: Any = None):
-        self.op = op
 
 
 @functools.lru_cache(maxsize=65536)
@@ -136,15 +122,16 @@ def function_of(call: str) -> Any:
     return eval(f"lambda x, y, self: {call}", dict(NAMESPACE))
 
 
-def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
-    """Return a holder of the module or parameter that the template's `init` creates.
+def make_module(template: OperatorTemplate, x: Tensor) -> SimpleNamespace:
+    """Return an object that takes the place of the task's module when a template is tried.
 
-    It fits an input with the shape, device and dtype of `x`. On the CPU, its parameters have the same values
-    in every call.
+    Its attribute `op` is the module or parameter that the template's `init` creates, or None. It fits an
+    input with the shape, device and dtype of `x`. On the CPU, its parameters have the same values in every
+    call.
     """
     init, _ = fill_template(template, x.shape)
     if not init:
-        return Holder()
+        return SimpleNamespace(op=None)
     with torch.device(x.device):
         made = eval(init, dict(NAMESPACE))
     if isinstance(made, nn.Module):
@@ -155,7 +142,7 @@ def make_module(template: OperatorTemplate, x: Tensor) -> Holder:
         parameters = [("weight", made)]
     if x.device.type == "cpu":
         _fill(parameters)
-    return Holder(made)
+    return SimpleNamespace(op=made)
 
 
 @torch.no_grad()
@@ -179,14 +166,15 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def apply_template(
-    template: OperatorTemplate, x: Tensor, y: Tensor | None, holder: Holder | None = None
+    template: OperatorTemplate, x: Tensor, y: Tensor | None, module: SimpleNamespace | None = None
 ) -> Tensor:
     """Return the output of the template for real or meta tensors.
 
-    If `holder` is None, `make_module` creates it.
+    If `module` is None, `make_module` creates it.
     """
-    function = function_of(fill_template(template, x.shape)[1])
-    output: Tensor = function(x, y, holder or make_module(template, x))
+    output: Tensor = function_of(fill_template(template, x.shape)[1])(
+        x, y, module or make_module(template, x)
+    )
     return output
 
 

@@ -5,6 +5,7 @@ request depends only on the parameters and on its number. Each answer is stored 
 build that is started again sends only the requests without a stored answer, and makes the same data set.
 """
 
+import itertools
 import random
 import re
 from collections import deque
@@ -17,7 +18,7 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.params import Data
 from components.core.task import KernelTask
 from components.policy.chat_client import ChatClient, ServerFailed
-from components.synthesis.compose import is_held_out
+from components.synthesis.compose import split_of
 from components.synthesis.dataset_summary import Rejection
 
 # Largest number of requests that are sent and not yet answered.
@@ -61,7 +62,7 @@ class ModelComposer:
     def __iter__(self) -> Iterator[KernelTask | Rejection]:
         executor = ThreadPoolExecutor(AHEAD, thread_name_prefix="composer")
         pending: deque[tuple[tuple[str, ...], Future[dict[str, str]]]] = deque()
-        rng, number, empty_in_a_row = random.Random(self.data.seed), 0, 0
+        rng, numbers, empty_in_a_row = random.Random(self.data.seed), itertools.count(), 0
         mix = self.data.operator_mix
         try:
             while True:
@@ -69,8 +70,7 @@ class ModelComposer:
                     ops = tuple(
                         rng.sample(self.operators, rng.choices(list(mix), weights=list(mix.values()))[0])
                     )
-                    pending.append((ops, executor.submit(self._answer, ops, number)))
-                    number += 1
+                    pending.append((ops, executor.submit(self._answer, ops, next(numbers))))
                 ops, answer = pending.popleft()
                 candidate = self._parse(ops, answer.result())
                 empty_in_a_row = empty_in_a_row + 1 if isinstance(candidate, Rejection) else 0
@@ -90,10 +90,9 @@ class ModelComposer:
         Raises UserError if the server returns no usable answer.
         """
         (low, high), (fastest, slowest) = self.data.numel, self.data.eager_seconds
-        operators = "\n".join(f"- {name}" for name in ops)
         question = QUESTION.format(
             count=len(ops),
-            operators=operators,
+            operators="\n".join(f"- {name}" for name in ops),
             low=low,
             high=high,
             fastest=fastest * 1e3,
@@ -102,10 +101,13 @@ class ModelComposer:
         key = digest_json([self.data.composer_model, question, self.data.seed, number])
         path = self.answers / key[:2] / f"{key}.json"
         if not path.is_file():
-            messages = [{"role": "user", "content": question}]
             try:
                 turn = self.client.turn(
-                    messages, tools=(), max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=int(key[:7], 16)
+                    [{"role": "user", "content": question}],
+                    tools=(),
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    temperature=1.0,
+                    seed=int(key[:7], 16),
                 )
             except ServerFailed as error:
                 raise UserError(
@@ -126,14 +128,11 @@ class ModelComposer:
     def _parse(self, ops: tuple[str, ...], answer: dict[str, str]) -> KernelTask | Rejection:
         text = THOUGHT.sub("", answer["content"])
         blocks = BLOCK.findall(text)
-        split = "held_out" if is_held_out(ops, self.data.seed) else "train"
-        task = KernelTask.model_validate(
-            {
-                "code": max(blocks, key=len, default=text),
-                "ops": ops,
-                "data_source": f"torch#{len(ops)}",
-                "split": split,
-            }
+        task = KernelTask(
+            code=max(blocks, key=len, default=text),
+            ops=ops,
+            data_source=f"torch#{len(ops)}",
+            split=split_of(ops, self.data.seed),
         )
         if not blocks:
             return Rejection(

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from components.core.config import PROJECT
-from components.core.files import atomic_folder, atomic_write, digest_file, digest_json, read_json
+from components.core.files import atomic_folder, atomic_write, digest_file, digest_json
 from components.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
 
     If there is none, the operators are mined first, which takes about a minute on one core.
     """
+    from components.synthesis.mined_operators import OperatorTable
+
     rules = [digest_file(PROJECT / "components" / "synthesis" / name) for name in RULES]
     table = folder / digest_json([library_versions(), rules])[:16]
     if not (table / "operators.json").is_file():
         from components.synthesis import mine_torch, mine_transformers
-        from components.synthesis.mined_operators import OperatorTable
 
         progress.update("seeds", 0, 2)
         templates, without = mine_torch.mine()
@@ -52,42 +55,14 @@ def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
                 temporary,
                 OperatorTable(*library_versions(), tuple(templates), tuple(modules), (*without, *others)),
             )
-    return read_table(table)
+    return TypeAdapter(OperatorTable).validate_json((table / "operators.json").read_bytes())
 
 
 def write_table(folder: Path, table: OperatorTable) -> None:
-    """Write operators.json, which `read_table` reads, and left_out.csv, which is for people."""
+    """Write operators.json, which `load_operator_table` reads, and left_out.csv, which is for people."""
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [
         "name,reason",
         *(f'{item.name},"{item.reason.replace(chr(34), chr(39))}"' for item in table.left_out),
     ]
     atomic_write(folder / "left_out.csv", "\n".join(rows) + "\n")
-
-
-def read_table(folder: Path) -> OperatorTable:
-    """Return the table that `write_table` wrote.
-
-    Raises OSError if there is none.
-    """
-    from components.synthesis.mined_operators import (
-        OperatorTable,
-        OperatorTemplate,
-        Skipped,
-        TransformersModule,
-    )
-
-    values = read_json(folder / "operators.json")
-    return OperatorTable(
-        torch=values["torch"],
-        transformers=values["transformers"],
-        templates=tuple(
-            OperatorTemplate(**{**template, "ranks": tuple(template["ranks"])})
-            for template in values["templates"]
-        ),
-        modules=tuple(
-            TransformersModule(**{**module, "inputs": tuple(module["inputs"])})
-            for module in values["modules"]
-        ),
-        left_out=tuple(Skipped(**item) for item in values["left_out"]),
-    )

@@ -66,27 +66,17 @@ def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
         return "ops is empty"
     if number and int(number[1]) != len(ops):
         return f"{data_source} has {len(ops)} operators"
-    used = identifiers(code)
+    used = {
+        canonical(f".{node.id if isinstance(node, ast.Name) else node.attr}")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
     text = "".join(code.split())
     for name in ops:
-        operator = BY_NAME.get(name)
-        if operator is not None:
-            line = re.escape("".join(operator.line.split()))
+        if name in BY_NAME:
+            line = re.escape("".join(BY_NAME[name].line.split()))
             if re.search(re.sub(r"\\\{\d\\\}", r"[-\\d.e]+", line), text):
                 continue
         if canonical(f".{name}") not in used:
             return f"{name} is not in the source"
     return ""
-
-
-def identifiers(code: str) -> set[str]:
-    """Return the names and attributes in the source, in canonical form.
-
-    Names in import statements and in strings are not included.
-    """
-    names = {
-        node.id if isinstance(node, ast.Name) else node.attr
-        for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Name | ast.Attribute)
-    }
-    return {canonical(f".{name}") for name in names}

@@ -51,22 +51,24 @@ class LibraryFile:
     """One file of the library: its definitions by name, and the names that it imports."""
 
     def __init__(self, path: Path):
-        self.tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
         self.defined = {
-            node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+            node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
         }
         self.imported = {
             alias.asname or alias.name
-            for node in self.tree.body
+            for node in tree.body
             if isinstance(node, ast.ImportFrom | ast.Import)
             for alias in node.names
         }
-        heads = [
-            node.name.removesuffix("PreTrainedModel")
-            for node in self.tree.body
-            if isinstance(node, ast.ClassDef) and node.name.endswith("PreTrainedModel")
-        ]
-        self.prefix = heads[0] if heads else "Family"
+        self.prefix = next(
+            (
+                name.removesuffix("PreTrainedModel")
+                for name, node in self.defined.items()
+                if isinstance(node, ast.ClassDef) and name.endswith("PreTrainedModel")
+            ),
+            "Family",
+        )
 
     def classes(self) -> list[str]:
         return [
@@ -110,11 +112,12 @@ class LibraryFile:
                     raise CannotExtract(f"needs {used} from elsewhere in transformers")
 
         visit(name)
-        parts = [ast.unparse(self.defined[dependency]) for dependency in self.defined if dependency in order]
-        body = "\n\n\n".join(parts)
         # The definitions keep their order in the file, so that a base class comes before its subclasses.
-        head = [STANDARD[used] for used in sorted(outside | {"torch", "nn", "SimpleNamespace"})]
-        head.sort(key=lambda line: (not line.startswith(("import", "from")), line))
+        body = "\n\n\n".join(ast.unparse(node) for used, node in self.defined.items() if used in order)
+        head = sorted(
+            (STANDARD[used] for used in outside | {"torch", "nn", "SimpleNamespace"}),
+            key=lambda line: (not line.startswith(("import", "from")), line),
+        )
         return "\n".join(head) + "\n\n\n" + body
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pyarrow.parquet
 from components.core.errors import UserError
 from components.core.params import Data
 from components.core.task import KernelTask
-from components.synthesis.compose import is_held_out
+from components.synthesis.compose import split_of
 from components.synthesis.contamination import count_subtrees, similarity
+from components.synthesis.dataset_summary import Rejection
 from components.synthesis.task_filter import TaskFilter
 
 PUBLIC = ("ops", "data_source", "code")
@@ -40,18 +40,15 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
     tasks = []
     for row, values in enumerate(table.select(list(PUBLIC)).to_pylist()):
         ops = parse_operators(values["ops"])
-        source = (
-            values["data_source"]
-            if isinstance(values["data_source"], str) and values["data_source"]
-            else "parquet"
+        code, source = (
+            value if isinstance(value, str) else "" for value in (values["code"], values["data_source"])
         )
-        code = values["code"] if isinstance(values["code"], str) else ""
         tasks.append(
             KernelTask(
                 code=code,
                 ops=ops,
-                data_source=source,
-                split="held_out" if is_held_out(ops, seed) else "train",
+                data_source=source or "parquet",
+                split=split_of(ops, seed),
                 name=f"row {row}",
             )
         )
@@ -76,33 +73,21 @@ def parse_operators(value: Any) -> tuple[str, ...]:
     return tuple(str(name).strip() for name in value or () if str(name).strip())
 
 
-@dataclass(frozen=True)
-class RowCheck:
-    """A row, with the reason and the detail of its refusal.
-
-    Both are empty if the row is accepted.
-    """
-
-    row: int
-    task: KernelTask
-    reason: str
-    detail: str
-
-
-def check_rows(tasks: list[KernelTask], data: Data) -> list[RowCheck]:
-    """Check the source of every row in order, without executing it.
+def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
+    """Check the source of every row in order, without executing it, and return the refusals by row.
 
     A held-out row is refused if its operator sequence also occurs in a training row.
     """
     task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}
-    findings = []
+    refused = {}
     for row, task in enumerate(tasks):
         reason, detail = task_filter.check_source(task.model_copy(update={"name": f"row {row}"}))
         if not reason and task.split == "held_out" and task.ops in trained:
             reason, detail = "held_out_is_trained_on", " > ".join(task.ops)
-        findings.append(RowCheck(row, task, reason, detail))
-    return findings
+        if reason:
+            refused[row] = Rejection(task, reason, detail)
+    return refused
 
 
 def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:

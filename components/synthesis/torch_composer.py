@@ -19,11 +19,10 @@ from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.errors import UserError
 from components.core.params import Data, Device
 from components.core.task import KernelTask
-from components.synthesis.ablation import passes_ablation
-from components.synthesis.compose import is_held_out
+from components.synthesis.ablation import passes_ablation, probe
+from components.synthesis.compose import split_of
 from components.synthesis.core_operators import canonical
 from components.synthesis.cost import OperatorCost, estimate_operator_seconds, operator_cost
-from components.synthesis.mine_torch import probe
 from components.synthesis.mined_operators import (
     SMALL,
     OperatorTable,
@@ -39,6 +38,14 @@ RANKS = {2: 0.3, 3: 0.3, 4: 0.32, 5: 0.08}
 POWERS = tuple(2**power for power in range(0, 21))
 WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
+# Sizes of the axes of rows, sequences, images and volumes, by rank. The last two axes of an image or a volume
+# have equal sizes.
+AXES: dict[int, tuple[tuple[int, ...], ...]] = {
+    2: (POWERS[3:], WIDTHS),
+    3: (POWERS[:8], (32, 64, 128, 256, 512, 1024, 2048, 4096), WIDTHS),
+    4: (POWERS[:8], (16, 32, 64, 128, 256), SIDES),
+    5: (POWERS[:5], (8, 16, 32, 64), (8, 16, 32), (16, 28, 32, 56, 64)),
+}
 MAX_SIZES_TRIED = 5
 # Largest number of bytes of a tensor in a chain, including parameters. The limit is needed because, for
 # example, the parameters of nn.Bilinear grow with the product of its sizes.
@@ -90,7 +97,7 @@ class TorchComposer:
     def compose(self) -> Draft:
         """Return a draft whose kind is drawn according to data.transformers_share and data.operator_mix."""
         if self.modules and self.rng.random() < self.data.transformers_share:
-            return self._draw_module()
+            return self._write_module(self.rng.choice(self.modules), self.rng.choice(self.block_shapes))
         mix = self.data.operator_mix
         count = self.rng.choices(list(mix), weights=list(mix.values()))[0]
         while True:
@@ -137,8 +144,9 @@ class TorchComposer:
             layout = cost.after
         if not every_operator_matters(chain, SMALL[rank]):
             return None
+        low, high = self.data.eager_seconds
         for shape in self._likely(chain, rank):
-            if self._measurable(chain, shape):
+            if 1.3 * low <= sum(self._estimate(chain, shape)) <= high / 1.3:
                 return self._write_chain(chain, shape)
         return None
 
@@ -154,10 +162,6 @@ class TorchComposer:
             shape for shape in self.shapes[rank] if low <= fixed + each * math.prod(shape) <= high
         ] or self.shapes[rank]
         return self.rng.sample(near, min(MAX_SIZES_TRIED, len(near)))
-
-    def _measurable(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> bool:
-        low, high = self.data.eager_seconds
-        return 1.3 * low <= sum(self._estimate(chain, shape)) <= high / 1.3
 
     def _estimate(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> tuple[float, float]:
         """Estimate the eager seconds of a chain that do not depend on the size, and those that do.
@@ -176,28 +180,24 @@ class TorchComposer:
     def _write_chain(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> Draft:
         walked = _walk(chain, shape)
         assert walked is not None
-        code = write_chain_source(chain, [before[0] for before, _ in walked])
+        ops = tuple(template.name for template in chain)
         task = KernelTask(
-            code=code, ops=tuple(template.name for template in chain), data_source=f"torch#{len(chain)}"
+            code=write_chain_source(chain, [before[0] for before, _ in walked]),
+            ops=ops,
+            data_source=f"torch#{len(chain)}",
+            split=split_of(ops, self.data.seed),
         )
-        return Draft(self._with_split(task), chain, shape, sum(cost.flops for _, cost in walked))
-
-    def _draw_module(self) -> Draft:
-        module = self.rng.choice(self.modules)
-        return self._write_module(module, self.rng.choice(self.block_shapes))
+        return Draft(task, chain, shape, sum(cost.flops for _, cost in walked))
 
     def _write_module(self, module: TransformersModule, shape: Shape) -> Draft:
+        ops = (f"transformers.{module.name}",)
         task = KernelTask(
             code=write_module_source(module, *shape),
-            ops=(f"transformers.{module.name}",),
+            ops=ops,
             data_source="transformers",
+            split=split_of(ops, self.data.seed),
         )
-        return Draft(self._with_split(task), module, shape, None)
-
-    def _with_split(self, task: KernelTask) -> KernelTask:
-        return task.model_copy(
-            update={"split": "held_out" if is_held_out(task.ops, self.data.seed) else "train"}
-        )
+        return Draft(task, module, shape, None)
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
@@ -209,14 +209,13 @@ def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape
         init += f"        {attribute} = {value}\n" if value else ""
         lines.append(f"        x = {call}")
         second = shape if template.second else second
-    inputs = [
-        f"torch.randn({', '.join(map(str, shape))})" for shape in (shapes[0], second) if shape is not None
-    ]
     return TASK_LAYOUT.format(
         init=init,
         lines="\n".join(lines),
         arguments="x, y" if second is not None else "x",
-        inputs=", ".join(inputs),
+        inputs=", ".join(
+            f"torch.randn({', '.join(map(str, shape))})" for shape in (shapes[0], second) if shape is not None
+        ),
     )
 
 
@@ -256,20 +255,7 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:
-    """Return the input shapes with this rank whose number of elements lies within data.numel.
-
-    They are rows, sequences, images with equal sides, or volumes.
-    """
-    axes: list[tuple[int, ...]]
-    match rank:
-        case 2:
-            axes = [POWERS[3:], WIDTHS]
-        case 3:
-            axes = [POWERS[:8], (32, 64, 128, 256, 512, 1024, 2048, 4096), WIDTHS]
-        case 4:
-            axes = [POWERS[:8], (16, 32, 64, 128, 256), SIDES]
-        case _:
-            axes = [POWERS[:5], (8, 16, 32, 64), (8, 16, 32), (16, 28, 32, 56, 64)]
-    shapes = [(*sizes, sizes[-1]) if rank >= 4 else sizes for sizes in itertools.product(*axes)]
-    low, high = numel
-    return [shape for shape in shapes if low <= math.prod(shape) <= high]
+    """Return the input shapes with this rank whose number of elements lies within data.numel."""
+    sizes = itertools.product(*AXES[rank])
+    shapes = ((*axes, axes[-1]) if rank >= 4 else axes for axes in sizes)
+    return [shape for shape in shapes if numel[0] <= math.prod(shape) <= numel[1]]

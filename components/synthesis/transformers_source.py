@@ -66,8 +66,11 @@ def get_init_inputs():
 
 def scale_config(config: dict[str, Any], hidden: int) -> dict[str, Any]:
     """Return the configuration with the values for this hidden size."""
-    sizes = {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
-    return config | {key: FIXED[key] for key in config if key in FIXED} | sizes
+    return (
+        config
+        | {key: FIXED[key] for key in config if key in FIXED}
+        | {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
+    )
 
 
 def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
@@ -82,12 +85,11 @@ def write_module_source(module: TransformersModule, batch: int, length: int, hid
     }
     settings = ", ".join(f"{key}={value!r}" for key, value in scale_config(module.config, hidden).items())
     config = f"        config = SimpleNamespace({settings})\n" if "config" in module.init else ""
-    names = ("x", "y", "z", "w")[: len(module.inputs)]
     return SOURCE.format(
         code=module.code,
         config=config,
         init=module.init.format(**values),
-        arguments=", ".join(names),
+        arguments=", ".join("xyzw"[: len(module.inputs)]),
         call=module.call,
         inputs=", ".join(text.format(**values) for text in module.inputs),
     )

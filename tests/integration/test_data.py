@@ -160,7 +160,7 @@ def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Pa
 )
 def test_hostile_sources_are_named(code: str) -> None:
     rows = [KernelTask(code=task("return x") + code + "\n")]
-    assert [finding.reason for finding in check_rows(rows, parameters().data)] == ["hostile"]
+    assert [finding.reason for finding in check_rows(rows, parameters().data).values()] == ["hostile"]
 
 
 def test_labels_are_read_as_lists_and_as_texts_of_lists() -> None:
