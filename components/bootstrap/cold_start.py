@@ -68,6 +68,8 @@ def coldstart(
     try:
         if not (state / "corpus").is_dir():
             make_corpus(params, sources, state / "corpus", progress)
+        if other.exitcode is not None:
+            raise RuntimeError("the second process ended before the training")
         corpus = load_corpus(state / "corpus")
         model, figures = train(params, corpus, ProcessGroupGloo(store, 0, count, TIMEOUT), state, progress)
     except RuntimeError as error:
