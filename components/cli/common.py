@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -18,7 +18,6 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from components.core.config import Resolved
     from components.core.params import Params
@@ -239,7 +238,16 @@ def print_line(text: object, style: str = "") -> None:
     stderr_console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def plain_table(*columns: str, show_header: bool = True) -> Table:
-    from rich.table import Table
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Iterable[str]],
+    *,
+    empty: str = "",
+    show_header: bool = True,
+    markup: bool = True,
+) -> None:
+    """Print a table on standard error, or the text `empty` if it is given and there are no rows."""
+    from components.core.progress_view import plain_table
 
-    return Table(*columns, box=None, padding=(0, 2, 0, 0), show_header=show_header)
+    table = plain_table(columns, rows, show_header=show_header)
+    stderr_console().print(empty if empty and not rows else table, markup=markup)

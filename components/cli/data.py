@@ -16,8 +16,8 @@ from components.cli.common import (
     home_of,
     judge_session,
     newest_dataset,
-    plain_table,
     print_line,
+    print_table,
     stderr_console,
     with_common_options,
     with_json_option,
@@ -54,7 +54,6 @@ def data_build(options: CommonOptions, out_folder: Out) -> Output:
     from components.synthesis.dataset import build_dataset
 
     home = home_of(resolved)
-
     with judge_session(resolved.params, home) as (pool, view):
         summary = build_dataset(resolved.params, out_folder, pool, view, home / "seeds")
     return _summary_output(summary, out_folder)
@@ -97,11 +96,12 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
     own = (path.parent / "metrics.json").is_file()
     tasks = read_tasks(path) if own else read_public(path, data.seed)
     refused = check_rows(tasks, data)
-    table = plain_table("row", "operators", "reason", "detail")
-    for row, finding in refused.items():
-        table.add_row(str(row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
     if refused:
-        stderr_console().print(table, markup=False)
+        rows = [
+            (str(row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
+            for row, finding in refused.items()
+        ]
+        print_table(("row", "operators", "reason", "detail"), rows, markup=False)
     version = dataset_version(path)
     print_line(f"{path}: {len(tasks)} tasks, {len(refused)} refused, version {version}")
     return Output(
@@ -142,12 +142,14 @@ def data_stats(dataset: Dataset) -> Output:
         "most_frequent": dict(operators.most_common(12)),
         "eager_seconds": dict(zip(("p10", "median", "p90"), deciles, strict=False)),
     }
-    table = plain_table("figure", "value", show_header=False)
-    for name, value in record.items():
-        parts = value.items() if isinstance(value, dict) else ()
-        text = ", ".join(f"{key}: {number:.4g}" for key, number in parts)
-        table.add_row(name.replace("_", " "), text if isinstance(value, dict) else str(value))
-    stderr_console().print(table)
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key}: {number:.4g}" for key, number in value.items())
+        return str(value)
+
+    rows = [(name.replace("_", " "), text(value)) for name, value in record.items()]
+    print_table(("figure", "value"), rows, show_header=False)
     return Output(record)
 
 
@@ -238,8 +240,8 @@ def _with_against(params: Params, against: list[str] | None) -> Params:
 
     The paths hold evaluation programs that no task of a data set may resemble.
     """
-    data = params.data.model_copy(update={"against": [*params.data.against, *(against or ())]})
-    return params.model_copy(update={"data": data})
+    paths = [*params.data.against, *(against or ())]
+    return params.model_copy(update={"data": params.data.model_copy(update={"against": paths})})
 
 
 def _parquet(dataset: Path) -> Path:

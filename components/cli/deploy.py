@@ -8,9 +8,8 @@ from components.cli.common import (
     Home,
     Output,
     Sets,
-    plain_table,
     print_line,
-    stderr_console,
+    print_table,
     with_json_option,
 )
 from components.core.errors import UserError
@@ -75,11 +74,14 @@ def deploy(
             tuple(variables or ()),
         )
     )
-    table = plain_table("deployment", "pool", "schedule", "profile", "home")
-    for entry in record["deployments"]:
-        schedules, parameters = ", ".join(entry["schedules"]) or "off", entry["parameters"]
-        table.add_row(entry["name"], entry["pool"], schedules, parameters["profile"], parameters["home"])
-    stderr_console().print(table)
+    rows = [
+        (
+            *(entry["name"], entry["pool"], ", ".join(entry["schedules"]) or "off"),
+            *(entry["parameters"]["profile"], entry["parameters"]["home"]),
+        )
+        for entry in record["deployments"]
+    ]
+    print_table(("deployment", "pool", "schedule", "profile", "home"), rows)
     pools = sorted({entry["pool"] for entry in record["deployments"]})
     starts = ", ".join(f"prefect worker start --pool {name}" for name in pools)
     print_line(f"start a worker on the machines of each pool: {starts}")

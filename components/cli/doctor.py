@@ -21,8 +21,7 @@ from components.cli.common import (
     ExitCode,
     Output,
     home_of,
-    plain_table,
-    stderr_console,
+    print_table,
     with_common_options,
 )
 
@@ -66,16 +65,18 @@ class Finding:
 def doctor(options: CommonOptions) -> Output:
     """Report what this machine offers, what is missing, and what does not work without the missing parts."""
     findings = examine(options.resolve())
-    table = plain_table("", "what", "found", "what its absence costs")
-    for finding in findings:
-        absent = "[red]missing[/red]" if finding.needed else "[yellow]absent[/yellow]"
-        mark = "[green]ok[/green]" if finding.here else absent
-        table.add_row(mark, finding.name, finding.found, finding.cost)
-    stderr_console().print(table)
+    rows = [(_mark(finding), finding.name, finding.found, finding.cost) for finding in findings]
+    print_table(("", "what", "found", "what its absence costs"), rows)
     missing = [finding.name for finding in findings if finding.needed and not finding.here]
     code = ExitCode.NO_ISOLATION if missing == [ISOLATION] else ExitCode.BAD_INPUT
     record = {"findings": [asdict(finding) for finding in findings], "missing": missing}
     return Output(record, code if missing else ExitCode.DONE)
+
+
+def _mark(finding: Finding) -> str:
+    if finding.here:
+        return "[green]ok[/green]"
+    return "[red]missing[/red]" if finding.needed else "[yellow]absent[/yellow]"
 
 
 def examine(resolved: Resolved) -> list[Finding]:

@@ -30,7 +30,7 @@ from components.cli.run import run
 from components.cli.store import store_app
 from components.cli.train import train
 from components.cli.trajectory import trajectory_app
-from components.core.errors import IsolationUnavailable, UserError
+from components.core.errors import StageFailed, UserError
 from components.core.files import environment_fault
 from components.training.launcher import TERMINATED
 
@@ -95,7 +95,10 @@ def main() -> None:
         app()
     except UserError as error:
         print(f"cuda-agent: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(ExitCode.NO_ISOLATION if isinstance(error, IsolationUnavailable) else ExitCode.BAD_INPUT)
+        sys.exit(error.exit_code)
+    except StageFailed as error:
+        print(f"cuda-agent: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except _Terminated:
         print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)
         raise

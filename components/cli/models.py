@@ -12,16 +12,13 @@ from components.cli.common import (
     Output,
     home_of,
     judge_session,
-    plain_table,
     print_line,
-    stderr_console,
+    print_table,
     with_common_options,
 )
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from components.core.config import Resolved
     from components.registry.audit import AuditEntry
     from components.registry.promotion import Promotion
@@ -44,18 +41,19 @@ def models_list(options: CommonOptions) -> Output:
 
     promotion, _ = open_promotion(options)
     versions = models.versions(promotion.client, promotion.model)
-    table = plain_table("version", "aliases", "decision", "pass rate", "faster than compile", "data set")
-    for version in versions:
-        tags = version["tags"]
-        table.add_row(
+    rows = [
+        (
             version["version"],
             ", ".join(version["aliases"]),
             version["decision"],
-            tags.get("figure.pass_rate", ""),
-            tags.get("figure.faster_rate.compile", ""),
-            tags.get("dataset.version", "")[:12],
+            version["tags"].get("figure.pass_rate", ""),
+            version["tags"].get("figure.faster_rate.compile", ""),
+            version["tags"].get("dataset.version", "")[:12],
         )
-    stderr_console().print(table if versions else f"{promotion.model} has no version yet.")
+        for version in versions
+    ]
+    columns = ("version", "aliases", "decision", "pass rate", "faster than compile", "data set")
+    print_table(columns, rows, empty=f"{promotion.model} has no version yet.")
     aliases = models.aliases(promotion.client, promotion.model)
     return Output({"name": promotion.model, "aliases": aliases, "versions": versions})
 
@@ -71,7 +69,7 @@ def models_show(options: CommonOptions, version: Version) -> Output:
     record |= {"checkpoint": models.location(promotion.client, promotion.model, record["version"])}
     aliases = ", ".join(record["aliases"]) or "no alias"
     print_line(f"{record['name']} version {record['version']} ({aliases}): {record['decision']}")
-    stderr_console().print(_gates_table(record["gates"]))
+    _print_gates(record["gates"])
     print_line(f"  checkpoint  {record['checkpoint']}")
     for key, value in sorted(record["tags"].items()):
         print_line(f"  {key}  {value}")
@@ -107,7 +105,7 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
     else:
         seconds = resolved.params.gate.approval_seconds
         entry = promotion.apply_decision(number, decision, champion=champion, approval_seconds=seconds)
-    stderr_console().print(_gates_table([gate.model_dump() for gate in decision.gates]))
+    _print_gates([gate.model_dump() for gate in decision.gates])
     for reason in decision.reasons:
         print_line(f"  {reason}")
     return _entry_output(promotion, entry, refused=decision.verdict == "refused")
@@ -127,15 +125,8 @@ def models_promote(
 
     If they have not passed, the exit code is 4, except with --override.
     """
-    from components.registry.promotion import NotPassed
-
     promotion, _ = open_promotion(options)
-    try:
-        entry = promotion.promote(version, reason=reason, override=override)
-    except NotPassed as error:
-        print_line(f"cuda-agent: {error}")
-        raise typer.Exit(ExitCode.REFUSED) from error
-    return _entry_output(promotion, entry)
+    return _entry_output(promotion, promotion.promote(version, reason=reason, override=override))
 
 
 @models_app.command("approve")
@@ -172,19 +163,15 @@ def models_audit(options: CommonOptions) -> Output:
     """List all decisions in order: when, by whom, on which version, and for which reason."""
     promotion, _ = open_promotion(options)
     entries = promotion.chain.entries()
-    table = plain_table("", "when", "who", "act", "version", "champion", "reason", "entry")
-    for entry in entries:
-        table.add_row(
-            str(entry.number),
-            entry.when,
-            entry.who,
-            entry.action,
-            entry.version,
-            entry.aliases.get("champion", "–"),
-            entry.reason,
-            entry.digest[:12],
+    rows = [
+        (
+            *(str(entry.number), entry.when, entry.who, entry.action, entry.version),
+            *(entry.aliases.get("champion", "–"), entry.reason, entry.digest[:12]),
         )
-    stderr_console().print(table if entries else "The audit chain has no entry yet.")
+        for entry in entries
+    ]
+    columns = ("", "when", "who", "act", "version", "champion", "reason", "entry")
+    print_table(columns, rows, empty="The audit chain has no entry yet.")
     records = [entry.model_dump(mode="json") for entry in entries]
     return Output({"name": promotion.model, "folder": str(promotion.chain.folder), "entries": records})
 
@@ -261,17 +248,18 @@ def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = Fa
     )
 
 
-def _gates_table(gates: list[dict[str, Any]]) -> Table:
+def _print_gates(gates: list[dict[str, Any]]) -> None:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.3g}"
 
-    table = plain_table("gate", "value", "95 % interval", "at least", "passed")
-    for gate in gates:
-        table.add_row(
+    rows = [
+        (
             gate["name"],
             number(gate["value"]),
             f"{number(gate['low'])} to {number(gate['high'])}" if gate["low"] is not None else "",
             number(gate["threshold"]),
             "yes" if gate["passed"] else "no",
         )
-    return table
+        for gate in gates
+    ]
+    print_table(("gate", "value", "95 % interval", "at least", "passed"), rows)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from components.cli.common import CommonOptions, Output, plain_table, stderr_console, with_common_options
+from components.cli.common import CommonOptions, Output, print_table, with_common_options
 
 
 @with_common_options("")
@@ -40,8 +40,6 @@ def params(
     if write is not None:
         atomic_write(write, yaml.safe_dump(plain, sort_keys=False))
     if not options.as_json:
-        table = plain_table("parameter", "value", "meaning", "source")
-        for key, row in rows.items():
-            table.add_row(key, json.dumps(row["value"]), row["meaning"], row["source"])
-        stderr_console().print(table)
+        table = [(key, json.dumps(row["value"]), row["meaning"], row["source"]) for key, row in rows.items()]
+        print_table(("parameter", "value", "meaning", "source"), table)
     return Output({"profile": resolved.profile, "params": rows})

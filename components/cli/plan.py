@@ -11,9 +11,8 @@ from components.cli.common import (
     CommonOptions,
     Output,
     home_of,
-    plain_table,
     print_line,
-    stderr_console,
+    print_table,
     with_common_options,
 )
 from components.core.errors import UserError
@@ -40,40 +39,34 @@ def plan(
     """
     from components.planning import capacity
 
-    resolved, console = options.resolve(), stderr_console()
+    resolved = options.resolve()
     if gpu not in capacity.GPUS:
         raise UserError(f"--gpu {gpu}: no such GPU; give one of {', '.join(capacity.GPUS)}.")
     defaults = capacity.default_inputs(resolved.params, capacity.GPUS[gpu])
     inputs = capacity.assume(defaults | _measured_inputs(home_of(resolved)), assumed or [])
     record = capacity.plan(resolved.params, inputs)
 
-    table = plain_table("memory per GPU, GiB", "states", "activations", "total", "fits")
-    for name, row in record["memory_bytes_per_gpu"].items():
-        sizes = [f"{row[part] / 2**30:,.1f}" for part in ("states", "activations", "total")]
-        chosen = " (chosen)" if name == record["chosen"] else ""
-        table.add_row(name + chosen, *sizes, "yes" if row["fits"] else "no")
-    console.print(table)
-    table = plain_table(
-        "stage",
-        "steps",
-        "s a step",
-        "rollout",
-        "update",
-        "half done",
-        "p99",
-        "last",
-        "judges busy",
-        "bottleneck",
-    )
+    parts = ("states", "activations", "total")
+    rows = [
+        (
+            f"{name} (chosen)" if name == record["chosen"] else name,
+            *(f"{row[part] / 2**30:,.1f}" for part in parts),
+            "yes" if row["fits"] else "no",
+        )
+        for name, row in record["memory_bytes_per_gpu"].items()
+    ]
+    print_table(("memory per GPU, GiB", *parts, "fits"), rows)
+    rows = []
     for name, stage in record["stages"].items():
         seconds, tail = stage["seconds"], stage["tail"]
         update = seconds["score"] + seconds["update"]
         times = (seconds["step"], seconds["rollout"], update, tail["half_done"], tail["p99"], tail["last"])
         busy = f"{stage['queue']['busy']:.0%}"
-        table.add_row(
-            name, str(stage["steps"]), *(f"{value:,.0f}" for value in times), busy, stage["bottleneck"]
+        rows.append(
+            (name, str(stage["steps"]), *(f"{value:,.0f}" for value in times), busy, stage["bottleneck"])
         )
-    console.print(table)
+    times_of_step = ("s a step", "rollout", "update", "half done", "p99", "last")
+    print_table(("stage", "steps", *times_of_step, "judges busy", "bottleneck"), rows)
     judges = record["judges"]
     print_line(f"judges: {judges['needed']} keep the trainer busy, {judges['given']} are given")
     print_line(

@@ -57,22 +57,14 @@ def run(
                 telemetry.serve(metrics)
             print_line(f"run {pipeline_run.run_id}, profile {resolved.profile}, home {pipeline_run.home}")
             with prefect_server(pipeline_run.home) as server:
-                from components.core.errors import StageFailed
                 from components.registry.tracking import import_store
-                from components.training.collapse_detection import Terminated
-                from components.training.launcher import TERMINATED
                 from flows.nightly import run_pipeline
 
                 if server is not None:
                     import_store(pipeline_run.params.registry)
                     server.wait()
-                try:
-                    with ProgressView(console) as view:
-                        record = run_pipeline(pipeline_run, view)
-                except StageFailed as error:
-                    print_line(f"cuda-agent: {error}")
-                    code = TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED
-                    raise typer.Exit(code) from error
+                with ProgressView(console) as view:
+                    record = run_pipeline(pipeline_run, view)
     final_table(record, run_context.interface_commands(pipeline_run), console)
     refused = record["gate"]["verdict"] == "refused"
     return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)

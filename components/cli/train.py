@@ -17,7 +17,6 @@ import typer
 
 from components.cli.common import (
     CommonOptions,
-    ExitCode,
     home_of,
     json_stdout,
     print_line,
@@ -72,7 +71,7 @@ def train(
     from components.core.progress_view import ProgressView
     from components.judge.pool import open_pool
     from components.training.collapse_detection import Terminated
-    from components.training.launcher import LAUNCHED, TERMINATED
+    from components.training.launcher import LAUNCHED
     from components.training.run_stage import run_stage
     from components.training.stage import CHECKPOINT, Stage
 
@@ -104,9 +103,9 @@ def train(
                 )
         except StageFailed as error:
             # With the launcher, only the launcher prints the error, for the first rank that failed.
-            if LAUNCHED not in os.environ or isinstance(error, Terminated):
-                print(f"cuda-agent: {error}", file=sys.stderr)
-            raise typer.Exit(TERMINATED if isinstance(error, Terminated) else ExitCode.FAILED) from error
+            if LAUNCHED in os.environ and not isinstance(error, Terminated):
+                raise typer.Exit(error.exit_code) from error
+            raise
         if rank == 0:
             print_line(f"{output / result.checkpoint}: {result.stopped or 'done'}")
         print_json(result.model_dump(mode="json"))
@@ -129,6 +128,5 @@ def _launch(ranks: int, output: Path) -> None:
     try:
         code = launch([sys.executable, "-m", "components.cli", *arguments], ranks, output / "logs")
     except StageFailed as error:
-        print(f"cuda-agent: train: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from error
+        raise StageFailed(f"train: {error}") from error
     raise typer.Exit(code)

@@ -13,9 +13,8 @@ from components.cli.common import (
     Output,
     home_of,
     judge_session,
-    plain_table,
     print_line,
-    stderr_console,
+    print_table,
     with_common_options,
     with_json_option,
 )
@@ -46,14 +45,15 @@ def trajectory_show(
         for text, style in trajectory_viewer.lines(trajectory):
             print_line(text, style)
     else:
-        table = plain_table("", "task", "turns", "calls", "reward", "ended by", "final answer")
-        for index, one in enumerate(trajectories, 1):
-            calls = sum(len(turn.calls) for turn in one.turns)
-            counts = (str(len(one.turns)), str(calls), f"{one.reward:g}")
-            table.add_row(
-                str(index), one.task_id, *counts, one.finish_reason, trajectory_viewer.words(one.final)
+        rows = [
+            (
+                *(str(index), one.task_id, str(len(one.turns))),
+                *(str(sum(len(turn.calls) for turn in one.turns)), f"{one.reward:g}"),
+                *(one.finish_reason, trajectory_viewer.words(one.final)),
             )
-        stderr_console().print(table)
+            for index, one in enumerate(trajectories, 1)
+        ]
+        print_table(("", "task", "turns", "calls", "reward", "ended by", "final answer"), rows)
     keys = ("task_id", "reward", "finish_reason", "policy_version", "files")
     records = [
         {key: getattr(one, key) for key in keys}

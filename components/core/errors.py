@@ -7,14 +7,19 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """An error that the user can fix. The exit code is 2.
+    """An error that the user can fix.
 
     The message is one sentence that says what is wrong, in which file or field, and how to fix it.
+    `exit_code` is the exit code of a command that raises the error.
     """
+
+    exit_code = 2
 
 
 class IsolationUnavailable(UserError):
-    """The error that the machine cannot run the sandbox. The exit code is 3."""
+    """The error that the machine cannot run the sandbox."""
+
+    exit_code = 3
 
 
 class InfrastructureError(Exception):
@@ -39,8 +44,11 @@ class TaskError(Exception):
 class StageFailed(Exception):
     """A failure of a stage, whose result must not be used.
 
-    The message is one sentence with the reason, such as a figure that is too low.
+    The message is one sentence with the reason, such as a figure that is too low. `exit_code` is the exit
+    code of a command that raises the error.
     """
+
+    exit_code = 1
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

@@ -53,7 +53,9 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 
 
 class NotPassed(UserError):
-    """The error that a version cannot be promoted because its gates did not pass. The exit code is 4."""
+    """The error that a version cannot be promoted because its gates did not pass."""
+
+    exit_code = 4
 
 
 class Promotion:

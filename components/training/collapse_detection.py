@@ -8,15 +8,15 @@ trainer's, or the critic explains too little of the returns.
 import math
 import signal
 import threading
-from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from components.core.errors import StageFailed
 from components.core.params import Ppo
 from components.training.engine import World
+from components.training.launcher import TERMINATED
 from components.training.metrics_file import Figures
 
 # Number of successive steps with a low explained variance that make a collapse. It is more than 1 because the
@@ -70,31 +70,21 @@ class Terminated(StageFailed):
     The message is one sentence.
     """
 
+    exit_code = TERMINATED
 
-class SigtermRequest:
+
+@contextmanager
+def sigterm_deferred() -> Iterator[Callable[[World], bool]]:
     """Context in which SIGTERM only sets a flag, so that the running step can be finished and saved.
 
-    Python handles signals only in the main thread; in any other thread the context changes nothing.
+    The yielded function returns whether any rank received SIGTERM; every rank must call it. Python handles
+    signals only in the main thread; in any other thread the context changes nothing.
     """
-
-    def __init__(self) -> None:
-        self.received = False
-        self.previous: Any = None
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self.previous = signal.signal(signal.SIGTERM, self._receive)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self.previous or signal.SIG_DFL)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-
-    def received_by_any(self, world: World) -> bool:
-        """Return whether any rank received SIGTERM; every rank must call this."""
-        return bool(world.sum(torch.tensor(float(self.received))) > 0)
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number)) if is_main else None
+    try:
+        yield lambda world: bool(world.sum(torch.tensor(float(bool(received)))) > 0)
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)

@@ -26,7 +26,7 @@ from components.training.losses import value_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, critic_from_actor
 from components.training.rollouts import derived_seed, trainable
-from components.training.stage import Stage, StageResult, load_result
+from components.training.stage import Stage, StageResult
 from components.training.training_loop import StepRecord, finish, fit, resume
 
 
@@ -43,8 +43,6 @@ def run(stage: Stage) -> StageResult:
     Raises StageFailed if the explained variance of the held-out returns is below
     critic.min_explained_variance.
     """
-    if (done := load_result(stage.out)) is not None:
-        return done
     started, params, settings = time.monotonic(), stage.params, stage.params.critic
     verify_checkpoint(stage.actor, params.device)
     taught, held_out = split_by_task(
@@ -83,8 +81,11 @@ def run(stage: Stage) -> StageResult:
 
     # Use the weights of the pass with the highest held-out explained variance, because later passes may only
     # memorise a small set of trajectories.
-    passes = [(record["explained_variance_held_out"], record["step"]) for record in state.metrics.records]
-    measured = [(value, int(epoch)) for value, epoch in passes if value is not None and epoch is not None]
+    measured = [
+        (value, int(record["step"] or 0))
+        for record in state.metrics.records
+        if (value := record["explained_variance_held_out"]) is not None
+    ]
     if measured:
         best, epoch = max(measured)
         state.saved.load(before=epoch + 2)

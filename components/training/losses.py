@@ -2,8 +2,8 @@
 
 The functions named *_sum return sums over own tokens. `microbatching.train_step` divides these sums by the
 number of own tokens in all micro-batches on all ranks, because a mean per micro-batch would give more weight
-to tokens of small micro-batches. `policy_loss` and `value_loss` return token means. All tensors are
-[batch, seq]. Values at masked positions do not influence any loss.
+to tokens of small micro-batches. All tensors are [batch, seq]. Values at masked positions do not influence
+any loss.
 """
 
 import torch
@@ -69,39 +69,6 @@ def value_loss_sum(
     return 0.5 * masked_sum(error, action_mask), {
         "value_clip_fraction": masked_sum(active.float(), action_mask)
     }
-
-
-def policy_loss(
-    actor_logprob: Tensor,
-    old_logprob: Tensor,
-    advantages: Tensor,
-    action_mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean of PPO's clipped surrogate over own tokens, and the means of its metrics.
-
-    All tensors are [batch, seq]. The metrics are the clip fractions, and approx_kl, the mean of old minus
-    actor log-probability.
-    """
-    total, sums = policy_loss_sum(actor_logprob, old_logprob, advantages, action_mask, clip_low, clip_high)
-    return _mean(total, sums, action_mask)
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean of PPO's value loss over own tokens, and the means of its metrics.
-
-    All tensors are [batch, seq]. `clip` is in units of the reward.
-    """
-    total, sums = value_loss_sum(values, old_values, returns, action_mask, clip)
-    return _mean(total, sums, action_mask)
-
-
-def _mean(total: Tensor, sums: TokenSums, action_mask: Tensor) -> tuple[Tensor, dict[str, float]]:
-    tokens = action_mask.bool().sum().clamp(min=1)
-    return total / tokens, {name: float(value / tokens) for name, value in sums.items()}
 
 
 def likelihood_loss_sum(actor_logprob: Tensor, action_mask: Tensor) -> Tensor:

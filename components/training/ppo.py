@@ -1,4 +1,7 @@
-"""Proximal policy optimisation, the loop of stages 1 and 4 (`run_ppo`).
+"""Proximal policy optimisation: stage 1 (`warmup`), stage 4 (`agentic`) and their loop (`run_ppo`).
+
+Stage 1 is single-turn PPO, which teaches the policy to write kernels that build. Stage 4 is multi-turn PPO in
+the workspace, from the actor of stage 2 and the critic of stage 3.
 
 Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
 updates first the critic and then the actor on minibatches. The reward is given at the last own token; the
@@ -12,17 +15,20 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
 from components.agent.reward import training_reward
 from components.agent.trajectory import Trajectory
+from components.core.errors import UserError
 from components.core.params import Ppo
+from components.policy.checkpoint import load_model, verify_checkpoint
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.batches import Rollout, collate
 from components.training.collapse_detection import Collapsed, collapse
-from components.training.engine import DeepSpeedEngine
+from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
@@ -35,7 +41,7 @@ from components.training.losses import (
 )
 from components.training.metrics_file import Figures
 from components.training.microbatching import Loss, MetricSums, evaluate, train_step
-from components.training.networks import Actor, Critic
+from components.training.networks import Actor, Critic, critic_from_actor, load_critic
 from components.training.rollouts import (
     RunEpisodes,
     SolveRateTracker,
@@ -45,13 +51,14 @@ from components.training.rollouts import (
     reward_figures,
     trainable,
 )
-from components.training.stage import Stage, StageResult, load_result
+from components.training.stage import Stage, StageResult
 from components.training.training_loop import StepRecord, finish, fit, resume
 
 # Metrics of a step that the progress display shows.
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
 # Metrics whose means over the last two steps are included in the figures of the stage.
 SUMMARY = ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -68,14 +75,41 @@ class Experience(Rollout):
     best: Tensor
 
 
+def warmup(stage: Stage, episodes: RunEpisodes) -> StageResult:
+    """Train the policy of the checkpoint `stage.actor` (stage 1); `episodes` runs the agent loop.
+
+    The critic starts as a copy of the actor. During the first `warmup.critic_warmup_steps` steps only the
+    critic is trained.
+    """
+    dtype = DTYPES[stage.params.engine.dtype]
+    return run_ppo(
+        stage, stage.params.warmup, lambda: critic_from_actor(load_model(stage.actor, dtype=dtype)), episodes
+    )
+
+
+def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
+    """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic` (stage 4).
+
+    `episodes` runs the agent loop. Raises UserError if there is no critic, or if its tokenizer differs from
+    the actor's.
+    """
+    params, critic = stage.params, stage.critic
+    if critic is None:
+        raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
+    tokenizers = [verify_checkpoint(folder).files.get(TOKENIZER) for folder in (stage.actor, critic)]
+    if tokenizers[0] != tokenizers[1]:
+        raise UserError(
+            f"{critic / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; "
+            "give the critic that was made from this actor."
+        )
+    return run_ppo(stage, params.agentic, lambda: load_critic(critic, DTYPES[params.engine.dtype]), episodes)
+
+
 def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes: RunEpisodes) -> StageResult:
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
-    `make_critic` returns the critic to start with, and `episodes` runs the agent loop. Returns the stored
-    result if the stage is already finished.
+    `make_critic` returns the critic to start with, and `episodes` runs the agent loop.
     """
-    if (done := load_result(stage.out)) is not None:
-        return done
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
     tasks = stage.tasks()
     policy = TrainedPolicy(stage, rollouts, episodes)
@@ -254,8 +288,6 @@ def update(
 
 def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:
     """Return a mask [batch], True if a trajectory has the highest reward of its task and it is positive."""
-    highest: dict[str, float] = {}
-    for trajectory, reward in zip(trajectories, rewards, strict=True):
-        highest[trajectory.task_id] = max(reward, highest.get(trajectory.task_id, 0.0))
-    pairs = zip(trajectories, rewards, strict=True)
-    return torch.tensor([0 < reward == highest[trajectory.task_id] for trajectory, reward in pairs])
+    pairs = [(trajectory.task_id, reward) for trajectory, reward in zip(trajectories, rewards, strict=True)]
+    highest = dict(sorted(pairs, key=itemgetter(1)))  # the last pair of a task has its highest reward
+    return torch.tensor([0 < reward == highest[task] for task, reward in pairs])

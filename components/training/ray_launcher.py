@@ -8,7 +8,7 @@ every rank reads and writes there.
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,5 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 def _rank(config: dict[str, Any]) -> None:
     """Run one rank of the stage; Ray Train calls this with `train_loop_config`."""
     os.environ[ERROR_FILE] = str(error_file(config["logs"], get_context().get_world_rank()))
-    pool = open_pool(config["stage"]["params"], config["verdicts"])
-    try:
+    with closing(open_pool(config["stage"]["params"], config["verdicts"])) as pool:
         run_stage(Stage(**config["stage"], pool=pool, progress=Quiet()))
-    finally:
-        pool.close()

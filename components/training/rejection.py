@@ -26,13 +26,12 @@ from components.training.networks import Actor
 from components.training.rollouts import (
     RunEpisodes,
     TrainedPolicy,
-    agent_loop,
     choose_tasks,
     derived_seed,
     reward_figures,
     trainable,
 )
-from components.training.stage import Stage, StageResult, load_result
+from components.training.stage import Stage, StageResult
 from components.training.stage_checks import replayed_rows
 from components.training.training_loop import StepRecord, finish, fit, resume
 
@@ -42,18 +41,14 @@ Row = tuple[Sequence[int], Sequence[int]]
 MAX_TASKS_AFTER = 32
 
 
-def run(
-    stage: Stage, episodes: RunEpisodes | None = None, replay: Callable[[int], list[Row]] | None = None
-) -> StageResult:
+def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
     """Fine-tune the policy of the checkpoint `stage.actor`.
 
-    Tests replace the agent loop by `episodes`. `replay` takes a count and returns that many cold-start
+    `episodes` runs the agent loop. `replay` takes a count and returns that many cold-start
     demonstrations, the same ones at every call.
     """
-    if (done := load_result(stage.out)) is not None:
-        return done
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
-    policy = TrainedPolicy(stage, rejection.rollouts, episodes or agent_loop())
+    policy = TrainedPolicy(stage, rejection.rollouts, episodes)
     actor = DeepSpeedEngine(
         Actor(policy.model, rejection.rollouts.temperature),
         params.engine,
@@ -115,28 +110,21 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
     The reasons are "kept" and the reasons for which trajectories were rejected.
     """
     reasons: Counter[str] = Counter(kept=0)
-    candidates: list[tuple[int, Trajectory]] = []
-    seen: set[tuple[int, ...]] = set()
-    for index, trajectory in enumerate(trajectories):
-        reason = rejection_reason(trajectory, rejection) or ("duplicate" if trajectory.ids in seen else "")
+    kept: dict[tuple[int, ...], Trajectory] = {}
+    for trajectory in trajectories:
+        reason = rejection_reason(trajectory, rejection) or ("duplicate" if trajectory.ids in kept else "")
         if reason:
             reasons[reason] += 1
         else:
-            seen.add(trajectory.ids)
-            candidates.append((index, trajectory))
-    best_first = sorted(
-        candidates, key=lambda item: (-item[1].reward, -_speedup(item[1]), len(item[1].ids), item[0])
-    )
+            kept[trajectory.ids] = trajectory
     per_task: Counter[str] = Counter()
-    kept = []
-    for index, trajectory in best_first:
-        per_task[trajectory.task_id] += 1
-        if per_task[trajectory.task_id] > rejection.per_task:
+    for one in sorted(kept.values(), key=lambda one: (-one.reward, -_speedup(one), len(one.ids))):
+        per_task[one.task_id] += 1
+        if per_task[one.task_id] > rejection.per_task:
             reasons["over_task_limit"] += 1
-        else:
-            reasons["kept"] += 1
-            kept.append((index, trajectory))
-    return [trajectory for _, trajectory in sorted(kept, key=lambda item: item[0])], reasons
+            del kept[one.ids]
+    reasons["kept"] = len(kept)
+    return list(kept.values()), reasons
 
 
 def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,24 +31,17 @@ if TYPE_CHECKING:
 RunEpisodes = Callable[[RolloutRequest, Sampler, "PreTrainedTokenizerBase"], list[Trajectory]]
 
 
-def agent_loop() -> RunEpisodes:
-    """Return the agent loop that stages use unless a test replaces it."""
-    from components.agent.token_rollout import run_episodes
-
-    return run_episodes
-
-
 def derived_seed(*parts: object) -> int:
     """Return a seed that depends only on `parts`, so that a repeated step draws the same random numbers."""
     return int(digest_json([str(part) for part in parts])[:15], 16)
 
 
+@dataclass
 class SolveRateTracker:
     """Record of how often the policy solved each task when this stage last sampled the task."""
 
-    def __init__(self) -> None:
-        # By task id: for each trajectory of the task's latest step, whether its reward was positive.
-        self.solved: dict[str, list[bool]] = {}
+    # By task id: for each trajectory of the task's latest step, whether its reward was positive.
+    solved: dict[str, list[bool]] = field(default_factory=dict)
 
     @classmethod
     def before(cls, out: Path, step: int) -> SolveRateTracker:

@@ -15,8 +15,8 @@ from components.core.errors import StageFailed
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
-from components.training.stage import Stage, StageResult, check_finished
-from components.training.stage_checks import check_stages, policy_kind
+from components.training.stage import Stage, StageResult, finished_result
+from components.training.stage_checks import check_stages
 
 if TYPE_CHECKING:
     from components.training.rejection import Row
@@ -41,8 +41,7 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
     try:
         check_stages(stage.params, (stage.name,))
-        check_finished(stage)
-        return _run(stage, episodes)
+        return finished_result(stage) or _run(stage, episodes)
     except Exception as error:
         get_error_handler().record_exception(error)
         raise
@@ -51,19 +50,21 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
     # Imported here because the imports take seconds, and a pipeline run does not need them if all of its
     # stages are cached.
-    from components.training import agentic, critic, rejection, warmup
+    from components.agent.token_rollout import run_episodes
+    from components.training import critic, ppo, rejection
     from components.training.engine import NotFinite
 
+    episodes = episodes or run_episodes
     try:
         match stage.name:
             case "warmup":
-                return warmup.run(stage, episodes)
+                return ppo.warmup(stage, episodes)
             case "rejection":
                 return rejection.run(stage, episodes, demonstrations(stage.params, stage.actor))
             case "critic":
                 return critic.run(stage)
             case "agentic":
-                return agentic.run(stage, episodes)
+                return ppo.agentic(stage, episodes)
     except NotFinite as error:
         raise StageFailed(
             f"{stage.name}: {error}; nothing of that update was kept: "
@@ -92,7 +93,7 @@ def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] |
     The function returns the same demonstrations at every call. `policy` is the folder of the checkpoint whose
     tokenizer encodes them. Returns None if the policy was not made by the cold start.
     """
-    if policy_kind(params) != "scratch":
+    if params.policy.source != "scratch":
         return None
 
     def rows(count: int) -> list[Row]:

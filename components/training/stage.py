@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from components.core.errors import UserError
 from components.core.files import MANIFEST, read_json
 from components.core.params import Params
 from components.core.progress import Progress
+from components.core.records import FrozenModel
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint
@@ -66,10 +65,8 @@ class Stage:
         return repeat_by_headroom(tasks) if self.params.data.weigh_by_headroom else tasks
 
 
-class StageResult(BaseModel):
+class StageResult(FrozenModel):
     """The result of a finished stage; stage.json contains its fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     # Path relative to the stage's folder.
@@ -96,7 +93,7 @@ def load_result(out: Path) -> StageResult | None:
         return None
     try:
         result = StageResult.model_validate(read_json(out / RESULT))
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         raise UserError(
             f"{out / RESULT}: not the result of a stage; delete the folder and run again."
         ) from error
@@ -106,14 +103,14 @@ def load_result(out: Path) -> StageResult | None:
     return result
 
 
-def check_finished(stage: Stage) -> None:
-    """Raise UserError if `stage.out` contains the result of another stage or of other inputs.
+def finished_result(stage: Stage) -> StageResult | None:
+    """Return the result in `stage.out`, or None if the stage is not finished.
 
-    The comparison includes the stage's name, input checkpoint, data set, section of the parameters, seed and
-    device.
+    Raises UserError if it is the result of another stage or of other inputs. The comparison includes the
+    stage's name, input checkpoint, data set, section of the parameters, seed and device.
     """
     if (result := load_result(stage.out)) is None:
-        return
+        return None
     manifest = Manifest.model_validate(read_json(stage.out / result.checkpoint / MANIFEST))
     params = stage.params.model_dump(mode="json")
     pairs = {
@@ -132,3 +129,4 @@ def check_finished(stage: Stage) -> None:
             f"{stage.out}: holds the finished stage {manifest.stage} of another {', '.join(different)}; "
             "give another folder, or delete it first."
         )
+    return result

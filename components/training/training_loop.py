@@ -17,7 +17,7 @@ from components.core.files import read_json, write_json
 from components.core.task import dataset_version
 from components.policy.checkpoint import save_checkpoint, verify_checkpoint
 from components.training.checkpointing import StateStore
-from components.training.collapse_detection import Collapsed, SigtermRequest, Terminated
+from components.training.collapse_detection import Collapsed, Terminated, sigterm_deferred
 from components.training.engine import DeepSpeedEngine, NotFinite, World
 from components.training.metrics_file import Figures, MetricsFile
 from components.training.stage import CHECKPOINT, RESULT, TASKS, Stage, StageResult
@@ -100,7 +100,7 @@ def fit(
     Terminated is raised.
     """
     stage = state.stage
-    with SigtermRequest() as sigterm:
+    with sigterm_deferred() as sigterm_received:
         for step in range(state.start, steps):
             record, reason = StepRecord(), ""
             try:
@@ -116,7 +116,7 @@ def fit(
                 return reason
             figures = {name: record.figures[name] for name in shown}
             stage.progress.update(stage.name, step + 1, steps, **figures)
-            stopping = sigterm.received_by_any(state.world)
+            stopping = sigterm_received(state.world)
             if stopping or (step + 1) % save_every == 0 or step + 1 == steps:
                 state.saved.save(step + 1)
             if stopping:

@@ -18,7 +18,6 @@ from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file, digest_json, read_json, write_json
-from components.training import agentic, warmup
 from components.training.collapse_detection import Terminated, collapse
 from components.training.launcher import TERMINATED, launch
 from components.training.run_stage import run_stage
@@ -85,7 +84,7 @@ def test_a_sampler_that_is_not_the_trainer_stops_the_stage(tmp_path: Path) -> No
             for trajectory in sampled
         ]
 
-    result = warmup.run(stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=3"), other_policy)
+    result = run_stage(stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=3"), other_policy)
     assert "min_effective_share" in result.stopped
 
 
@@ -104,7 +103,7 @@ def test_weights_that_are_not_numbers_give_way_to_the_last_good_ones(
         "warmup.learning_rate=1e30",
         f"warmup.minibatches={minibatches}",
     )
-    result = warmup.run(made, episodes)
+    result = run_stage(made, episodes)
     assert re.search(named, result.stopped), result.stopped
     assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
 
@@ -123,7 +122,7 @@ def test_batches_of_equal_rewards_teach_the_policy_nothing(tmp_path: Path) -> No
         return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(request, *rest)]
 
     made = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2", "warmup.learning_rate=0.01")
-    result = warmup.run(made, equal)
+    result = run_stage(made, equal)
     assert "all equal" in result.stopped
     assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
     assert all(
@@ -145,16 +144,16 @@ class Asking:
 
 def test_sigterm_ends_a_stage_after_its_update_with_the_state_saved(tmp_path: Path) -> None:
     short = (*AT_ONCE, "warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=4")
-    whole = warmup.run(stage(tmp_path / "whole", "warmup", *short), episodes)
+    whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episodes)
     asked, before = stage(tmp_path / "asked", "warmup", *short), signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated, match="after update 2 of 4"):
-        warmup.run(dataclasses.replace(asked, progress=Asking(2)), episodes)
+        run_stage(dataclasses.replace(asked, progress=Asking(2)), episodes)
     assert signal.getsignal(signal.SIGTERM) == before
     assert [folder.name for folder in sorted((asked.out / "state").iterdir())] == [
         "step-0000-float32-zero1-world1",
         "step-0002-float32-zero1-world1",
     ]
-    assert warmup.run(asked, episodes).digest == whole.digest
+    assert run_stage(asked, episodes).digest == whole.digest
 
 
 def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     manifest["digest"] = digest_json(manifest["files"])
     write_json(other / "manifest.json", manifest)
     with pytest.raises(UserError, match="reads other tokens than the actor"):
-        agentic.run(dataclasses.replace(made, critic=other), episodes)
+        run_stage(dataclasses.replace(made, critic=other), episodes)
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file
 from components.judge.verdict import Verdict
 from components.policy.checkpoint import load_model, verify_checkpoint
-from components.training import agentic, critic, rejection, warmup
+from components.training import critic, rejection
 from components.training.critic import split_by_task
 from components.training.networks import load_critic
 from components.training.ppo import best_of_task
 from components.training.rejection import has_loop, schedule, select
 from components.training.rollouts import SolveRateTracker, choose_tasks, step_folder
+from components.training.run_stage import run_stage
 from components.training.stage import load_result
 
 
@@ -56,7 +57,7 @@ FAST = (
 
 
 def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> None:
-    result = warmup.run(stage(tmp_path, "warmup", *FAST), episodes)
+    result = run_stage(stage(tmp_path, "warmup", *FAST), episodes)
     assert result.stopped == ""
     assert result.reward_before is not None and result.reward_after is not None
     assert result.reward_after > result.reward_before + 1
@@ -94,10 +95,10 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
         "warmup.checkpoint_every=2",
         "warmup.solve_rate_share=0.5",
     )
-    whole = warmup.run(stage(tmp_path / "whole", "warmup", *short), episodes)
+    whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episodes)
     killed = stage(tmp_path / "killed", "warmup", *short)
     with pytest.raises(Killed):
-        warmup.run(killed, killed_at(3))
+        run_stage(killed, killed_at(3))
     assert load_result(killed.out) is None
     sampled: list[str] = []
 
@@ -105,7 +106,7 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
         sampled.append(request.epoch)
         return episodes(request, *rest)
 
-    resumed = warmup.run(killed, counting)
+    resumed = run_stage(killed, counting)
     assert sampled == ["warmup/3"], (
         "steps 0 to 2 are on disk; step 2 is trained again from there, since the state is older"
     )
@@ -113,7 +114,7 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
     assert resumed.digest == whole.digest and resumed.figures == whole.figures
     lines = (killed.out / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
-    assert warmup.run(killed, killed_at(0)) == resumed, "a finished stage is not run again"
+    assert run_stage(killed, killed_at(0)) == resumed, "a finished stage is not run again"
 
 
 def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: Path) -> None:
@@ -125,11 +126,11 @@ def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: P
             for trajectory in sampled
         ]
 
-    collapsing = warmup.run(
+    collapsing = run_stage(
         stage(tmp_path / "a", "warmup", "warmup.steps=4", "warmup.critic_warmup_steps=0"), truncating
     )
     assert "max_truncated" in collapsing.stopped
-    one_update = warmup.run(
+    one_update = run_stage(
         stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episodes
     )
     assert one_update.stopped == ""
@@ -146,7 +147,7 @@ def test_a_policy_that_collapses_before_its_first_state_goes_back_to_its_start(t
     made = stage(
         tmp_path, "warmup", "warmup.steps=3", "warmup.critic_warmup_steps=0", "warmup.checkpoint_every=3"
     )
-    assert "max_truncated" in warmup.run(made, truncating).stopped
+    assert "max_truncated" in run_stage(made, truncating).stopped
     assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
 
 
@@ -160,7 +161,7 @@ def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None
             "warmup.critic_warmup_steps=0",
             f"engine.zero_stage={zero_stage}",
         )
-        result = warmup.run(made, episodes)
+        result = run_stage(made, episodes)
         model = load_model(made.out / "checkpoint")
         digests.add(
             round(sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters()), 2)
@@ -176,8 +177,8 @@ def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Pat
 
     made = stage(tmp_path, "warmup", "warmup.steps=1")
     with pytest.raises(UserError, match="no bubblewrap"):
-        warmup.run(made, failing)
-    assert warmup.run(made, episodes).stopped == ""
+        run_stage(made, failing)
+    assert run_stage(made, episodes).stopped == ""
 
 
 def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp_path: Path) -> None:
@@ -188,9 +189,9 @@ def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp
         "warmup.value_clip=0.5",
         "warmup.epochs=2",
     )
-    free = warmup.run(stage(tmp_path / "free", "warmup", *fast), episodes)
-    held = warmup.run(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episodes)
-    replayed = warmup.run(
+    free = run_stage(stage(tmp_path / "free", "warmup", *fast), episodes)
+    held = run_stage(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episodes)
+    replayed = run_stage(
         stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episodes
     )
     assert held.figures["kl_start"] < 0.5 * free.figures["kl_start"]
@@ -213,7 +214,7 @@ def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
         "rejection.learning_rate=0.003",
         "critic.min_explained_variance=-10",
     )
-    warmup.run(stage(tmp_path, "warmup", *small), episodes)
+    run_stage(stage(tmp_path, "warmup", *small), episodes)
     tuned = rejection.run(
         stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes
     )
@@ -235,7 +236,7 @@ def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
         stage(tmp_path, "agentic", *small, actor=tmp_path / "rejection/checkpoint"),
         critic=tmp_path / "critic/checkpoint",
     )
-    result = agentic.run(last, episodes)
+    result = run_stage(last, episodes)
     assert result.name == "agentic" and verify_checkpoint(last.out / "checkpoint").digest == result.digest
     trajectory = load_trajectories(last.out / "trajectories/step-0001")[0]
     assert 0 in trajectory.action_mask[trajectory.action_mask.index(1) :], (
@@ -251,7 +252,7 @@ def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
         "critic.learning_rate=0.01",
         "critic.min_explained_variance=-10",
     )
-    warmup.run(stage(tmp_path, "warmup", *small, "warmup.rollouts.samples=8"), episodes)
+    run_stage(stage(tmp_path, "warmup", *small, "warmup.rollouts.samples=8"), episodes)
     made = dataclasses.replace(
         stage(tmp_path, "critic", *small), trajectories=(tmp_path / "warmup/trajectories",)
     )
@@ -273,26 +274,26 @@ def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_p
         UserError,
         match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another policy",
     ):
-        warmup.run(made, episodes)
+        run_stage(made, episodes)
     assert not made.out.exists()
 
 
 def test_a_checkpoint_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     made = stage(tmp_path, "warmup", "warmup.steps=2")
-    first = warmup.run(made, episodes)
+    first = run_stage(made, episodes)
     shutil.rmtree(made.out / "checkpoint")
-    assert warmup.run(made, episodes).digest == first.digest
+    assert run_stage(made, episodes).digest == first.digest
 
 
 def test_a_critic_that_explains_too_little_fails_its_stage(tmp_path: Path) -> None:
-    warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
+    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
     with pytest.raises(StageFailed, match="min_explained_variance"):
         critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
 
 
 def test_a_trajectory_whose_mask_does_not_fit_is_named(tmp_path: Path) -> None:
-    warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
+    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
     folder = tmp_path / "warmup/trajectories/step-0000"
     tensors = load_file(folder / "tokens.safetensors")
     tensors["action_mask"][tensors["offsets"][3]] = 1
@@ -307,7 +308,7 @@ def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path:
     def equal(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
         return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(request, *rest)]
 
-    warmup.run(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
+    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
     result = critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
     assert "undefined" in result.stopped and "explained_variance_held_out" not in result.figures

@@ -21,7 +21,7 @@ from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
 from components.policy.weights import fingerprint
-from components.training import warmup
+from components.training.run_stage import run_stage
 
 PROMPTS = [[1, 5, 6], [1, 5, 6], [1, 9, 10, 11, 12]]
 
@@ -139,7 +139,7 @@ def test_a_stage_trains_with_a_server_that_follows_every_update(
         "warmup.learning_rate=0.01",
         "warmup.critic_warmup_steps=0",
     )
-    result = warmup.run(made, episodes)
+    result = run_stage(made, episodes)
     assert result.stopped == "" and worker.asleep
     records = [json.loads(line) for line in (made.out / "metrics.jsonl").read_text().splitlines()]
     # Only a sampler with the newest weights agrees with the trainer to rounding: the learning rate moves
@@ -196,4 +196,4 @@ def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(worker: Worker
 
 def test_vllm_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"policy\.backend: vLLM cannot be imported"):
-        warmup.run(stage(tmp_path, "warmup", "policy.backend=vllm"), episodes)
+        run_stage(stage(tmp_path, "warmup", "policy.backend=vllm"), episodes)

@@ -16,8 +16,9 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.judge import ray_pool
 from components.judge.pool import Candidate, Job, LocalPool, open_pool
-from components.training import critic, warmup
+from components.training import critic
 from components.training.ray_launcher import run_on_ray
+from components.training.run_stage import run_stage
 
 SIMD = corpus.files("honest", "simd")
 MakePool = Callable[[Path], LocalPool]
@@ -162,7 +163,7 @@ def test_two_ranks_that_ray_train_places_make_what_one_process_makes(
         "engine.tokens_per_microbatch=64",
     )
     sampled = training_fixtures.stage(tmp_path, "warmup", "warmup.steps=1")
-    warmup.run(sampled, training_fixtures.episodes)
+    run_stage(sampled, training_fixtures.episodes)
     alone = dataclasses.replace(
         training_fixtures.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,)
     )

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from training_fixtures import token_means
 
 from components.agent.trajectory import Trajectory
 from components.judge.verdict import Verdict
@@ -21,9 +22,8 @@ from components.training.losses import (
     kl_k2,
     kl_k3,
     likelihood_loss_sum,
-    policy_loss,
     policy_loss_sum,
-    value_loss,
+    value_loss_sum,
 )
 from components.training.networks import Critic
 
@@ -116,7 +116,7 @@ FIRST, SECOND = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]), torch.tensor([[1, 1,
     [(FIRST, -0.513142, 0.5, -0.0125), (SECOND, -0.481428, 0.5, -0.05)],
 )
 def test_policy_loss_is_golden(mask: Tensor, mean: float, clip_fraction: float, kl: float) -> None:
-    loss, metrics = policy_loss(ACTOR, OLD, ADVANTAGES, mask, 0.2, 0.28)
+    loss, metrics = token_means(policy_loss_sum(ACTOR, OLD, ADVANTAGES, mask, 0.2, 0.28), mask)
     assert float(loss) == pytest.approx(mean, abs=1e-6)
     assert metrics["clip_fraction"] == pytest.approx(clip_fraction)
     assert metrics["clip_fraction_low"] + metrics["clip_fraction_high"] == pytest.approx(clip_fraction)
@@ -133,10 +133,11 @@ G = torch.tensor([[1.0, 1, 1, 7], [0, 0, 0, 0]])
     [(FIRST, 0.19625, 0.1525, 0.25), (SECOND, 0.138333, 0.109167, 0.166667)],
 )
 def test_value_loss_is_golden(mask: Tensor, clipped: float, unclipped: float, fraction: float) -> None:
-    loss, metrics = value_loss(V, V_OLD, G, mask, 0.2)
+    loss, metrics = token_means(value_loss_sum(V, V_OLD, G, mask, 0.2), mask)
     assert float(loss) == pytest.approx(clipped, abs=1e-6)
     assert metrics["value_clip_fraction"] == pytest.approx(fraction, abs=1e-6)
-    assert float(value_loss(V, V_OLD, G, mask, None)[0]) == pytest.approx(unclipped, abs=1e-6)
+    loss, _ = token_means(value_loss_sum(V, V_OLD, G, mask, None), mask)
+    assert float(loss) == pytest.approx(unclipped, abs=1e-6)
 
 
 def test_kl_estimators_are_golden() -> None:
@@ -152,7 +153,8 @@ def test_kl_estimators_are_golden() -> None:
 
 def test_nan_at_masked_positions_reaches_neither_loss_nor_gradient() -> None:
     actor = torch.where(FIRST.bool(), ACTOR, math.nan).requires_grad_()
-    loss, _ = policy_loss(actor, OLD, torch.where(FIRST.bool(), ADVANTAGES, math.nan), FIRST, 0.2, 0.28)
+    advantages = torch.where(FIRST.bool(), ADVANTAGES, math.nan)
+    loss, _ = token_means(policy_loss_sum(actor, OLD, advantages, FIRST, 0.2, 0.28), FIRST)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-0.513142, abs=1e-6)
     assert actor.grad is not None and torch.isfinite(actor.grad).all()

@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from training_fixtures import token_means
 
 from components.training.advantages import explained_variance, gae, whiten
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
     kl_k3,
-    policy_loss,
-    value_loss,
+    policy_loss_sum,
+    value_loss_sum,
 )
 
 Array = NDArray[np.float64]
@@ -85,8 +86,8 @@ def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(
 
     def results(x: dict[str, Array]) -> list[torch.Tensor]:
         t = {name: tensor(value) for name, value in x.items() if name != "mask"}
-        surrogate, _ = policy_loss(t["actor"], t["old"], t["advantages"], mask, 0.2, 0.28)
-        error, _ = value_loss(t["values"], t["old_values"], t["returns"], mask, 0.2)
+        surrogate, _ = policy_loss_sum(t["actor"], t["old"], t["advantages"], mask, 0.2, 0.28)
+        error, _ = value_loss_sum(t["values"], t["old_values"], t["returns"], mask, 0.2)
         return [
             *gae(t["rewards"], t["values"], mask, 0.99, 0.95),
             whiten(t["advantages"], mask),
@@ -113,9 +114,9 @@ def test_the_policy_loss_is_the_clipped_surrogate_of_each_token(
         inside = min(max(ratio, 1 - low), 1 + high)
         total += max(-advantage * ratio, -advantage * inside)
         clipped += -advantage * inside > -advantage * ratio
-    loss, metrics = policy_loss(
-        *(tensor(batch[name]) for name in ("actor", "old", "advantages")), tensor(batch["mask"]), low, high
-    )
+    mask = tensor(batch["mask"])
+    sums = policy_loss_sum(*(tensor(batch[name]) for name in ("actor", "old", "advantages")), mask, low, high)
+    loss, metrics = token_means(sums, mask)
     assert float(loss) == pytest.approx(total / len(tokens), abs=1e-9)
     assert metrics["clip_fraction"] == pytest.approx(clipped / len(tokens))
 
@@ -131,9 +132,9 @@ def test_the_value_loss_takes_the_larger_error_of_each_token(
         value, old, target = (batch[name][place] for name in ("values", "old_values", "returns"))
         held = old + min(max(value - old, -clip), clip) if clip is not None else value
         total += 0.5 * max((value - target) ** 2, (held - target) ** 2)
-    loss, _ = value_loss(
-        *(tensor(batch[name]) for name in ("values", "old_values", "returns")), tensor(batch["mask"]), clip
-    )
+    mask = tensor(batch["mask"])
+    sums = value_loss_sum(*(tensor(batch[name]) for name in ("values", "old_values", "returns")), mask, clip)
+    loss, _ = token_means(sums, mask)
     assert float(loss) == pytest.approx(total / len(tokens), abs=1e-9)
 
 
