@@ -127,7 +127,7 @@ def with_common_options(
             else:
                 bound()
 
-        return _with_options(call, command, list(_parameters(command))[1:], common)
+        return _with_options(call, command, common)
 
     return decorate
 
@@ -139,24 +139,19 @@ def with_json_option(command: Callable[..., Output]) -> Callable[..., None]:
     def call(*, as_json: bool = False, **values: Any) -> None:
         _print_output(functools.partial(command, **values), as_json)
 
-    return _with_options(call, command, list(_parameters(command)), [as_json])
-
-
-def _parameters(command: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    return iter(inspect.signature(command, eval_str=True).parameters.values())
+    return _with_options(call, command, [as_json])
 
 
 def _with_options(
-    call: Callable[..., None],
-    command: Callable[..., Any],
-    own: list[inspect.Parameter],
-    added: list[inspect.Parameter],
+    call: Callable[..., None], command: Callable[..., Any], added: list[inspect.Parameter]
 ) -> Callable[..., None]:
     """Return `call` with the name and docstring of `command`, and with the signature that typer reads.
 
-    The signature has the parameters `own` of the command, followed by the parameters `added`.
+    The signature has the parameters of the command without `options`, followed by the parameters `added`.
     """
     functools.update_wrapper(call, command)
+    parameters = inspect.signature(command, eval_str=True).parameters
+    own = [parameter for name, parameter in parameters.items() if name != "options"]
     # inspect.signature reads this attribute, which the type of a function does not declare.
     call.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}

@@ -88,8 +88,8 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
     from components.registry.gate_runner import gate_again
 
     promotion, resolved = open_promotion(options)
-    tags = models.find(promotion.client, promotion.model, version).tags
-    profile = tags.get("profile", resolved.profile)
+    found = models.find(promotion.client, promotion.model, version)
+    profile = found.tags.get("profile", resolved.profile)
     if profile != resolved.profile:
         name = profile or "''"
         raise UserError(
@@ -103,8 +103,12 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
     if models.aliases(promotion.client, promotion.model).get(models.CHAMPION) == number:
         entry = promotion.note(number, decision)
     else:
-        seconds = resolved.params.gate.approval_seconds
-        entry = promotion.apply_decision(number, decision, champion=champion, approval_seconds=seconds)
+        entry = promotion.apply_decision(
+            number,
+            decision,
+            champion=champion,
+            approval_seconds=resolved.params.gate.approval_seconds,
+        )
     _print_gates([gate.model_dump() for gate in decision.gates])
     for reason in decision.reasons:
         print_line(f"  {reason}")

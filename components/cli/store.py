@@ -90,8 +90,7 @@ def store_verify(options: CommonOptions, prefix: Prefix = "") -> Output:
     store, faults, checked = _open_store(options.resolve()), {}, 0
     total = sum(1 for _ in store.entries(prefix))
     with ProgressView(stderr_console()) as view:
-        for key, fault in damaged(store, prefix):
-            checked += 1
+        for checked, (key, fault) in enumerate(damaged(store, prefix), 1):
             view.update("verified", checked, max(total, checked))
             if fault:
                 faults[key] = fault

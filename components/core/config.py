@@ -8,7 +8,7 @@ import contextlib
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -159,9 +159,7 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
 
 def _is_number(annotation: Any) -> bool:
-    if get_origin(annotation) is Annotated or get_args(annotation):
-        return any(_is_number(part) for part in get_args(annotation))
-    return annotation in (int, float)
+    return annotation in (int, float) or any(map(_is_number, get_args(annotation)))
 
 
 def _number(key: str, value: Any) -> Any:

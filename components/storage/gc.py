@@ -36,11 +36,6 @@ class Group:
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries)
 
-    @property
-    def newest(self) -> datetime:
-        """Return the time at which the newest object of the group was modified."""
-        return max(entry.modified for entry in self.entries)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -72,8 +67,9 @@ def plan(
     keep: dict[str, str] = {}
     named: dict[str, str] = {}
     for group in found:
+        newest = max(entry.modified for entry in group.entries)
         used = reason_to_keep(group.id, references) or (
-            "younger than the limit" if now - group.newest < older_than else ""
+            "younger than the limit" if now - newest < older_than else ""
         )
         if reason := used or reason_to_keep(group.id, evidence):
             keep[group.name] = reason

@@ -6,7 +6,6 @@ because DeepSpeed cannot load shards of another layout. A stage that resumes wit
 training on its stored trajectories and does not sample them again.
 """
 
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,10 +33,8 @@ class StateStore:
 
     def complete(self) -> list[tuple[int, Path]]:
         """Return (finished steps, folder) of every complete state of this layout, oldest first."""
-        pattern = re.compile(rf"step-(\d+)-{re.escape(self.layout)}")
-        folders = (self.stage_folder / "state").glob("step-*")
-        matches = [(pattern.fullmatch(folder.name), folder) for folder in folders]
-        return sorted((int(match[1]), folder) for match, folder in matches if match)
+        folders = (self.stage_folder / "state").glob(f"step-*-{self.layout}")
+        return sorted((int(folder.name.split("-")[1]), folder) for folder in folders)
 
     def save(self, steps: int) -> None:
         """Save the engines' present state as the state after `steps` steps, and delete the oldest states."""

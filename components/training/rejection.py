@@ -65,8 +65,9 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
     def tuning_step(step: int, record: StepRecord) -> None:
         batch, sums = pad(batches[step]), MetricSums()
         learning_rate = rejection.learning_rate * (1 - step / len(batches))
-        rows = range(len(batch.ids))
-        norm = train_step(actor, batch, rows, likelihood_loss, sums, learning_rate=learning_rate)
+        norm = train_step(
+            actor, batch, range(len(batch.ids)), likelihood_loss, sums, learning_rate=learning_rate
+        )
         record.figures |= sums.means(actor.world, batch.tokens)
         record.figures |= {"gradient_norm": norm, "learning_rate": learning_rate}
 

@@ -117,12 +117,12 @@ def finished_result(stage: Stage) -> StageResult | None:
         "stage": (manifest.stage, stage.name),
         "input": (manifest.parent, verify_checkpoint(stage.actor).digest),
         "data set": (manifest.dataset, dataset_version(stage.dataset / TASKS)),
+        **{
+            f"{stage.name}.{key}": (value, params[stage.name].get(key))
+            for key, value in manifest.params.get(stage.name, {}).items()
+        },
+        **{key: (manifest.params.get(key), params[key]) for key in ("seed", "device")},
     }
-    pairs |= {
-        f"{stage.name}.{key}": (value, params[stage.name].get(key))
-        for key, value in manifest.params.get(stage.name, {}).items()
-    }
-    pairs |= {key: (manifest.params.get(key), params[key]) for key in ("seed", "device")}
     different = [name for name, (finished, requested) in pairs.items() if finished != requested]
     if different:
         raise UserError(

@@ -32,12 +32,9 @@ def open_policy_sampler(
     `policy` was loaded from `checkpoint`, whose digest is `digest`. `out` is the stage's folder. Call this
     before making the engine that trains `policy`, because that engine may shard the weights.
     """
-    settings = params.policy
-    if settings.backend == "transformers":
+    if params.policy.backend == "transformers":
         return InProcessSampler(policy, tokenizer, params, digest)
-    if world.rank > 0:
-        return SyncedSampler(policy, None, digest, out)
-    sampler = open_vllm_sampler(params, checkpoint, tokenizer, version=digest)
+    sampler = open_vllm_sampler(params, checkpoint, tokenizer, version=digest) if world.rank == 0 else None
     return SyncedSampler(policy, sampler, digest, out)
 
 
