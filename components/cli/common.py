@@ -212,7 +212,7 @@ def newest_dataset(home: Path) -> Path:
 def judge_session(params: Params, home: Path) -> Iterator[tuple[LocalPool, ProgressView]]:
     """Open the judge pool of the home and a progress view on standard error, and close both at the end."""
     from components.core.progress_view import ProgressView
-    from components.judge.pool import open_pool
+    from components.judge.open_pool import open_pool
 
     with (
         contextlib.closing(open_pool(params, home / "verdicts")) as pool,

@@ -5,14 +5,12 @@ caller's name for one set of judgements) and protocol (the settings of the judge
 runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from components.core import telemetry
 from components.core.errors import InfrastructureError
@@ -20,11 +18,6 @@ from components.core.files import digest_bytes, digest_json, read_json, write_js
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
-from components.sandbox.preflight import check_isolation
-
-if TYPE_CHECKING:
-    from components.judge.judge import Judge
-    from components.judge.ray_pool import RemoteJudges
 
 # Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
 WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
@@ -39,8 +32,8 @@ class Candidate:
 
     files: tuple[tuple[str, str], ...]
 
-    @staticmethod
-    def of(files: dict[str, str]) -> Candidate:
+    @classmethod
+    def of(cls, files: dict[str, str]) -> Self:
         """Return the candidate with `files`, which maps each workspace path to the text of the file.
 
         Lone surrogates are replaced by question marks, because UTF-8 cannot represent them.
@@ -49,7 +42,7 @@ class Candidate:
         def encodable(text: str) -> str:
             return text.encode(errors="replace").decode()
 
-        return Candidate(tuple(sorted((encodable(name), encodable(text)) for name, text in files.items())))
+        return cls(tuple(sorted((encodable(name), encodable(text)) for name, text in files.items())))
 
     @property
     def digest(self) -> str:
@@ -87,6 +80,20 @@ class JudgePool(Protocol):
     def close(self) -> None: ...
 
 
+class JudgeLike(Protocol):
+    """Interface of the object that a pool judges with: one judge, or several with the same methods."""
+
+    def verdict(
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False
+    ) -> Verdict: ...
+
+    def admit(self, code: str, *, headroom: bool = False) -> Admission: ...
+
+    def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class LocalPool:
     """Pool with one judge on this machine; builds and preparation are parallel, measurements are sequential.
 
@@ -104,17 +111,17 @@ class LocalPool:
         )
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
-        self._judge: Judge | RemoteJudges | None = None
+        self._judge: JudgeLike | None = None
 
     @property
-    def judge(self) -> Judge | RemoteJudges:
+    def judge(self) -> JudgeLike:
         """Judge of this pool, which is started for the first job whose result is not in the journal."""
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
             return self._judge
 
-    def start(self) -> Judge | RemoteJudges:
+    def start(self) -> JudgeLike:
         """Return a new judge.
 
         Its module, which imports torch, is imported here, because a run whose results are all in the journal
@@ -221,20 +228,6 @@ class LocalPool:
         self.executor.shutdown(wait=True, cancel_futures=True)
         if self._judge is not None:
             self._judge.close()
-
-
-def open_pool(params: Params, verdicts: Path) -> LocalPool:
-    """Return a pool with a judge on this machine, or with judges on a Ray cluster if `sandbox.pool` is `ray`.
-
-    `verdicts` is the journal's folder. For a judge on this machine, raises IsolationUnavailable if no runner
-    can be isolated here; this is checked before anything is loaded or sampled.
-    """
-    if params.sandbox.pool == "ray":
-        from components.judge.ray_pool import RayPool
-
-        return RayPool(params, verdicts)
-    check_isolation(params.sandbox, params.device)
-    return LocalPool(params, verdicts)
 
 
 def with_any_duration(params: Params) -> Params:

@@ -60,7 +60,7 @@ def seeds(params: Params, out: Path) -> str:
 
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
     """Compose tasks, judge them, and write the data set."""
-    from components.judge.pool import open_pool
+    from components.judge.open_pool import open_pool
     from components.synthesis.dataset import build_dataset
 
     pool = open_pool(params, verdicts)
