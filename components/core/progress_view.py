@@ -4,13 +4,11 @@ On a terminal, the progress is one table of the stages, which is updated in plac
 lines, with at most one line for each stage every LINE_SECONDS.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -65,7 +63,7 @@ class ProgressView:
         self.printed: dict[str, float] = {}
         self.live: Live | None = None
 
-    def __enter__(self) -> ProgressView:
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             self.live = Live(
                 console=self.console, refresh_per_second=4, get_renderable=self.render, transient=True
