@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core import params as parameters
+from components.core import params
 from components.core.files import sync_tree
 from components.training.engine import DeepSpeedEngine, World
 
@@ -22,7 +22,7 @@ class StateStore:
 
     stage_folder: Path
     engines: Mapping[str, DeepSpeedEngine]
-    settings: parameters.Engine
+    settings: params.Engine
     world: World
     # Maximum number of states on disk; `save` deletes the oldest ones if there are more.
     kept: int

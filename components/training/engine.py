@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import HashStore
 
-from components.core import params as parameters
+from components.core import params
 from components.core.errors import UserError
 from components.training.batches import Microbatch
 
@@ -61,7 +61,7 @@ class World:
             distributed.barrier()
 
 
-def join_world(device: parameters.Device, timeout_seconds: float) -> World:
+def join_world(device: params.Device, timeout_seconds: float) -> World:
     """Join the launcher's process group, or make a group of only this process if there is no launcher.
 
     `timeout_seconds` limits every collective. DeepSpeed's default of 10 minutes is too short, because the
@@ -80,7 +80,7 @@ def join_world(device: parameters.Device, timeout_seconds: float) -> World:
     return World(distributed.get_rank(), distributed.get_world_size(), target)
 
 
-def _deepspeed(device: parameters.Device) -> Any:
+def _deepspeed(device: params.Device) -> Any:
     """Import and return DeepSpeed, set up to log to standard error and to compile nothing."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
@@ -105,7 +105,7 @@ class DeepSpeedEngine:
     """Network with its optimizer (torch's AdamW), distributed over the ranks with DeepSpeed's ZeRO 0 to 3."""
 
     def __init__(
-        self, module: nn.Module, engine: parameters.Engine, *, device: parameters.Device, gradient_clip: float
+        self, module: nn.Module, engine: params.Engine, *, device: params.Device, gradient_clip: float
     ):
         """Move `module` to the device and prepare it for training in place.
 

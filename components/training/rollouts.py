@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
-from components.core import params as parameters
+from components.core import params
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.task import KernelTask
@@ -107,7 +107,7 @@ def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: i
 class TrainedPolicy:
     """The policy that a stage trains, with its tokenizer and the sampler of its current weights."""
 
-    def __init__(self, stage: Stage, rollouts: parameters.Rollouts, run_episodes: RunEpisodes):
+    def __init__(self, stage: Stage, rollouts: params.Rollouts, run_episodes: RunEpisodes):
         """Load the stage's actor and make its sampler.
 
         Make the engine that trains `model` only afterwards, because the engine may shard the weights.
