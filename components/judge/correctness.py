@@ -5,6 +5,9 @@ same errors of the float32 reference output, and never above the absolute tolera
 of the largest absolute value of the reference output (docs/design/correctness-criterion.md). A fixed
 tolerance of 1e-2 or 1e-4 would accept zeros if outputs are small, and refuse honest sums if outputs are
 large.
+
+The exact answer, which is the float64 value rounded to the output's type, is always correct, and so is the
+float32 reference output.
 """
 
 import math
@@ -14,10 +17,32 @@ import torch
 from components.core.params import Params, Precision, Sandbox
 
 # Smallest limit of the maximum error, relative to the largest absolute value of the reference output. It is a
-# few float32 units in the last place, because the float32 reference may happen to have no error.
+# few float32 units in the last place, because the float32 reference may happen to have no error. The limit of
+# the RMS error is a quarter of it.
 FLOAT32_FLOOR = 8 * 2.0**-23
+# Largest error that is accepted in a timed call, as a multiple of the limit for a correctness set. It exceeds
+# 1 for two reasons: an output that departs little from eager's is not compared with float64 (`departures`);
+# and since the worst of hundreds of calls is compared, an honest kernel is certain to meet an input on which
+# its error is unusually large beside eager's.
+TIMED_MULTIPLE = 2.0
+# Smallest absolute tolerance in units in the last place (at 1) of an output in half precision.
+HALF_TOLERANCE = 8
+# Range of the maximum error in which squares of float32 errors neither overflow nor vanish.
+SQUARABLE = (1e-12, 1e14)
+# Largest scale of an output whose errors are computed in float32; beyond it a difference could overflow.
+LARGEST_SCALE = 1e37
 # Bytes of reference outputs that are compared at a time.
 COMPARED_BYTES = 1 << 26
+
+
+def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest limits of the maximum and the RMS error of an output, relative to its scale.
+
+    An output in half precision has larger limits, because rounding the exact value to `dtype` changes it by
+    up to half a unit in the last place.
+    """
+    unit = torch.finfo(dtype).eps
+    return max(FLOAT32_FLOOR, unit), max(FLOAT32_FLOOR / 4, unit / 2)
 
 
 class ReferenceOutput:
@@ -33,107 +58,163 @@ class ReferenceOutput:
 
         Both tensors have the same shape and are used by `mismatch`.
         """
-        self.single = single
-        self.mask: torch.Tensor | None = None
-        # Largest distance (maximum, RMS) of a correct output from `single`, relative to the scale. The scale
-        # is the largest absolute value of `expected`.
-        self.slack = (0.0, 0.0)
-        if not single.dtype.is_floating_point:
+        self.single, self.expected, self.shape = single, expected, single.shape
+        self.errors = self.limits = (0.0, 0.0)  # of the maximum and the RMS error
+        self.ceiling = 0.0
+        if single.is_complex():
+            self.single, self.expected = single, expected = (
+                torch.view_as_real(single),
+                torch.view_as_real(expected),
+            )
+        if not single.dtype.is_floating_point or single.numel() == 0:
             return
-        both_finite = torch.isfinite(single) & torch.isfinite(expected)
-        if not both_finite.all():
-            self.mask, single, expected = both_finite, single[both_finite], expected[both_finite]
-        expected = expected.double()
-        self.dtype = torch.float64 if single.dtype == torch.float64 else torch.float32
-        self.high = expected.to(self.dtype)
-        self.low = (expected - self.high.double()).to(self.dtype)
-        if expected.numel() == 0:
-            self.max_allowed = self.rms_allowed = self.ceiling = 0.0
-            return
-        scale = expected.abs().max().item()
-        error = (single.double() - expected).abs_()
-        max_error, rms_error = error.max().item(), error.square().mean().sqrt().item()
-        self.ceiling = (sandbox.tf32_tolerance if precision == "tf32" else sandbox.absolute_tolerance) * scale
-        multiple = sandbox.error_multiple
-        self.max_allowed = min(max(multiple * max_error, FLOAT32_FLOOR * scale), self.ceiling)
-        self.rms_allowed = min(max(multiple * rms_error, FLOAT32_FLOOR / 4 * scale), self.ceiling)
-        if scale > 0:
-            self.slack = ((self.max_allowed + max_error) / scale, (self.rms_allowed + rms_error) / scale)
+        rounded = expected.to(single.dtype)
+        all_finite = bool(torch.isfinite(rounded).all())
+        values = expected
+        if not all_finite:
+            values = torch.where(torch.isfinite(rounded), expected, single.double())
+            values = values[torch.isfinite(values)]
+        scale = _max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
+        # Rounded values if the errors must be computed in float64, element by element; None otherwise.
+        self.rounded: torch.Tensor | None = None
+        if all_finite and scale < LARGEST_SCALE and bool(torch.isfinite(single).all()):
+            dtype = torch.float64 if single.dtype == torch.float64 else torch.float32
+            self.high = expected.to(dtype)
+            self.low = (expected.double() - self.high.double()).to(dtype)
+        else:
+            self.rounded = rounded
+        self.errors = self._error_magnitudes(single)
+        unit, smallest = torch.finfo(single.dtype).eps, torch.finfo(single.dtype).smallest_normal
+        smallest *= unit  # the smallest subnormal number, below which nothing can be represented
+        share = sandbox.tf32_tolerance if precision == "tf32" else sandbox.absolute_tolerance
+        self.ceiling = max(share, HALF_TOLERANCE * unit) * scale + smallest
+        max_limit, rms_limit = (
+            max(sandbox.error_multiple * error, floor * scale, smallest)
+            for error, floor in zip(self.errors, smallest_limits(single.dtype), strict=True)
+        )
+        self.limits = max_limit, rms_limit
 
-    def mismatch(self, output: torch.Tensor, *, loose: bool = False) -> str | None:
+    @property
+    def exceeds_tolerance(self) -> bool:
+        """Whether the reference output's own error is above the absolute tolerance."""
+        return not self.errors[0] <= self.ceiling
+
+    def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: bool = False) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
-        `output` has the shape and dtype of `single`. Integers must be equal. If `loose` is set, only the
-        absolute tolerance is applied; this is used for baselines, because torch.compile may round
-        differently.
+        `output` has the shape and dtype of `single`. The limits of its errors are multiplied by `multiple`,
+        but they stay below the absolute tolerance, unless the error of `single` is above it: `single` is
+        always correct. If `loose` is set, errors up to the absolute tolerance are correct too; this is used
+        for baselines, because torch.compile may round differently.
+
+        Where `single` or the rounded float64 value is NaN or infinite, an element is correct if it has the
+        same special value as either of them, or if it is close to a finite one. An integer is correct if it
+        equals that of `single` or that of the float64 output, because rounding decides, for example, which
+        of two nearly equal elements is the largest.
         """
+        if output.is_complex():
+            output = torch.view_as_real(output)
         if not self.single.dtype.is_floating_point:
-            return None if torch.equal(output, self.single) else "wrong_values"
-        if self.mask is not None:
-            if not _same_special_values(output, self.single):
-                return "finite_mask"
-            output = output[self.mask]
-        allowed = (self.ceiling, self.ceiling) if loose else (self.max_allowed, self.rms_allowed)
-        return _excess(torch.sub(output.to(self.dtype), self.high).sub_(self.low), *allowed)
+            is_right = (output == self.single) | (output == self.expected)
+            return None if bool(is_right.all()) else "wrong_values"
+        if output.numel() == 0:
+            return None
+        largest, rms = self._error_magnitudes(output)
+        if loose:
+            allowed = [max(limit, self.ceiling) for limit in self.limits]
+        else:
+            allowed = [
+                max(min(multiple * limit, self.ceiling), error if math.isfinite(error) else 0.0)
+                for limit, error in zip(self.limits, self.errors, strict=True)
+            ]
+        if not largest <= allowed[0]:  # NaN is wrong too
+            return "max_error" if math.isfinite(largest) else "finite_mask"
+        return None if rms <= allowed[1] else "rms_error"
+
+    def _error_magnitudes(self, output: torch.Tensor) -> tuple[float, float]:
+        """Return the maximum and the RMS of the error of `output`; NaN or infinity if it is special."""
+        if self.rounded is None:
+            error = torch.sub(output.to(self.high.dtype), self.high).sub_(self.low)
+        else:
+            is_same = same_special(output, self.single) | same_special(output, self.rounded)
+            distance = _distance(output, self.expected)
+            # A float64 value that overflows in the output's type does not replace a finite reference output.
+            from_single = _distance(output, self.single).masked_fill_(self.rounded.isfinite(), math.inf)
+            error = torch.minimum(distance, from_single).masked_fill_(is_same, 0.0)
+        largest, rms = _magnitudes(error.reshape(1, -1))
+        return largest.item(), rms.item()
 
 
-def first_mismatch(
-    outputs: torch.Tensor, single: torch.Tensor, slack: list[tuple[float, float]]
-) -> tuple[int, str] | None:
-    """Return the index of the first call with a wrong output and the reason, or None if all are right.
+def same_special(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return where both tensors are NaN, both are infinity, or both are negative infinity."""
+    return (first.isnan() & second.isnan()) | (first.isinf() & (first == second))
 
-    `outputs` and `single`, a baseline's outputs for the same inputs, have the shape [calls, *shape]. `slack`
-    has `ReferenceOutput.slack` for each call. Integers must be equal.
 
-    There is no float64 reference for timed calls, because computing one would take longer than the rest of a
-    judgement. Instead, an output may differ from the baseline's output by at most twice the slack, which is
-    known from the correctness sets. Many calls are compared at once, because on cuda each synchronisation
-    takes as long as a small call.
+def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the absolute difference in float64, which is infinite where a tensor is not finite."""
+    return (first.double() - second.double()).abs_().nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def departures(
+    outputs: torch.Tensor, single: torch.Tensor, floors: float = TIMED_MULTIPLE - 1
+) -> torch.Tensor:
+    """Return how far the output of each call departs from a baseline's output for the same inputs.
+
+    `outputs` and `single`, the baseline's, have the shape [calls, *shape]. The result has the shape [calls],
+    is on the cpu, and counts in units of `floors` times the limits of `smallest_limits`. With the default
+    unit every output up to 1 is correct: its error exceeds the baseline's by at most one unit, and the
+    baseline's error and the unit together are at most `TIMED_MULTIPLE` times the limit of `ReferenceOutput`.
+    A larger figure does not mean that the output is wrong, because the baseline may be. Integers that differ,
+    and NaN or infinity in different places, count as one more than their number, whatever the unit is.
+
+    Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """
-    if outputs[0].numel() == 0:
-        return None
-    step = max(1, COMPARED_BYTES // single[0].nbytes)
-    for first in range(0, outputs.shape[0], step):
+    if single.is_complex():
+        outputs, single = torch.view_as_real(outputs), torch.view_as_real(single)
+    calls = len(single)
+    found = torch.zeros(calls, dtype=torch.float64)
+    step = max(1, COMPARED_BYTES // max(1, single[0].nbytes))
+    for first in range(0, calls if single[0].numel() else 0, step):
         ours, theirs = (rows[first : first + step].flatten(1) for rows in (outputs, single))
         if not single.dtype.is_floating_point:
-            if not torch.equal(ours, theirs):
-                return first + _first_true((ours != theirs).any(1)), "wrong_values"
+            found[first : first + step] = _counted((ours != theirs).sum(1)).cpu()
             continue
         scale = _max_abs(theirs).double()
-        if not torch.isfinite(scale).all():
-            for index in range(ours.shape[0]):
-                reason = _mismatch_with_special_values(ours[index], theirs[index], slack[first + index])
-                if reason is not None:
-                    return first + index, reason
-            continue
-        error = torch.sub(ours, theirs)
-        max_error, rms_error = _magnitudes(error)
-        relative = torch.tensor(slack[first : first + step], dtype=torch.float64, device=scale.device)
-        allowed = 2 * scale[:, None] * relative
-        wrong = ~((max_error <= allowed[:, 0]) & (rms_error <= allowed[:, 1]))  # NaN is wrong too
-        if wrong.any():
-            row = _first_true(wrong)
-            return first + row, _excess(error[row], *allowed[row].tolist()) or "max_error"
-    return None
+        max_error, rms_error = _magnitudes(torch.sub(_at_least_float32(ours), _at_least_float32(theirs)))
+        block = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
+        for index in (~torch.isfinite(scale + max_error)).nonzero().flatten().tolist():
+            block[index] = _special_departure(ours[index], theirs[index], floors)
+        found[first : first + step] = block.cpu()
+    return found
 
 
-def _mismatch_with_special_values(
-    output: torch.Tensor, single: torch.Tensor, slack: tuple[float, float]
-) -> str | None:
-    """Return the reason why the output of one call is wrong, or None if it is right.
-
-    This comparison is used if `single`, the baseline's output, contains NaN or infinity.
-    """
-    if not _same_special_values(output, single):
-        return "finite_mask"
-    finite = torch.isfinite(single)
-    output, single = output[finite], single[finite]
-    scale = _max_abs(single[None]).item() if single.numel() else 0.0
-    return _excess(torch.sub(output, single), 2 * slack[0] * scale, 2 * slack[1] * scale)
+def _in_units(
+    max_error: torch.Tensor, rms_error: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, floors: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return errors of outputs with the given scales in the units of `departures`."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))
+    return max_error / max_unit, rms_error / rms_unit
 
 
-def _first_true(rows: torch.Tensor) -> int:
-    return int(rows.nonzero()[0].item())
+def _counted(number: torch.Tensor) -> torch.Tensor:
+    return torch.where(number > 0, number + 1, 0).double()
+
+
+def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
+    """Return the departure of the output of one call, if it or the baseline's output is not all finite."""
+    finite = torch.isfinite(output) & torch.isfinite(single)
+    count = _counted((~finite & ~same_special(output, single)).sum())
+    if not finite.any():
+        return count
+    scale = single[torch.isfinite(single)].double().abs().max()
+    magnitudes = _magnitudes((output[finite].double() - single[finite].double())[None])
+    numeric = torch.stack(_in_units(magnitudes[0][0], magnitudes[1][0], scale, single.dtype, floors)).max()
+    return torch.maximum(count, numeric)
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _max_abs(rows: torch.Tensor) -> torch.Tensor:
@@ -148,31 +229,18 @@ def _max_abs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest absolute value and the root mean square of each row, as float64 tensors."""
-    error = error.float() if error.dtype in (torch.float16, torch.bfloat16) else error
-    norm = torch.linalg.vector_norm(error, dim=1).double()
-    return _max_abs(error).double(), norm / math.sqrt(error.shape[1])
+    """Return the largest absolute value and the root mean square of each row, as float64 tensors.
 
-
-def _same_special_values(output: torch.Tensor, single: torch.Tensor) -> bool:
-    """Return whether NaN, infinity and negative infinity are at the same positions in both tensors."""
-    return all(
-        torch.equal(special(output), special(single))
-        for special in (torch.isnan, torch.isposinf, torch.isneginf)
-    )
-
-
-def _excess(error: torch.Tensor, max_allowed: float, rms_allowed: float) -> str | None:
-    """Return the reason why `error` exceeds a limit, or None if it exceeds neither limit.
-
-    The reason is `max_error`, `rms_error`, or `finite_mask` if the largest error is not finite.
+    Rows whose squares would overflow or vanish are divided by their largest value first.
     """
-    if error.numel() == 0:
-        return None
-    largest, rms = (figure.item() for figure in _magnitudes(error.reshape(1, -1)))
-    if not largest <= max_allowed:  # NaN is wrong too
-        return "max_error" if math.isfinite(largest) else "finite_mask"
-    return None if rms <= rms_allowed else "rms_error"
+    largest = _max_abs(error)
+    low, high = SQUARABLE
+    is_divided = (largest != 0) & ((largest < low) | (largest > high))
+    divisor = torch.where(is_divided, largest, 1.0)
+    if is_divided.any():
+        error = error / divisor[:, None]
+    norm = torch.linalg.vector_norm(error, dim=1).double() * divisor.double()
+    return largest.double(), norm / math.sqrt(error.shape[1])
 
 
 def compare(output: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:

@@ -74,6 +74,8 @@ class InputBank:
     def __init__(self, sets: list[list[torch.Tensor]], distributions: list[str]):
         self.sets = sets
         self.distributions = distributions
+        # Distributions other than `given`, the hardest first, because a measurement can have few rounds.
+        self.timed_distributions = [name for name in reversed(INPUT_DISTRIBUTIONS) if name != "given"]
         self.rotates = not has_structure(sets[-2:])
         self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in sets[-2]]
         self.flattened: dict[tuple[int, int], torch.Tensor] = {}
@@ -92,12 +94,13 @@ class InputBank:
         """Return the recipes for the unchanged inputs of all sets that have reference outputs."""
         return [self.original(i) for i in range(len(self.distributions))]
 
-    def fresh(self, calls: int, number: int = 0) -> list[InputMix]:
+    def fresh(self, calls: int, number: int | None = None) -> list[InputMix]:
         """Return recipes for the calls of timed round `number`, which give inputs that no earlier call had.
 
-        One call, at a random position, gets an input distribution that depends on `number`. A candidate that
-        handles all distributions only during verification, which it can recognise by counting its calls, is
-        wrong in that call.
+        One call, at a random position, gets an input distribution that depends on `number`, also if no
+        correctness set has it. A candidate that handles all distributions only during verification, which it
+        can recognise by counting its calls, is wrong in that call. If `number` is None, all calls get inputs
+        of the distribution `given`.
         """
         sizes = [t.numel() if self.rotates else 1 for t in self.sets[-1]]
         bases = range(len(self.distributions), len(self.sets))
@@ -107,9 +110,10 @@ class InputBank:
             first, second = generator.sample(bases, 2)
             shifts = [tuple(generator.randrange(max(1, size)) for size in sizes) for _ in range(2)]
             mixes.append(InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75)))
-        other = generator.randrange(calls)
-        distribution = self.distributions[number % len(self.distributions)]
-        mixes[other] = mixes[other]._replace(distribution=distribution)
+        if number is not None and self.timed_distributions:
+            other = generator.randrange(calls)
+            distribution = self.timed_distributions[number % len(self.timed_distributions)]
+            mixes[other] = mixes[other]._replace(distribution=distribution)
         return mixes
 
     def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:

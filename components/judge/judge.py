@@ -47,7 +47,7 @@ SOURCES = sorted(
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Number of file descriptors that are assumed to be open for one task bench. They belong to the shared memory
 # of its reference and of each runner, and to each runner's connection and pidfd.
-TASK_DESCRIPTORS = 32
+TASK_DESCRIPTORS = 40
 # Number of file descriptors that are reserved for everything else in the judge's process.
 OTHER_DESCRIPTORS = 512
 # Largest number of characters in the log of a verdict; the middle of a longer log is cut out.

@@ -9,6 +9,7 @@ from components.core.errors import TaskError
 from components.core.files import digest_bytes
 from components.core.params import Params
 from components.judge.device_scheduler import DeviceScheduler
+from components.judge.exact_runner import ExactRunner
 from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
@@ -126,6 +127,7 @@ class TaskBench:
         self.scheduler = scheduler
         self.reference = TaskReference(params, scheduler, code, processes, Sizing())
         self.baselines = BaselineCache(self.reference, processes)
+        self.exact = ExactRunner(self.reference, processes)
         # Seconds of one call by mode of torch.compile, which is empty until the modes have been compared.
         self.mode_seconds: dict[Baseline, float] = {}
         # Whether to start torch.compile before a candidate needs it; False after such a start failed.
@@ -140,7 +142,9 @@ class TaskBench:
         # The runner of the reference has ended when the timed runners start.
         return layout.bank_bytes + max(
             layout.reference_runner_bytes(self.scheduler.device_bytes),
-            layout.staged_bytes + TIMED_RUNNERS * layout.timed_runner_bytes,
+            layout.staged_bytes
+            + TIMED_RUNNERS * layout.timed_runner_bytes
+            + layout.exact_runner_bytes(self.scheduler.device_bytes),
         )
 
     def fill(self) -> None:
@@ -154,4 +158,5 @@ class TaskBench:
 
     def close(self) -> None:
         self.baselines.close()
+        self.exact.close()
         self.reference.close()

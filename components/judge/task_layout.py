@@ -44,6 +44,13 @@ Dtype = Literal[
     "complex64",
     "complex128",
 ]
+# Dtypes of the float64 outputs, by the dtype of the task's own output; others are the same.
+EXACT_DTYPES: dict[Dtype, Dtype] = {
+    "float32": "float64",
+    "float16": "float64",
+    "bfloat16": "float64",
+    "complex64": "complex128",
+}
 Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=16)]
 TensorSpec = tuple[Shape, Dtype]
 
@@ -156,10 +163,7 @@ class TaskLayout:
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
         expected = TensorLayout.of(
-            [
-                (shape, "float64" if dtype.startswith(("float", "bfloat")) else dtype)
-                for shape, dtype in description.outputs
-            ]
+            [(shape, EXACT_DTYPES.get(dtype, dtype)) for shape, dtype in description.outputs]
         )
         call_bytes = inputs.stride + outputs.stride
         if call_bytes > (device_bytes * MAX_CALL_SHARE or MAX_ROUND_BYTES["cpu"]):
@@ -217,6 +221,11 @@ class TaskLayout:
         It is at most `limit`, the number of bytes that the runner may allocate, plus `CONTEXT_BYTES`.
         """
         return CONTEXT_BYTES + min(3 * self.description.peak_bytes, limit)
+
+    def exact_runner_bytes(self, limit: int) -> int:
+        """Return the estimated bytes of an `ExactRunner`, its memory and the comparison of its outputs."""
+        memory = self.parameters.stride + self.inputs.stride + 6 * self.expected.stride
+        return self.reference_runner_bytes(limit) + memory
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
         """Return the description of the shared memory, in the form that a runner receives.

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from components.core.errors import TaskError
 from components.core.params import Params
-from components.judge.correctness import ReferenceOutput, first_mismatch
+from components.judge.correctness import TIMED_MULTIPLE, ReferenceOutput, departures
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role
@@ -38,6 +38,41 @@ def task_errors() -> Iterator[None]:
         raise TaskError(text, out_of_memory=error.kind == "out_of_memory") from error
     except (ValidationError, ValueError, AttributeError) as error:
         raise TaskError(f"description: {error}"[:300]) from error
+
+
+def too_inexact(reference: ReferenceOutput, distribution: str) -> TaskError:
+    """Return the error for a task whose own output differs too much from the float64 output."""
+    return TaskError(
+        f"its result differs from its float64 result by {reference.errors[0]:.1e} on inputs of the"
+        f" distribution {distribution}, where sandbox.absolute_tolerance allows {reference.ceiling:.1e}; make"
+        " the task better conditioned or raise the tolerance"
+    )
+
+
+def first_mismatch(
+    references: list[ReferenceOutput],
+    outputs: list[torch.Tensor],
+    distribution: str,
+    *,
+    multiple: float = 1.0,
+    loose: bool = False,
+) -> str | None:
+    """Return the reason why an output of one call is wrong, or None if all outputs are right.
+
+    `outputs` are flat. The reason ends with the name of the input distribution. `multiple` and `loose` are
+    explained at `ReferenceOutput.mismatch`. Raises TaskError if the error of the task's own output is above
+    the absolute tolerance and the outputs are a baseline's (`loose`) or have errors of the same size.
+    """
+    for output, reference in zip(outputs, references, strict=True):
+        shaped = output.view(reference.shape)
+        reason = reference.mismatch(shaped, multiple=multiple, loose=loose)
+        if reference.exceeds_tolerance and (
+            loose or (reason is not None and reference.mismatch(shaped, loose=True) is None)
+        ):
+            raise too_inexact(reference, distribution)
+        if reason is not None:
+            return f"{reason}:{distribution}"
+    return None
 
 
 class TaskReference:
@@ -71,7 +106,6 @@ class TaskReference:
         # Buffers and the memory reserved for them, which `close` releases in reverse order.
         self.resources = contextlib.ExitStack()
         self._outputs: dict[int, list[ReferenceOutput]] = {}
-        self._slack: dict[int, list[tuple[float, float]]] = {}
         header: RoleHeader = {"role": "describe", "code": code, "precision": params.precision}
         with self._closing_on_error(), task_errors():
             self.runner = processes.start(header, seconds=params.sandbox.run_seconds)
@@ -201,43 +235,35 @@ class TaskReference:
 
         `memory` holds the outputs for the correctness sets that `mixes` names, one set after another. The
         reason ends with the name of the input distribution. `loose` is explained at
-        `ReferenceOutput.mismatch`.
+        `ReferenceOutput.mismatch`. Raises TaskError if the task's own output is too inexact to tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
             outputs = self.layout.outputs.views(memory, i)
-            for output, reference in zip(outputs, references, strict=True):
-                reason = reference.mismatch(output.view(reference.single.shape), loose=loose)
-                if reason is not None:
-                    return f"{reason}:{self.layout.distributions[mix.first]}"
+            distribution = self.layout.distributions[mix.first]
+            reason = first_mismatch(references, outputs, distribution, loose=loose)
+            if reason is not None:
+                return reason
         return None
 
-    def first_mismatch(
-        self, memory: torch.Tensor, baseline: torch.Tensor, mixes: list[InputMix]
-    ) -> str | None:
-        """Return the reason why an output in `memory` does not match the one in `baseline`, or None.
+    def departures(
+        self, memory: torch.Tensor, baseline: torch.Tensor, calls: int, floors: float = TIMED_MULTIPLE - 1
+    ) -> list[float]:
+        """Return how far the results of each call of a timed round depart from those of a baseline.
 
-        The result is None if all outputs match. `memory` holds the results of a timed round on the inputs of
-        `mixes`, and `baseline` holds the results of a round of a baseline on the same inputs. The reason ends
-        with the name of the input distribution.
+        `memory` and `baseline` hold the results of a round of `calls` calls on the same inputs. The unit,
+        `floors` times the smallest limits, is explained at `correctness.departures`.
         """
-        slacks = []
-        for mix in mixes:
-            index = self.layout.distributions.index(mix.distribution)
-            if index not in self._slack:
-                self._references(index)
-            slacks.append(self._slack[index])
-        for number, slot in enumerate(self.layout.outputs.slots):
+        largest = torch.zeros(calls, dtype=torch.float64)
+        for slot in self.layout.outputs.slots:
             ours, theirs = (
-                rows.view(len(mixes), -1)[:, slot.offset : slot.offset + slot.bytes].view(
+                rows.view(calls, -1)[:, slot.offset : slot.offset + slot.bytes].view(
                     getattr(torch, slot.dtype)
                 )
                 for rows in (memory, baseline)
             )
-            wrong = first_mismatch(ours, theirs, [slack[number] for slack in slacks])
-            if wrong is not None:
-                return f"{wrong[1]}:{mixes[wrong[0]].distribution}"
-        return None
+            largest = torch.maximum(largest, departures(ours, theirs, floors))
+        return largest.tolist()
 
     def _references(self, index: int) -> list[ReferenceOutput]:
         """Return the reference outputs of one correctness set, prepared for comparison.
@@ -253,7 +279,6 @@ class TaskReference:
             ReferenceOutput(one, exact, sandbox, precision)
             for one, exact in zip(single, expected, strict=True)
         ]
-        self._slack[index] = [reference.slack for reference in prepared]
         if self.layout.sizing.keep_references:
             self._outputs[index] = prepared
         return prepared

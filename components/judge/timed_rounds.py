@@ -32,9 +32,10 @@ def timed_rounds(
     the candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the
     rounds have taken `ROUNDS_SHARE` of the time limit.
 
-    Raises Rejected if an output of the candidate does not match eager's output for the same inputs, or if the
-    candidate changed its inputs. Raises RunnerError if the candidate fails, and InfrastructureError if a
-    baseline fails.
+    Raises Rejected if an output of the candidate is found to be wrong (`ExactRunner.wrong_call`), or if the
+    candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
+    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The comparison takes no
+    time of the candidate's time limit, nor of the rounds' share of it.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls
@@ -58,9 +59,13 @@ def timed_rounds(
                 raw[name].append(seconds)
             if runners[name].inputs_changed:
                 raise _wrong("inputs_changed")
-        reason = reference.first_mismatch(results["candidate"], results["eager"], staged.mixes)
+        began = time.monotonic()
+        reason = bench.exact.wrong_call(staged.mixes, staged.inputs, results["candidate"], results["eager"])
         if reason is not None:
             raise _wrong(reason)
+        compared = time.monotonic() - began
+        runners["candidate"].extend_deadline(compared)
+        started += compared
         order = [*order[1:], order[0]]
         if number == rounds and time.monotonic() - started < ROUNDS_SHARE * sandbox.run_seconds:
             rounds = max(

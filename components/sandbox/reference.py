@@ -14,6 +14,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from float64_mode import computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
 from runner_support import SharedTensors, define_module, eval_mode, flatten_outputs
 
@@ -123,18 +124,31 @@ class ReferenceModel:
         return [change(value).contiguous() if is_float_tensor(value) else value for value in moved]
 
     def float64_outputs(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """Return the outputs computed in float64.
+        """Return the outputs computed in float64, also where the task's source names float32.
 
-        If that fails, because the task's source fixes a dtype somewhere, return the outputs computed in the
-        model's own dtypes.
+        If that fails, for example because an operator has no float64 kernel, return the outputs computed in
+        the model's own dtypes. Raises the error if memory is too small.
         """
         model = copy.deepcopy(self.model).double()
         try:
-            output = model(*[value.double() if is_float_tensor(value) else value for value in inputs])
-        except RuntimeError:
+            with computing_in_float64():
+                output = model(*[value.double() if is_float_tensor(value) else value for value in inputs])
+        except Exception as error:
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+                raise
             output = self.model(*inputs)
         outputs: list[torch.Tensor] = flatten_outputs(output)
         return outputs
+
+    def write_exact(self) -> None:
+        """Write the float64 outputs for inputs and parameters that the judge has put into shared memory."""
+        self.shared.load_parameters(self.model)
+        arguments = self.shared.arguments(0)
+        copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+        with torch.no_grad():
+            outputs = self.float64_outputs(copies)
+        for value, slot in zip(outputs, self.shared.tensors("expected"), strict=True):
+            slot.copy_(value)
 
     def fill(self, order: dict[str, Any]) -> None:
         """Write the inputs of one input set to shared memory, with its outputs if the order asks for them.

@@ -2,8 +2,8 @@
 
 A role begins with a RoleHeader. A runner in the role `describe` answers once. In every other role it sends
 `R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
-`parameters` and `fill` for the role `reference`, and `warm`, `time` and `check` for the measured roles. After
-each order the runner sends `D`. This file imports nothing of the project.
+`parameters`, `fill` and `exact` for the role `reference`, and `warm`, `time` and `check` for the measured
+roles. After each order the runner sends `D`. This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict

@@ -104,11 +104,13 @@ def parse_order(order: bytes) -> dict[str, Any]:
 def make_references(
     connection: socket.socket, model: reference.ReferenceModel, shared: SharedTensors
 ) -> None:
-    """Write the parameters and input sets that the judge orders to shared memory."""
+    """Write the parameters, input sets and outputs that the judge orders to shared memory."""
     connection.send(b"R")
     for order in orders(connection):
         if order["op"] == "parameters":
             model.write_parameters(order["seed"])
+        elif order["op"] == "exact":
+            model.write_exact()
         else:
             model.fill(order)
         if shared.device == "cuda":

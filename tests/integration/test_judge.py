@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import judge_fixtures as corpus
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -18,19 +20,20 @@ from components.core.params import Params, Precision
 from components.core.task import KernelTask
 from components.judge import (
     compile_baseline,
-    correctness,
     device_scheduler,
     input_mixing,
     task_layout,
     timed_runner,
 )
-from components.judge.correctness import ReferenceOutput, first_mismatch
+from components.judge.correctness import ReferenceOutput
+from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.milestone import MARGIN
 from components.judge.pool import Candidate, Job, LocalPool
 from components.judge.statistics import paired_ratio, wanted_rounds
 from components.judge.task_bench import COMPILE, EAGER, Baseline
+from components.judge.verdict import Verdict
 from components.sandbox import shared_memory
 from components.sandbox.build import Builder, build_result_channel
 from components.sandbox.runner_factory import RunnerFactory
@@ -231,42 +234,6 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
     assert device_scheduler.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
 
 
-def test_infinity_is_neither_its_opposite_nor_nan(ci_params: Params) -> None:
-    expected = torch.tensor([1.0, 2.0, -torch.inf])
-    exact = ReferenceOutput(expected, expected.double(), ci_params.sandbox, "strict-fp32")
-    assert exact.mismatch(expected.clone()) is None
-    assert first_mismatch(expected[None], expected[None], [exact.slack]) is None
-    for special in (torch.inf, torch.nan, 0.0):
-        wrong = torch.tensor([1.0, 2.0, special])
-        assert exact.mismatch(wrong) == "finite_mask"
-        assert first_mismatch(
-            torch.stack([expected, wrong]), torch.stack([expected, expected]), [exact.slack] * 2
-        ) == (1, "finite_mask")
-
-
-@pytest.mark.parametrize("at_once", [1, 3, 100])
-@pytest.mark.parametrize("planted", [None, "max_error", "rms_error", "finite_mask", "wrong_values"])
-def test_the_wrong_call_of_a_round_is_found(
-    planted: str | None, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each call is held to its own scale and slack, however many are compared together."""
-    scales = torch.tensor([1.0, 100.0, 1e-3, 1.0, 5.0, 1.0, 1.0])[:, None]
-    single = torch.randn(7, 500, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3) * scales
-    slack = [(1e-4, 1e-5)] * 7
-    got = single + 1e-6 * scales
-    monkeypatch.setattr(correctness, "COMPARED_BYTES", at_once * single[0].nbytes)
-    if planted == "wrong_values":
-        single = single.mul(1000).long()
-        got = single.clone()
-        got[2, 7] += 1
-    elif planted == "rms_error":
-        got[2] += 1e-7
-    elif planted is not None:
-        got[2, 7] += {"max_error": 1e-5, "finite_mask": torch.nan}[planted]
-    found = first_mismatch(got.view(7, 20, 25), single.view(7, 20, 25), slack)
-    assert found == (None if planted is None else (2, planted))
-
-
 def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:
     runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, build_result_channel())
     with ThreadPoolExecutor(1) as executor:
@@ -441,8 +408,57 @@ def test_a_large_task_has_fewer_families_and_is_judged(
         for group, name in (("honest", "simd"), ("exploits", "pointer_cache"))
     }
     assert answers == {"simd": "correct", "pointer_cache": "wrong_output"}
+    narrow = cold_judge.verdict(
+        corpus.task("exploits", "narrow_range"), corpus.files("exploits", "narrow_range")
+    )
+    assert (narrow.status, narrow.reason) == ("wrong_output", "max_error:wide")
     layouts = [bench.reference.layout for bench in cold_judge.bench_cache.benches.values()]
     assert {tuple(layout.distributions) for layout in layouts} == {("given",)}
+
+
+def test_an_inexact_task_is_refused_in_one_sentence(judge: Judge) -> None:
+    code = task("(x * 1e5 + torch.sigmoid(x) * self.scale) - x * 1e5")
+    admission = judge.admit(code)
+    assert not admission.admitted
+    verdict = judge.verdict(KernelTask(code=code), SIMD)
+    assert (verdict.status, verdict.reason) == ("infrastructure", "task")
+    for text in (admission.evidence["detail"], verdict.log):
+        assert "differs from its float64 result by" in text and "sandbox.absolute_tolerance" in text
+
+
+def test_the_runner_of_float64_outputs_is_stopped_between_uses_and_replaced_if_it_dies(
+    cold_judge: Judge,
+) -> None:
+    def judged() -> Verdict:
+        return cold_judge.verdict(
+            corpus.task("honest", "double_cumprod"), corpus.files("honest", "double_cumprod")
+        )
+
+    assert judged().status == "correct"
+    (bench,) = cold_judge.bench_cache.benches.values()
+    runner = bench.exact.runner
+    assert runner is not None and psutil.Process(runner.pid).status() == psutil.STATUS_STOPPED
+    runner.signal(9)
+    with pytest.raises(InfrastructureError, match="reference in float64"):
+        judged()
+    assert bench.exact.runner is None and not bench.exact.buffers
+    assert judged().status == "correct" and bench.exact.runner is not None
+
+
+def test_comparisons_with_float64_take_no_time_of_the_candidates_limit(
+    with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = ExactRunner.wrong_call
+
+    def slow(self: ExactRunner, *arguments: Any) -> str | None:
+        time.sleep(0.8)
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(ExactRunner, "wrong_call", slow)
+    judge = with_limits(3, 60)
+    began = time.monotonic()
+    assert judge.verdict(corpus.TASK, SIMD).status == "correct"
+    assert time.monotonic() - began > 3
 
 
 def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Params) -> None:
@@ -451,6 +467,7 @@ def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Para
     rounded = (exact * (1 + 5e-4 * torch.randn_like(exact))).float()
     cases: tuple[tuple[Precision, bool], ...] = (("tf32", True), ("strict-fp32", False))
     for precision, right in cases:
-        expected = ReferenceOutput(rounded, exact, ci_params.sandbox, precision)
+        single = rounded if precision == "tf32" else exact.float()
+        expected = ReferenceOutput(single, exact, ci_params.sandbox, precision)
         assert (expected.mismatch(exact.float()) is None) and (expected.mismatch(rounded) is None) == right
         assert expected.mismatch(torch.zeros_like(rounded)) == "max_error"

@@ -9,11 +9,11 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 
-from components.judge import correctness, task_layout
+from components.judge import correctness, input_mixing, task_layout
 from components.judge import judge as judge_module
+from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
-from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import Operation, TimedRunner
 from components.judge.verdict import Verdict
 from components.sandbox import runner_factory, seccomp_filter, shared_memory
@@ -30,6 +30,7 @@ INSIDE = (
     "reference.py",
     "runner_support.py",
     "op_blocker.py",
+    "float64_mode.py",
     "input_distributions.py",
     "shared_memory.py",
 )
@@ -54,7 +55,7 @@ def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
             return None
         return verify(self, operation, loose=loose)
 
-    monkeypatch.setattr(TaskReference, "first_mismatch", lambda self, memory, baseline, mixes: None)
+    monkeypatch.setattr(ExactRunner, "wrong_call", lambda self, mixes, inputs, results, eager_results: None)
     assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
     monkeypatch.setattr(TimedRunner, "verify", first_only)
     assert verdict(cold_judge, "stale_after_calls").status == "correct"
@@ -76,15 +77,14 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_family_of_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_layout, "INPUT_DISTRIBUTIONS", ("given",))
+    monkeypatch.setattr(input_mixing, "INPUT_DISTRIBUTIONS", {"given": lambda x: x})
     assert verdict(cold_judge, "given_family_only").status == "correct"
 
 
 def test_no_inputs_of_wide_range(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        task_layout,
-        "INPUT_DISTRIBUTIONS",
-        [name for name in task_layout.INPUT_DISTRIBUTIONS if name != "wide"],
-    )
+    others = {name: change for name, change in task_layout.INPUT_DISTRIBUTIONS.items() if name != "wide"}
+    for module in (task_layout, input_mixing):
+        monkeypatch.setattr(module, "INPUT_DISTRIBUTIONS", others)
     assert verdict(cold_judge, "narrow_range").status == "correct"
 
 
