@@ -52,6 +52,7 @@ def checks(out: Path) -> list[Check]:
     corpus = ("tests/device/judge_corpus.py", "--repeats", "10")
     own = [
         Check("isolation", ("-c", PREFLIGHT)),
+        Check("exact-answers", ("tests/device/exact_answers.py",)),
         Check("corpus", (*corpus, "--table", str(out / "corpus.md"))),
     ]
     if os.geteuid() != 0:
@@ -60,7 +61,7 @@ def checks(out: Path) -> list[Check]:
         own[0],
         Check("isolation-ordinary", ("-c", PREFLIGHT), ORDINARY),
         Check("corpus-few-ordinary", (*corpus, *FEW), ORDINARY),
-        own[1],
+        *own[1:],
     ]
 
 
