@@ -87,14 +87,14 @@ class ExactRunner:
         try:
             with scheduler.measuring():  # nothing else uses a GPU meanwhile
                 runner = self.runner or self._start()
-                self.buffers["inputs"].raw().copy_(inputs)
+                self.buffers["inputs"].raw()[: inputs.numel()].copy_(inputs)
                 if self.reference.params.device == "cuda":
                     torch.cuda.synchronize()
                 runner.deadline = time.monotonic() + seconds
                 with scheduler.background_work(runner):
                     runner.request({"op": "exact"})
                 runner.signal(signal.SIGSTOP)
-        except RunnerError as error:
+        except (RunnerError, torch.OutOfMemoryError) as error:
             self.close()  # the next use starts another runner
             raise InfrastructureError(f"reference in float64: {error}") from error
         return self.reference.layout.expected.tensors(self.buffers["expected"], 0)
