@@ -75,26 +75,27 @@ class CommonOptions:
     params_file: ParamsFile = None
     as_json: Json = False
 
-    def resolve(self, *overrides: str) -> Resolved:
+    def resolve(self, *overrides: str, defaults: tuple[str, ...] = ()) -> Resolved:
         """Return the parameters that result from the parameter file and the options.
 
-        `overrides` are KEY=VALUE pairs from other options of the command. Raises UserError if a parameter or
+        `overrides` are KEY=VALUE pairs from other options of the command, and `defaults` are KEY=VALUE pairs
+        that the option `--set` may override. Raises UserError if a parameter or
         the file is not valid.
         """
         from components.core.config import PROJECT, resolve
 
         home = (f"home={json.dumps(self.home)}",) if self.home else ()
         file = self.params_file or PROJECT / "params.yaml"
-        return resolve(self.profile, (*(self.sets or ()), *overrides, *home), file)
+        return resolve(self.profile, (*defaults, *(self.sets or ()), *overrides, *home), file)
 
-    def resolve_for_judging(self, *overrides: str) -> Resolved:
+    def resolve_for_judging(self, *overrides: str, defaults: tuple[str, ...] = ()) -> Resolved:
         """Return the parameters after checking that this machine can isolate candidates.
 
         Raises IsolationUnavailable if it cannot. Commands call this method before they load torch or a
         policy. With a Ray cluster nothing is checked here, because the judges on the cluster check it
         themselves.
         """
-        resolved = self.resolve(*overrides)
+        resolved = self.resolve(*overrides, defaults=defaults)
         if resolved.params.sandbox.pool != "ray":
             from components.sandbox.preflight import check_isolation
 

@@ -16,6 +16,9 @@ from components.cli.common import (
     with_common_options,
 )
 
+# Settings without `--precise`: intervals are about twice as wide as with the base's number of rounds.
+QUICK = ("sandbox.rounds=5", "sandbox.most_rounds=20")
+
 
 @with_common_options("")
 def judge(
@@ -26,16 +29,20 @@ def judge(
     ] = None,
     device: Device = "",
     precision: Annotated[str, typer.Option("--precision", help="strict-fp32 or tf32")] = "",
+    precise: Annotated[
+        bool, typer.Option("--precise", help="measure in more rounds, for narrower intervals")
+    ] = False,
 ) -> Output:
     """Build one candidate, check its outputs, and measure it against eager and torch.compile.
 
     The exit code is 0 even if the candidate fails, and 1 if the judge itself fails.
     """
     overrides = [f"precision={precision}"] if precision else []
-    resolved = options.resolve_for_judging(f"device={device or default_device()}", *overrides)
+    device_setting = f"device={device or default_device()}"
+    resolved = options.resolve_for_judging(device_setting, *overrides, defaults=() if precise else QUICK)
     from components.judge.candidate_folder import judge_workdir
 
-    verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge")
+    verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge", print_line)
     reason = f" ({verdict.reason})" if verdict.reason else ""
     print_line(f"{verdict.status}{reason}, milestone {verdict.milestone}")
     for baseline, ratio in (("eager", verdict.speedup.eager), ("torch.compile", verdict.speedup.compile)):

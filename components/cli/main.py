@@ -27,6 +27,7 @@ from components.cli.optimize import optimize
 from components.cli.params import params
 from components.cli.plan import plan
 from components.cli.run import run
+from components.cli.serve import serve
 from components.cli.store import store_app
 from components.cli.train import train
 from components.cli.trajectory import trajectory_app
@@ -42,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (run, judge, optimize, evaluate, train, deploy, plan, params, doctor):
+for command in (run, judge, serve, optimize, evaluate, train, deploy, plan, params, doctor):
     app.command()(command)
 for name, group in (
     ("data", data_app),

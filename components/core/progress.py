@@ -1,6 +1,14 @@
 """The interface with which components report progress. Components never print."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+# A receiver of the names of the steps of one piece of work, each when it begins.
+Report = Callable[[str], None]
+
+
+def ignore(text: str) -> None:
+    """Do nothing; the default of functions that report their progress."""
 
 
 class Progress(Protocol):

@@ -1,14 +1,23 @@
 """Reading and judging of a candidate in a workspace folder."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.core.errors import UserError
 from components.core.params import Params
+from components.core.progress import Report, ignore
 from components.core.task import load_task
-from components.judge.judge import Judge
+from components.judge.resident_client import connect
 from components.judge.verdict import Verdict
+from components.sandbox.build import open_factory
+from components.sandbox.preflight import check_isolation
+
+if TYPE_CHECKING:
+    from components.judge.judge import Judge
 
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 200
@@ -46,13 +55,31 @@ def read_workspace(workdir: Path) -> dict[str, str]:
     return files
 
 
-def judge_workdir(params: Params, workdir: Path, task: Path | None, folder: Path) -> Verdict:
+def judge_workdir(
+    params: Params, workdir: Path, task: Path | None, folder: Path, report: Report = ignore
+) -> Verdict:
     """Return the verdict on the candidate in a workspace, which is compared with eager and torch.compile.
 
-    `task` is the path of a task file; if it is None, the task is the workspace's model.py. The judge stores
-    its own files in `folder`.
+    `task` is the path of a task file; if it is None, the task is the workspace's model.py. `folder` is the
+    folder of the judge. The resident judge of this folder is asked if it runs; otherwise a judge is started.
     """
     files = read_workspace(workdir)
     kernel_task = load_task(task if task is not None else workdir / "model.py")
-    with contextlib.closing(Judge(params, folder)) as judge:
-        return judge.verdict(kernel_task, files, compare_compile=True)
+    with contextlib.closing(connect(params, folder) or start_judge(params, folder, report)) as judge:
+        return judge.verdict(kernel_task, files, compare_compile=True, report=report)
+
+
+def start_judge(params: Params, folder: Path, report: Report) -> Judge:
+    """Return a new judge, whose zygotes import torch at the same time as this process."""
+    report("starting a judge; cuda-agent serve keeps one ready")
+    check_isolation(params.sandbox, params.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    factory = open_factory(params.sandbox, params.device, folder)
+    try:
+        factory.prepare()
+        from components.judge.judge import Judge
+
+        return Judge(params, folder, factory=factory)
+    except BaseException:
+        factory.close()
+        raise

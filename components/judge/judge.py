@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from components.core.config import PROJECT
 from components.core.errors import InfrastructureError, TaskError, UserError
 from components.core.files import check_executable, digest_bytes, digest_json
 from components.core.params import Params
+from components.core.progress import Report, ignore
 from components.core.task import KernelTask
 from components.core.text import readable
 from components.judge.admission import admit
@@ -32,19 +32,12 @@ from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
 from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds
 from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import Admission, Seconds, Speedup, Status, Verdict
-from components.sandbox.build import EXTENSION_SUFFIX, Builder, build_result_channel
+from components.judge.version import VERSION
+from components.sandbox.build import EXTENSION_SUFFIX, Builder, open_factory
 from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import RoleHeader
 
-SOURCES = sorted(
-    path
-    for package in ("judge", "sandbox")
-    for path in (PROJECT / "components" / package).iterdir()
-    if path.suffix in (".py", ".cpp")
-)
-# Digest of the judge's own sources, which is stored in the evidence of every verdict.
-VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Number of file descriptors that are assumed to be open for one task bench. They belong to the shared memory
 # of its reference and of each runner, and to each runner's connection and pidfd.
 TASK_DESCRIPTORS = 40
@@ -58,12 +51,21 @@ REASON_CHARACTERS = 200
 class Judge:
     """Judge of candidates on one device, which makes one measurement at a time.
 
+    `factory` is a factory of runners made by `open_factory`; by default one is made. `scheduler` is the
+    device's scheduler, if several judges share it; its owner then frees the memory of idle task benches.
     Builds and preparations for several candidates run in parallel. The constructor raises the process's limit
     of open files to its hard limit; if that limit is low, fewer task benches are kept. Raises UserError if
     the device, the isolation or the folder cannot be used.
     """
 
-    def __init__(self, params: Params, folder: Path):
+    def __init__(
+        self,
+        params: Params,
+        folder: Path,
+        *,
+        factory: RunnerFactory | None = None,
+        scheduler: DeviceScheduler | None = None,
+    ):
         self.params = params
         if params.device == "cuda" and not torch.cuda.is_available():
             raise UserError(
@@ -76,30 +78,38 @@ class Judge:
         _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
-        self.runner_factory = RunnerFactory(
-            params.sandbox, params.device, folder / "runners", build_result_channel()
-        )
-        self.scheduler = DeviceScheduler(params.device)
+        self.runner_factory = factory or open_factory(params.sandbox, params.device, folder)
+        self.scheduler = scheduler or DeviceScheduler(params.device)
         capacity = min(params.sandbox.warm_tasks, (limit - OTHER_DESCRIPTORS) // TASK_DESCRIPTORS)
         self.bench_cache = BenchCache(max(1, capacity))
-        self.scheduler.release_idle_memory = self.bench_cache.close_unused
+        if scheduler is None:
+            self.scheduler.release_idle_memory = self.bench_cache.close_unused
 
-    def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
+    def verdict(
+        self,
+        task: KernelTask,
+        files: dict[str, str],
+        *,
+        compare_compile: bool = False,
+        report: Report = ignore,
+    ) -> Verdict:
         """Return the verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. If `compare_compile` is set, every correct
         candidate is compared with the fastest mode of torch.compile. Otherwise only a candidate that is
-        faster than eager is compared with torch.compile, in its default mode. Raises InfrastructureError if
-        the judge itself fails.
+        faster than eager is compared with torch.compile, in its default mode. `report` is called with the
+        name of each step when it begins. Raises InfrastructureError if the judge itself fails.
         """
         try:
+            report("building the candidate")
             library = self._build(files)
+            report("preparing inputs, reference outputs and baselines")
             with (
                 self.bench(task) as bench,
                 self._device(bench, every_mode=compare_compile),
                 library.open("rb") as library_file,
             ):
-                return self._measure(bench, files, library_file.fileno(), compare_compile)
+                return self._measure(bench, files, library_file.fileno(), compare_compile, report)
         except Rejected as error:
             return make_verdict(self.params, error.status, error.reason, error.log)
         except TaskError as error:
@@ -186,7 +196,7 @@ class Judge:
                 yield
 
     def _measure(
-        self, bench: TaskBench, files: dict[str, str], library: int, compare_compile: bool
+        self, bench: TaskBench, files: dict[str, str], library: int, compare_compile: bool, report: Report
     ) -> Verdict:
         """Load a candidate, verify its outputs before and after timing it, and return its verdict.
 
@@ -204,10 +214,11 @@ class Judge:
             )
         runners = {"candidate": candidate, **runners}
         try:
+            report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):
                 _verify(candidate)
             with rejecting(RUN_ERRORS, hide_text=True):
-                speedups, medians, evidence = self._compare(bench, runners, compare_compile)
+                speedups, medians, evidence = self._compare(bench, runners, compare_compile, report)
                 # A candidate that counts its calls could be right only until it is timed.
                 _verify(candidate)
         finally:
@@ -221,7 +232,11 @@ class Judge:
         )
 
     def _compare(
-        self, bench: TaskBench, runners: dict[Timed, TimedRunner], compare_compile: bool
+        self,
+        bench: TaskBench,
+        runners: dict[Timed, TimedRunner],
+        compare_compile: bool,
+        report: Report,
     ) -> tuple[Speedup, Seconds, dict[str, Any]]:
         """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
@@ -231,8 +246,10 @@ class Judge:
         candidate, baselines = runners["candidate"], list[Timed](["eager"])
         evidence: dict[str, Any] = {}
         if compare_compile:
+            report("starting torch.compile")
             runners["compile"], evidence = self._compile_baseline(bench, candidate, every_mode=True)
             baselines.append("compile")
+        report("timing")
         with self._timing(candidate):
             raw = timed_rounds(bench, runners, baselines)
         spread = self.params.sandbox.process_spread

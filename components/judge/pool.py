@@ -18,9 +18,7 @@ from components.core.files import digest_bytes, digest_json, read_json, write_js
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
-
-# Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
-WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
+from components.judge.version import protocol_digest
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,7 @@ class LocalPool:
         self.params = params
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
-        settings = params.sandbox.model_dump(exclude=WITHOUT_EFFECT)
-        self.protocol = digest_json([params.device, params.precision, settings])
+        self.protocol = protocol_digest(params)
         self.executor = ThreadPoolExecutor(
             max_workers=workers or params.sandbox.build_workers, thread_name_prefix="judge"
         )

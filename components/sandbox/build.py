@@ -23,7 +23,7 @@ from components.core.files import atomic_write, digest_json, remove_stale, user_
 from components.core.params import Device, Sandbox
 from components.sandbox import isolation, time_limits
 from components.sandbox.compiler_flags import compiler, kernel_flags, library_flags, processor_features
-from components.sandbox.runner_factory import CACHE_SECONDS
+from components.sandbox.runner_factory import CACHE_SECONDS, RunnerFactory
 
 TEMPLATE = PROJECT / "agent_workdir"
 EXTENSION_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
@@ -77,6 +77,11 @@ def build_result_channel() -> Path:
                 raise InfrastructureError(f"result_channel.cpp does not compile: {result.stderr[-2000:]}")
             atomic_write(library, Path(scratch, "library").read_bytes())
     return folder
+
+
+def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactory:
+    """Return the factory of a judge's runners, whose files are below `folder`."""
+    return RunnerFactory(sandbox, device, folder / "runners", build_result_channel())
 
 
 class Builder:

@@ -1,0 +1,153 @@
+"""Resident judge: an HTTP server on a Unix socket that keeps judges, their zygotes and task benches warm.
+
+Only the account that runs the server can connect, because the socket lies in a folder of mode 0700. A request
+carries all parameters, so that one server serves callers with different settings. All measurements are made
+one after the other, whatever their settings.
+"""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+
+from components.core.errors import UserError
+from components.core.params import Params
+from components.core.progress import Report
+from components.judge.device_scheduler import DeviceScheduler
+from components.judge.judge import Judge
+from components.judge.resident_client import (
+    AdmissionRequest,
+    Health,
+    JudgementRequest,
+    connect,
+    folder_descriptor,
+    socket_address,
+    socket_path,
+)
+from components.judge.version import VERSION, protocol_digest
+
+# Kind of a message of a reply, and its content.
+Message = tuple[str, Any]
+
+
+class Judges:
+    """The judges of one device, each for one set of parameters and started at its first use.
+
+    `folder` is where judges keep builds and caches.
+    """
+
+    def __init__(self, params: Params, folder: Path):
+        self.device = params.device
+        self.folder = folder
+        self.scheduler = DeviceScheduler(params.device)
+        self.scheduler.release_idle_memory = self._release_idle_memory
+        self.judges: dict[str, Judge] = {}
+        self.lock = threading.Lock()
+        self.of(params).prepare()
+
+    def of(self, params: Params) -> Judge:
+        """Return the judge for `params`. Raises UserError if they are for another device."""
+        if params.device != self.device:
+            raise UserError(f"device={params.device}: the resident judge measures on {self.device}.")
+        with self.lock:
+            protocol = protocol_digest(params)
+            if protocol not in self.judges:
+                self.judges[protocol] = Judge(params, self.folder, scheduler=self.scheduler)
+            return self.judges[protocol]
+
+    def _release_idle_memory(self) -> None:
+        for judge in list(self.judges.values()):
+            judge.bench_cache.close_unused()
+
+    def close(self) -> None:
+        for judge in self.judges.values():
+            judge.close()
+
+
+def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
+    """Return the application of a resident judge.
+
+    A reply to a judgement or an admission is a stream of lines, each a JSON list of a kind and a content:
+    `progress` with a text, then once `result` with the record, or `UserError` or `InfrastructureError` with
+    the error's text.
+    """
+    app = FastAPI(title="CUDA Agent resident judge", version=VERSION)
+
+    def stream(measure: Callable[[Report], Any]) -> StreamingResponse:
+        messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                messages.put(("result", measure(lambda text: messages.put(("progress", text)))))
+            except UserError as error:
+                messages.put(("UserError", str(error)))
+            except Exception as error:
+                messages.put(("InfrastructureError", f"{type(error).__name__}: {error}"))
+
+        def lines() -> Iterator[str]:
+            kind = "progress"
+            while kind == "progress":
+                kind, content = messages.get()
+                yield json.dumps([kind, content]) + "\n"
+
+        executor.submit(run)
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    @app.get("/v1/health")
+    def health() -> Health:
+        return Health(version=VERSION)
+
+    @app.post("/v1/judgements")
+    def judgement(request: JudgementRequest) -> StreamingResponse:
+        return stream(
+            lambda report: (
+                judges.of(request.params)
+                .verdict(request.task, request.files, compare_compile=request.compare_compile, report=report)
+                .model_dump(mode="json")
+            )
+        )
+
+    @app.post("/v1/admissions")
+    def admission(request: AdmissionRequest) -> StreamingResponse:
+        return stream(
+            lambda report: asdict(judges.of(request.params).admit(request.code, headroom=request.headroom))
+        )
+
+    return app
+
+
+def serve(params: Params, folder: Path, started: Callable[[Path], None]) -> None:
+    """Run a resident judge until SIGINT or SIGTERM.
+
+    `folder` is the folder of the judge, in which the socket is made. `started` is called with the path of the
+    socket when the judge can be asked. Raises UserError if another resident judge of this folder runs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    if connect(params, folder) is not None:
+        raise UserError(f"{folder}: a resident judge already runs there; end it first.")
+    with contextlib.ExitStack() as resources:
+        descriptor = resources.enter_context(folder_descriptor(folder))
+        listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        path = socket_path(folder, params.device)
+        path.unlink(missing_ok=True)
+        listener.bind(socket_address(path, descriptor))
+        resources.callback(path.unlink, missing_ok=True)
+        judges = Judges(params, folder)
+        resources.callback(judges.close)
+        executor = resources.enter_context(ThreadPoolExecutor(params.sandbox.build_workers))
+        resources.callback(executor.shutdown, cancel_futures=True)
+        server = uvicorn.Server(uvicorn.Config(make_app(judges, executor), log_level="warning"))
+        listener.listen()
+        started(path)
+        server.run(sockets=[listener])

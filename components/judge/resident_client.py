@@ -1,0 +1,158 @@
+"""Client of a resident judge (`resident.py`), with the interface of `judge.Judge`.
+
+This module imports neither torch nor the judge, so that a command that uses a resident judge starts fast.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from components.core.errors import InfrastructureError, UserError
+from components.core.params import Device, Params
+from components.core.progress import Report, ignore
+from components.core.records import FrozenModel
+from components.core.task import KernelTask
+from components.judge.verdict import Admission, Verdict
+from components.judge.version import VERSION
+
+# Seconds after which a socket that accepts no connection counts as one without a server.
+CONNECT_SECONDS = 5.0
+
+
+class Health(FrozenModel):
+    """State of a resident judge: the digest of its sources."""
+
+    version: str
+
+
+class JudgementRequest(FrozenModel):
+    """Request for a verdict, with the arguments of `Judge.verdict`."""
+
+    params: Params
+    task: KernelTask
+    files: dict[str, str]
+    compare_compile: bool
+
+
+class AdmissionRequest(FrozenModel):
+    """Request for an admission, with the arguments of `Judge.admit`."""
+
+    params: Params
+    code: str
+    headroom: bool
+
+
+@contextlib.contextmanager
+def folder_descriptor(folder: Path) -> Iterator[int]:
+    """Open a folder, so that a socket in it can have a short path."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def socket_path(folder: Path, device: Device) -> Path:
+    return folder / f"resident-{device}.sock"
+
+
+def socket_address(path: Path, descriptor: int) -> str:
+    """Return the path of the socket `path` relative to `descriptor`, which is its open folder.
+
+    The path of a Unix socket is limited to 107 bytes, and the path of a folder may be longer.
+    """
+    return f"/proc/self/fd/{descriptor}/{path.name}"
+
+
+class ResidentJudge:
+    """Judge whose work the resident judge with the socket `path` does, for the parameters `params`.
+
+    The methods raise InfrastructureError if the server ends.
+    """
+
+    def __init__(self, params: Params, path: Path):
+        self.params = params
+        self.resources = contextlib.ExitStack()
+        descriptor = self.resources.enter_context(folder_descriptor(path.parent))
+        transport = httpx.HTTPTransport(uds=socket_address(path, descriptor))
+        self.client = self.resources.enter_context(
+            httpx.Client(
+                transport=transport,
+                base_url="http://resident",
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            )
+        )
+
+    def health(self) -> Health:
+        return Health.model_validate(self.client.get("/v1/health").raise_for_status().json())
+
+    def verdict(
+        self,
+        task: KernelTask,
+        files: dict[str, str],
+        *,
+        compare_compile: bool = False,
+        report: Report = ignore,
+    ) -> Verdict:
+        """Return the verdict on a candidate, as `judge.Judge.verdict` does."""
+        request = JudgementRequest(
+            params=self.params, task=task, files=files, compare_compile=compare_compile
+        )
+        return Verdict.model_validate(self._ask("/v1/judgements", request, report))
+
+    def admit(self, code: str, *, headroom: bool = False) -> Admission:
+        """Return the admission of a task, as `judge.Judge.admit` does."""
+        request = AdmissionRequest(params=self.params, code=code, headroom=headroom)
+        return Admission(**self._ask("/v1/admissions", request, ignore))
+
+    def _ask(self, path: str, request: FrozenModel, report: Report) -> dict[str, Any]:
+        try:
+            with self.client.stream("POST", path, json=request.model_dump(mode="json")) as reply:
+                reply.raise_for_status()
+                for line in reply.iter_lines():
+                    kind, content = json.loads(line)
+                    if kind == "progress":
+                        report(content)
+                    elif kind == "result":
+                        result: dict[str, Any] = content
+                        return result
+                    else:
+                        raise (UserError if kind == "UserError" else InfrastructureError)(content)
+        except httpx.HTTPError as error:
+            raise InfrastructureError(f"the resident judge did not answer: {error}") from error
+        raise InfrastructureError("the resident judge ended before it answered")
+
+    def prepare(self) -> None:
+        """Do nothing, because a resident judge is ready."""
+
+    def close(self) -> None:
+        self.resources.close()
+
+
+def connect(params: Params, folder: Path) -> ResidentJudge | None:
+    """Return a client of the resident judge whose socket is in `folder`, or None if none runs there.
+
+    Raises UserError if one runs whose sources differ from those of the caller, because two judges of one
+    device would disturb each other's measurements.
+    """
+    path = socket_path(folder, params.device)
+    if not path.exists():
+        return None
+    judge = ResidentJudge(params, path)
+    try:
+        health = judge.health()
+    except httpx.HTTPError:
+        judge.close()
+        return None
+    if health.version != VERSION:
+        judge.close()
+        raise UserError(
+            f"{path}: the resident judge runs other sources ({health.version}) than this command "
+            f"({VERSION}); end it and start it again with cuda-agent serve."
+        )
+    return judge
