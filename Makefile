@@ -62,6 +62,6 @@ $(STAMP): pyproject.toml constraints.txt
 	umask 022 && $(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(BIN)/uv pip install -q -c constraints.txt torch wheel setuptools packaging ninja py-cpuinfo
 	$(BIN)/uv pip install -q -c constraints.txt --no-build-isolation-package deepspeed \
-	    -r pyproject.toml --extra train --extra orchestrate --group dev
+	    -r pyproject.toml --extra train --extra orchestrate --extra serve --group dev
 	$(BIN)/uv pip install -q --no-deps --no-build-isolation -e .
 	@touch $(STAMP)

@@ -210,13 +210,18 @@ def newest_dataset(home: Path) -> Path:
 
 
 @contextlib.contextmanager
-def judge_session(params: Params, home: Path) -> Iterator[tuple[LocalPool, ProgressView]]:
-    """Open the judge pool of the home and a progress view on standard error, and close both at the end."""
+def judge_session(
+    params: Params, home: Path, *, use_resident: bool = False
+) -> Iterator[tuple[LocalPool, ProgressView]]:
+    """Open the judge pool of the home and a progress view on standard error, and close both at the end.
+
+    `use_resident` is explained at `LocalPool`.
+    """
     from components.core.progress_view import ProgressView
     from components.judge.open_pool import open_pool
 
     with (
-        contextlib.closing(open_pool(params, home / "verdicts")) as pool,
+        contextlib.closing(open_pool(params, home / "verdicts", use_resident=use_resident)) as pool,
         ProgressView(stderr_console()) as view,
     ):
         yield pool, view

@@ -74,7 +74,7 @@ def optimize(
     check_output_folder(folder)
     chosen = find_policy(policy, model, resolved)
     params, home = with_any_duration(chosen.params), home_of(resolved)
-    with judge_session(params, home) as (pool, view):
+    with judge_session(params, home, use_resident=True) as (pool, view):
         pool.prepare()
         limits = search_budget(params, attempts, turns, budget)
         outcome = search(chosen, task, pool, limits, origin=str(module), progress=view)

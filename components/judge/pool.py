@@ -95,11 +95,21 @@ class JudgeLike(Protocol):
 class LocalPool:
     """Pool with one judge on this machine; builds and preparation are parallel, measurements are sequential.
 
-    `verdicts` is the journal's folder. Files are added to it and never changed.
+    `verdicts` is the journal's folder. Files are added to it and never changed. With `use_resident`, the
+    resident judge of the folder does the work if it runs (`resident.py`).
     """
 
-    def __init__(self, params: Params, verdicts: Path, folder: Path | None = None, *, workers: int = 0):
+    def __init__(
+        self,
+        params: Params,
+        verdicts: Path,
+        folder: Path | None = None,
+        *,
+        workers: int = 0,
+        use_resident: bool = False,
+    ):
         self.params = params
+        self.use_resident = use_resident
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
         self.protocol = protocol_digest(params)
@@ -119,11 +129,16 @@ class LocalPool:
             return self._judge
 
     def start(self) -> JudgeLike:
-        """Return a new judge.
+        """Return a new judge, or a client of the resident judge.
 
-        Its module, which imports torch, is imported here, because a run whose results are all in the journal
-        does not need torch.
+        The modules are imported here, because a run whose results are all in the journal needs neither torch
+        nor a client.
         """
+        if self.use_resident:
+            from components.judge.resident_client import connect
+
+            if (resident := connect(self.params, self.folder)) is not None:
+                return resident
         from components.judge.judge import Judge
 
         return Judge(self.params, self.folder)

@@ -354,7 +354,7 @@ def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_rec
     shutil.copytree(optimised / "trajectories", tmp_path / "trajectories")
     record = tmp_path / "trajectories" / "trajectories.jsonl"
     record.write_text(record.read_text().replace("Written kernels/forward.cpp.", "Written elsewhere.", 1))
-    monkeypatch.setattr(pool_module, "open_pool", lambda params, verdicts: pool)
+    monkeypatch.setattr(pool_module, "open_pool", lambda params, verdicts, use_resident: pool)
     monkeypatch.setattr(pool, "close", lambda: None)
     measured = len(list(pool.verdicts.rglob("*.json")))
     code, _, said = cuda_agent("trajectory", "replay", str(tmp_path), "--profile", "ci")
