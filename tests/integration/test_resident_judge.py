@@ -77,9 +77,7 @@ def test_the_command_asks_the_resident_judge_and_starts_none(home: Path, workspa
     assert json.loads(judge(workspace, home).stdout)["status"] == "build_failed"
 
 
-def test_without_one_a_judge_is_started_and_serve_is_named(
-    tmp_path: Path, workspace: Path
-) -> None:
+def test_without_one_a_judge_is_started_and_serve_is_named(tmp_path: Path, workspace: Path) -> None:
     done = judge(workspace, tmp_path / "other")
     assert json.loads(done.stdout)["status"] == "correct", done.stderr
     assert "cuda-agent serve" in done.stderr.splitlines()[0]
