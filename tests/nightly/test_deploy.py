@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,18 +63,30 @@ def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def stopped(server: dict[str, str], deployed: dict[str, Any]) -> str:
-    """Make a run that sends one heartbeat, as of a host that went down; its time passes in other tests."""
+    """Make a run whose heartbeats stop, as of a host that went down; its time passes in other tests.
+
+    The deployed automation waits for HEARTBEATS_SECONDS; here it is given the shortest wait that Prefect has.
+    """
+    (zombie,) = ask(server, "/automations/filter", automations={"name": {"any_": ["cuda-agent-zombie"]}})
+    assert zombie["trigger"]["within"] == HEARTBEATS_SECONDS
+    names = ("name", "description", "enabled", "actions", "actions_on_trigger", "actions_on_resolve")
+    shorter = {name: zombie[name] for name in names} | {"trigger": zombie["trigger"] | {"within": 10}}
+    url = server["PREFECT_API_URL"]
+    httpx.put(f"{url}/automations/{zombie['id']}", json=shorter, timeout=120).raise_for_status()
+
     (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
     run = ask(server, f"/deployments/{night['id']}/create_flow_run")["id"]
     ask(server, f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)
     about = {"prefect.resource.id": f"prefect.flow-run.{run}"}
-    heartbeat = {
-        "id": str(uuid4()),
-        "event": "prefect.flow-run.heartbeat",
-        "occurred": datetime.now(UTC).isoformat(),
-        "resource": about,
-    }
-    httpx.post(f"{server['PREFECT_API_URL']}/events", json=[heartbeat], timeout=120).raise_for_status()
+    for _ in range(3):  # the server may take up the shorter wait after the first
+        time.sleep(1)
+        heartbeat = {
+            "id": str(uuid4()),
+            "event": "prefect.flow-run.heartbeat",
+            "occurred": datetime.now(UTC).isoformat(),
+            "resource": about,
+        }
+        httpx.post(f"{url}/events", json=[heartbeat], timeout=120).raise_for_status()
     return str(run)
 
 
