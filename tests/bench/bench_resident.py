@@ -28,7 +28,7 @@ def seconds(options: list[str], *more: str) -> float:
     done = subprocess.run(
         [*COMMAND, "judge", "agent_workdir", "--json", *options, *more],
         cwd=PROJECT,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         check=True,
     )
     took = time.perf_counter() - started
@@ -41,7 +41,7 @@ def resident(options: list[str]) -> Iterator[None]:
     """Run a resident judge inside the context."""
     process = subprocess.Popen([*COMMAND, "serve", *options], cwd=PROJECT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert "judging on" in process.stderr.readline()
+    assert any("judging on" in line for line in process.stderr), "the resident judge did not start"
     try:
         yield
     finally:
@@ -60,17 +60,16 @@ def main() -> None:
     rows: dict[str, list[float]] = {}
 
     def measure(name: str, *more: str) -> None:
-        rows[name] = [seconds(options, *more) for _ in range(chosen.repeats + 1)][1:]
+        rows[name] = figures = [seconds(options, *more) for _ in range(chosen.repeats + 1)][1:]
+        median, first = (statistics.median(row) for row in (figures, next(iter(rows.values()))))
+        spread = f"({min(figures):.2f} to {max(figures):.2f})"
+        print(f"{name:28}{median:7.2f} s{median / first:7.2f}  {spread}", flush=True)
 
     measure("own judge, --precise", "--precise")
     measure("own judge")
     with resident(options):
         measure("resident judge, --precise", "--precise")
         measure("resident judge")
-    first = statistics.median(next(iter(rows.values())))
-    for name, figures in rows.items():
-        median = statistics.median(figures)
-        print(f"{name:28}{median:7.2f} s{median / first:7.2f}  ({min(figures):.2f} to {max(figures):.2f})")
 
 
 if __name__ == "__main__":
