@@ -34,7 +34,7 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
     given = [i for i in flagged if mixes[i].distribution == "given"]
     others = [i for i in flagged if mixes[i].distribution != "given"]
     rest = [secrets.choice(given[:-1])] if len(given) > 1 else []
-    return others[-1:] + given[-1:] + rest
+    return given[-1:] + rest + others[-1:]
 
 
 class ExactRunner:

@@ -176,9 +176,9 @@ def test_the_worst_flagged_call_of_each_kind_and_a_random_one_are_compared() -> 
         InputMix(0, 1, (), (), 0.5, name) for name in ("given", "given", "wide", "given", "given", "given")
     ]
     assert suspicious_calls([0.0, 1.0, 0.5, 0.9, 1.0, 0.0], mixes) == []
-    assert suspicious_calls([0.0, 1.0, 1.5, 0.9, 3.0, 0.0], mixes) == [2, 4]
+    assert suspicious_calls([0.0, 1.0, 1.5, 0.9, 3.0, 0.0], mixes) == [4, 2]
     chosen = {tuple(suspicious_calls([0.0, 2.0, 5.0, 4.0, INF, 1.1], mixes)) for _ in range(200)}
-    assert chosen == {(2, 4, 1), (2, 4, 3), (2, 4, 5)}
+    assert chosen == {(4, 1, 2), (4, 3, 2), (4, 5, 2)}
 
 
 def test_timed_rounds_use_every_distribution_whatever_the_correctness_sets_are() -> None:
