@@ -99,6 +99,13 @@ class ReferenceOutput:
         """Whether the reference output's own error is above the absolute tolerance."""
         return not self.errors[0] <= self.ceiling
 
+    def is_repeated_by(self, output: torch.Tensor) -> bool:
+        """Return whether `output` is the reference output again, up to the absolute tolerance."""
+        if output.is_complex():
+            output = torch.view_as_real(output)
+        distance = _distance(output, self.single).masked_fill_(same_special(output, self.single), 0.0)
+        return bool((distance <= self.ceiling).all())
+
     def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: bool = False) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
