@@ -1,9 +1,11 @@
 """The application installs as an editable checkout only; hooks and workflow call the Makefile."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from components.core.config import PROJECT
@@ -30,3 +32,8 @@ def test_hooks_and_workflow_are_sound() -> None:
     workflow = yaml.safe_load((PROJECT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["jobs"]["test"]["steps"][-1] == {"run": ".ci/run"}
     assert "make test-all" in (PROJECT / ".ci" / "run").read_text()
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+def test_the_tests_of_a_file_run_on_one_worker(request: pytest.FixtureRequest) -> None:
+    assert request.node.nodeid.endswith("@test_packaging"), "pytest-xdist did not see the group"
