@@ -109,13 +109,14 @@ def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
 
     @app.post("/v1/judgements")
     def judgement(request: JudgementRequest) -> StreamingResponse:
-        return stream(
-            lambda report: (
-                judges.of(request.params)
-                .verdict(request.task, request.files, compare_compile=request.compare_compile, report=report)
-                .model_dump(mode="json")
+        def measure(report: Report) -> dict[str, Any]:
+            verdict = judges.of(request.params).verdict(
+                request.task, request.files, compare_compile=request.compare_compile, report=report
             )
-        )
+            # Later candidates of the task get the same correctness sets, so their seeds stay secret.
+            return verdict.model_dump(mode="json", exclude={"evidence": {"seeds"}})
+
+        return stream(measure)
 
     @app.post("/v1/admissions")
     def admission(request: AdmissionRequest) -> StreamingResponse:

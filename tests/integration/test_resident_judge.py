@@ -72,6 +72,7 @@ def test_the_command_asks_the_resident_judge_and_starts_none(home: Path, workspa
     verdict = json.loads(done.stdout)
     assert done.returncode == 0 and verdict["status"] == "correct", done.stderr
     assert verdict["speedup"]["eager"] and verdict["speedup"]["compile"]
+    assert "raw_seconds" in verdict["evidence"] and "seeds" not in verdict["evidence"]
     assert done.stderr.splitlines()[0] == "building the candidate", "and not: starting a judge"
     (workspace / "kernels" / "forward.cpp").write_text("not C++")
     assert json.loads(judge(workspace, home).stdout)["status"] == "build_failed"
