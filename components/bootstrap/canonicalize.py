@@ -1,8 +1,9 @@
-"""Rewriting of a user's module into the layout of composed tasks.
+"""Rewrite a user's module in the layout of composed tasks, which has one line `x = …` for each operator.
 
-It is needed for policies that are made from scratch, because they know only this layout. Names, intermediate
-variables, named sizes, methods, activation modules and the order of operands are normalised. The result is
-used only as the prompt: the judge compares kernels with the user's own module.
+This is needed for policies that are made from scratch, because they know only this layout (TASK_LAYOUT in
+chain_parser.py). Names, intermediate variables, named sizes, methods, activation modules and the order of
+operands are normalised. The result is used only as the prompt. The judge compares kernels with the user's own
+module.
 """
 
 import ast
@@ -147,10 +148,12 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
-    """Return the inputs as composed tasks write them, and their rank, which is None if it differs.
+    """Return the source texts of a task's inputs, and the rank that all of them have.
 
-    torch.rand is replaced by torch.randn, because the kernel does not depend on the distribution of the
-    inputs.
+    `value` is the expression that get_inputs returns. For example, `[torch.rand(64, 256)]` gives
+    (["torch.randn(64, 256)"], 2). torch.rand is replaced by torch.randn, as in composed tasks, because the
+    kernel does not depend on the distribution of the inputs. The rank is None if the inputs have different
+    ranks, or if one of them is another expression. Raises _NotAChain if `value` is not a list or a tuple.
     """
     if not isinstance(value, ast.List | ast.Tuple):
         raise _NotAChain
@@ -174,7 +177,9 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
 def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Names) -> Names:
     """Return the expressions that the constructor assigns to attributes of `self`, in their order.
 
-    The values of the constructor's arguments are substituted.
+    In these expressions, the names of `constants` and the constructor's arguments are replaced by their
+    values. `init_arguments` is the list of the arguments' values that get_init_inputs returns. Raises
+    _NotAChain if the constructor has a statement that assigns no attribute.
     """
     arguments = [argument.arg for argument in init.args.args[1:]]
     values = init_arguments.elts if isinstance(init_arguments, ast.List | ast.Tuple) else []
@@ -203,8 +208,9 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
 class _Speller(ast.NodeTransformer):
     """A transformer that rewrites expressions into the form that they have in composed tasks.
 
-    `attributes` are the attributes of the user's module. `rank` is the rank of its inputs, or None if they
-    have different ranks.
+    For example, `x.relu()` becomes `F.relu(x)`, `2 * x` becomes `x * 2.0`, and `x ** 2` becomes
+    `torch.square(x)`. `attributes` are the attributes of the user's module. `rank` is the rank of its inputs,
+    or None if they have different ranks.
     """
 
     attributes: Names
@@ -295,10 +301,11 @@ class _Speller(ast.NodeTransformer):
         return ast.Attribute(ast.Name("self"), name)
 
     def init(self) -> list[str]:
-        """Return the lines of the constructor.
+        """Return the lines of the constructor that create norms and parameters.
 
-        Their order is that of the user's constructor, because it determines the order of the kernel's
-        arguments.
+        Numbers and activation modules need no line. Raises _NotAChain for any other attribute that `forward`
+        does not use. The order of the lines is that of the user's constructor, because it determines the
+        order of the kernel's arguments.
         """
         lines = []
         for attribute, value in self.attributes.items():
@@ -326,7 +333,8 @@ def _with_decimal_point(node: ast.expr) -> ast.expr:
 def _unfold(expression: ast.expr) -> list[str]:
     """Split nested operators into the right-hand sides of `x = …`, in the order of computation.
 
-    Raises _NotAChain if a part of the expression is not a known operator.
+    For example, `F.relu(x * 2.0)` gives ["x * 2.0", "F.relu(x)"]. Raises _NotAChain if a part of the
+    expression is not a known operator.
     """
     lines: list[str] = []
     while not isinstance(expression, ast.Name):

@@ -48,9 +48,11 @@ def coldstart(
 ) -> Manifest:
     """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
 
-    `dataset` and `code` are versions that the manifest records. The function continues from the folder
-    `state` beside `out` if an earlier call with the same inputs left one. It removes that folder at the end.
-    Raises RuntimeError if the second process has ended.
+    `dataset` and `code` are versions that the manifest records. The training state is in the folder `state`
+    beside `out`. If an interrupted call with the same parameters of device, policy and cold start, `dataset`
+    and `code` left this folder, the training continues from it. It is removed at the end. On a cpu with
+    several cores, a second process that this function starts computes half of every step. Raises RuntimeError
+    if that process ends too early.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -101,7 +103,11 @@ def coldstart(
 
 
 def _second_rank(port: int, params: Params, state: Path) -> None:
-    """Run the second process: train on the same corpus to the last step, or until the first process ends."""
+    """Train as the second of the two processes of a cold start on a cpu, which share every step.
+
+    `port` is the port at which the first process waits. The first process makes the corpus and saves the
+    training state, both in `state`. This process ends after the last step, or when the first process ends.
+    """
     group = ProcessGroupGloo(TCPStore("127.0.0.1", port), 1, 2, CORPUS_TIMEOUT)
     train(params, load_corpus(state / "corpus"), group, state, Quiet())
 
@@ -164,10 +170,12 @@ def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor
 def train(
     params: Params, corpus: Corpus, group: ProcessGroupGloo, state: Path, progress: Progress
 ) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Run the remaining optimizer steps and return the model and its figures.
+    """Train a new model on the corpus, or continue from the state saved in the folder `state`.
 
-    The figures are "loss" (nats per assistant's token, an exponential moving average over steps), "tokens"
-    (number of all tokens in the batches of all steps, without padding) and "parameters" (their number).
+    `group` connects the processes that share the micro-batches of each step. The first of them also saves the
+    state about once a minute. The result is the model and its figures. The figures are "loss" (nats per
+    assistant's token, an exponential moving average over steps), "tokens" (number of all tokens in the
+    batches of all steps, without padding) and "parameters" (their number).
     """
     settings = params.coldstart
     if params.device == "cpu":
@@ -222,8 +230,9 @@ def _reduce(
 ) -> float:
     """Replace the gradients by the clipped gradients of the step's mean loss, and return that loss.
 
-    The gradients of all processes are summed and divided by the number of the step's own tokens. Their norm
-    is limited to 1. `own_loss` and `own_tokens` are the sums of this process.
+    The gradients of all processes are summed and divided by the number of the assistant's tokens in the step.
+    Their norm is limited to 1. `own_loss` and `own_tokens` are the sum of the losses and the number of the
+    assistant's tokens in the micro-batches of this process.
     """
     gradients = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
     total = torch.cat([*gradients, gradients[0].new_tensor([own_loss, own_tokens])])

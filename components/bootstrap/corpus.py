@@ -38,7 +38,7 @@ MICROBATCHES = 4
 class Corpus:
     """Tokenised conversations, which are concatenated in `ids` and `action_mask` [tokens].
 
-    Conversation i is the slice offsets[i]:offsets[i + 1].
+    Conversation i is the slice offsets[i]:offsets[i + 1]. `action_mask` is True on the assistant's tokens.
     """
 
     ids: Tensor

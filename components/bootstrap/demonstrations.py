@@ -184,7 +184,11 @@ def _balanced(kernel: str) -> bool:
 def _attempt(
     code: str, fast_share: float, wrong_share: float, device: Device, rng: random.Random
 ) -> tuple[str, str]:
-    """Return a kernel in a random style, and its quality, which is the style or `wrong`."""
+    """Return a kernel for a composed task in a random style, and its quality, which is the style or `wrong`.
+
+    The style is one of FAST with the probability `fast_share`, and the kernel is made wrong with the
+    probability `wrong_share`. Raises ValueError if `code` does not have the layout of composed tasks.
+    """
     slow = tuple(style for style in STYLES[device] if style not in FAST[device])
     styles = FAST[device] if rng.random() < fast_share else slow
     style = rng.choice(styles) if len(styles) > 1 else styles[0]

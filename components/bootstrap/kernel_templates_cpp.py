@@ -159,6 +159,9 @@ def elementwise(step: Step) -> str:
 
 
 def replace_functions(text: str, names: dict[str, str]) -> str:
-    """Return C++ code with the functions of vec.h replaced according to `names` (LIBM or CUDA_MATH)."""
+    """Return C++ code with the functions of vec.h replaced according to `names` (LIBM or CUDA_MATH).
+
+    `vsigmoid(v)` is replaced by its formula with `vexp` first.
+    """
     text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
     return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: names[match.group()], text)

@@ -35,7 +35,11 @@ def fused_elements(chain: OperatorChain, vectorised: bool) -> list[str]:
 
 
 def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[str]:
-    """Return the C++ lines of one loop over the columns of a row of the array `source`."""
+    """Return the C++ lines of one loop over the columns of a row, which is the array `source`.
+
+    `body` are the lines for each element `float v`. If `vectorised` is true, the loop has an OpenMP pragma
+    with the reduction clause `clause`, which may be empty.
+    """
     pragma = [f"    #pragma omp simd{f' reduction({clause})' if clause else ''}"] if vectorised else []
     return [
         *pragma,
@@ -127,7 +131,7 @@ def row_operator_loops(step: Step) -> list[str]:
 
 
 def write_kernel(chain: OperatorChain, style: str) -> str:
-    """Return the text of kernels/forward.cpp."""
+    """Return the text of kernels/forward.cpp for the chain in the style `passes`, `fused` or `simd`."""
     match style:
         case "passes":
             body, header = separate_loops(chain), "#include <cmath>"

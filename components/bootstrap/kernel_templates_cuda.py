@@ -135,7 +135,11 @@ def block_functions(text: str, template: str) -> list[str]:
 
 
 def row_kernel(chain: OperatorChain, template: str) -> list[str]:
-    """Return the CUDA lines of a kernel with one block for each row, which is kept in shared memory."""
+    """Return the CUDA lines of a kernel with one block for each row, which is kept in shared memory.
+
+    `template` is the template of the functions that reduce values over a block, which is BLOCK_OPERATION or
+    WARP_OPERATION.
+    """
     lines: list[str] = []
     pending: list[str] = []
     tail: list[str] = []
@@ -205,7 +209,7 @@ def separate_kernels(chain: OperatorChain) -> list[str]:
 
 
 def write_kernel(chain: OperatorChain, style: str) -> str:
-    """Return the text of kernels/forward.cu."""
+    """Return the text of kernels/forward.cu for the chain in the style `passes`, `fused` or `vector`."""
     match style:
         case "passes":
             body = [replace_functions(line, CUDA_MATH) for line in separate_kernels(chain)]

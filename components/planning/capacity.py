@@ -1,4 +1,4 @@
-"""The capacity that a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
+"""Estimates of what a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
 Each input has an origin: it is measured, a parameter of the profile, taken from a datasheet, or assumed. The
 formulas are ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes for each parameter under mixed
@@ -115,10 +115,10 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
 
 
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
-    """Return the inputs that are computed from the trajectories in a home.
+    """Return the inputs `turns`, `turns_spread`, `tokens_per_turn` and `tokens_spread` as they were measured.
 
-    `turns` has the number of turns of each trajectory, and `tokens` the number of tokens in each turn that
-    the policy sampled.
+    They are computed from the trajectories of a home. `turns` has the number of turns of each trajectory, and
+    `tokens` the number of tokens that the policy sampled in a turn, for instance the mean of each trajectory.
     """
     source = f"{len(turns)} trajectories of this home"
     found = {}
@@ -141,7 +141,7 @@ def zero_memory(
 
     `trained` is the number of trained networks (actor and critic). `frozen` is the number of networks that
     are not trained (the reference), of which only the weights are included. With `offload`, Adam's state is
-    not included.
+    not included, because it lies in the memory of the host.
     """
     weights, gradients, state = 2.0 * parameters, 2.0 * parameters, 12.0 * parameters
     split = (stage >= 3, stage >= 2, stage >= 1)
@@ -154,8 +154,9 @@ def zero_memory(
 def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing: bool) -> float:
     """Return the bytes per GPU of the activations of one micro-batch in one network.
 
-    They consist of the activations that are kept for every layer, all activations of one layer, and the
-    logits. `tokens` is the number of tokens of the micro-batch.
+    They consist of the activations that are kept for every layer until the backward pass, all activations of
+    the layer that is being computed, and the logits. With `checkpointing`, only the input of each layer is
+    kept, and otherwise all its activations. `tokens` is the number of tokens of the micro-batch.
     """
     full_layer = 34.0 * tokens * inputs["hidden"]
     kept = (
@@ -171,8 +172,9 @@ def training_seconds(
     """Return the seconds of one step's scoring and update, with the keys `score` and `update`.
 
     Scoring consists of the forward passes of actor, reference and critic. The update consists of the forward
-    and backward passes of actor and critic. `tokens` is the number of tokens of the step, and `context` the
-    mean context length.
+    and backward passes of actor and critic, `epochs` times. With `checkpointing`, each backward pass repeats
+    the forward pass. `tokens` is the number of tokens of the step, and `context` the mean number of earlier
+    tokens that a token attends to.
     """
     forward = (
         2.0 * inputs["active_parameters"] * tokens
@@ -183,10 +185,12 @@ def training_seconds(
 
 
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
-    """Return the rollouts of one step as the input of the simulation.
+    """Return the description of one step's rollouts that `simulate` needs.
 
-    The decoding rate is limited by the memory bandwidth: for each token, the weights are read once for a
-    batch of 128 sequences and the key-value cache once for each sequence.
+    `rollouts` are the parameters of the stage's rollouts, and `context` is the size of the context window.
+    The decoding rate is limited by the memory bandwidth. For each token, the weights are read once for a
+    batch of 128 sequences, and the key-value cache once for each sequence, which fills a quarter of the
+    window.
     """
     read = 2.0 * inputs["active_parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
@@ -217,6 +221,7 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
 def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
     """Return the whole plan as a JSON record.
 
+    `inputs` has every input of `default_inputs`, and `seed` determines the simulated rollouts.
     Raises UserError if the device of the profile is not `cuda`.
     """
     if params.device != "cuda":
@@ -303,10 +308,10 @@ def _stage(
 
 
 def assume(inputs: dict[str, Input], choices: list[str]) -> dict[str, Input]:
-    """Return a copy of the inputs in which the value of each NAME=VALUE is replaced.
+    """Return a copy of the inputs in which each choice NAME=VALUE has set the input NAME to VALUE.
 
-    Raises UserError if a name is unknown or a value is not a positive number. The sign of a spread is not
-    checked.
+    If `parameters` is chosen and `active_parameters` is not, both get the same value. Raises UserError if a
+    name is unknown or a value is not a positive number. The sign of a spread is not checked.
     """
     changed = dict(inputs)
     for choice in choices:

@@ -17,10 +17,12 @@ GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
 
 @dataclass(frozen=True)
 class Load:
-    """The rollouts of one training step.
+    """The description of the rollouts of one training step, from which `simulate` draws trajectories.
 
-    `turns`, `tokens` and `judge_seconds` are medians of log-normal distributions, and the fields that end in
-    `_spread` are the standard deviations of the logarithm. Rates are in tokens/s.
+    `turns` (per trajectory), `tokens` (sampled per turn) and `judge_seconds` are medians of log-normal
+    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm. A share
+    `judged_share` of the turns needs a judge, and every other turn takes `tool_seconds`. `sequence_rate` is
+    the largest decoding rate of one sequence and `total_rate` that of all sequences together, in tokens/s.
     """
 
     trajectories: int

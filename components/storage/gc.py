@@ -1,4 +1,4 @@
-"""Selection of the objects in an artifact store that can be removed or are damaged.
+"""Find the objects in an artifact store that can be removed or are damaged, and remove them.
 
 Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole. All
 other objects (of DVC's remote and of MLflow) are managed by other programs and are never removed.
@@ -95,11 +95,12 @@ def remove(store: Store, group: Group) -> None:
 
 
 def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, fault) for every object. The fault is empty if the object is undamaged.
+    """Yield (key, fault) for every object whose key starts with `prefix`, also for undamaged objects.
 
-    Each object is read in full. Its digest is compared with the digest that was recorded when it was written,
-    and with the manifest if the object belongs to a checkpoint. Objects that the manifest names and the store
-    does not have are yielded too.
+    The fault is a text such as "is not what was written", and is empty for an undamaged object. Each object
+    is read in full. Its digest is compared with the digest that was recorded when it was written, and with
+    the manifest if the object belongs to a checkpoint. Objects that the manifest names and the store does not
+    have are yielded too, and so is the name of a checkpoint that has no manifest.
     """
     found = list(store.entries(prefix))
     for group in groups(found):
@@ -129,15 +130,16 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def words(text: str) -> set[str]:
-    """Return every run id and digest that occurs in a text."""
+    """Return every part of a text that can be a run id or a digest, which is 12 to 64 hexadecimal digits."""
     return set(WORD.findall(text))
 
 
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
     """Return the description of a reference to the run or checkpoint `identity`, or an empty string.
 
-    A reference matches if it is equal to the identity, if it begins with the identity (a run's key begins
-    with the run's id), or if it is a prefix of it with at least 12 digits.
+    `references` maps run ids, run keys and digests to a description of what refers to them. Such a reference
+    matches if it is equal to the identity, if it begins with the identity (a run's key begins with the run's
+    id), or if it is a prefix of the identity with at least 12 digits.
     """
     if identity in references:
         return references[identity]

@@ -52,10 +52,11 @@ class StoreUnavailable(UserError, ConnectionError):
 
 
 class S3Store:
-    """A store in a bucket of S3.
+    """A store whose objects have names that begin with one prefix, in a bucket of an S3-compatible server.
 
-    `uploads` is the folder in which unfinished uploads are recorded. If it is None, an interrupted upload
-    starts from the beginning.
+    `url` is s3://bucket/prefix, and an empty `endpoint` means the one of boto3's settings. Objects above
+    `part_bytes` are written in parts. `uploads` is the folder in which unfinished uploads are recorded. If it
+    is None, an interrupted upload starts from the beginning.
     """
 
     def __init__(self, url: str, endpoint: str, *, uploads: Path | None = None, part_bytes: int = PART_BYTES):
@@ -173,7 +174,10 @@ class S3Store:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
 
     def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
-        """Write the object unless its key exists, and return the recorded SHA-256 of the key's object."""
+        """Write the object unless its key exists, and return the SHA-256 that is recorded for the key.
+
+        It differs from `sha256` if another process has written other bytes to the key.
+        """
         try:
             if size > self.part_bytes:
                 self._write_parts(name, source, sha256, size)
@@ -230,9 +234,10 @@ class S3Store:
     def _unfinished(
         self, journal: Path | None, name: str, sha256: str, part_bytes: int
     ) -> tuple[str, dict[int, Any]]:
-        """Return the id and the uploaded parts, by number, of an unfinished upload of the same bytes.
+        """Return the id of the unfinished upload that `journal` records, and its uploaded parts by number.
 
-        The id is empty if there is no such upload.
+        The id is empty if there is no such upload. An upload of other bytes, or with another size of the
+        parts, is aborted on the server and not returned.
         """
         if journal is None or not journal.is_file():
             return "", {}

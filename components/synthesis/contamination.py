@@ -125,9 +125,10 @@ def _has_model(code: str) -> bool:
 
 
 def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
-    """Return the statements of a function with all assignments `name = expression` inlined.
+    """Return the statements of a function with its assignments `name = expression` inlined.
 
-    The docstring and super().__init__() are removed.
+    An expression with more than MAX_INLINED_NODES syntax nodes is not inlined. The docstring and
+    super().__init__() are removed.
     """
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []

@@ -36,8 +36,10 @@ GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
 class OperatorCost:
     """The cost of a template on one input.
 
-    `calls` is the number of kernel launches, `largest` is the number of bytes of the largest tensor,
-    including parameters, and `after` is the shape and the strides of the output.
+    `flops` is the number of floating-point operations of products and convolutions. `bytes` is the number of
+    bytes of the inputs and outputs of all kernels. `calls` is the number of kernel launches, `largest` is the
+    number of bytes of the largest tensor, including parameters, and `after` is the shape and the strides of
+    the output.
     """
 
     flops: int = 0

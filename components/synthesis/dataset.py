@@ -1,4 +1,4 @@
-"""The build of a data set, in which candidates are composed, filtered and judged.
+"""Build a data set of training tasks by composing, filtering and judging candidates.
 
 Every rejected candidate is stored with the reason. Candidates are decided in the order of their composition,
 so the admitted tasks depend only on the parameters and the verdicts, and not on which admission finished
@@ -52,7 +52,11 @@ class AdmissionPool(Protocol):
 
 @dataclass(frozen=True)
 class TaskCandidate:
-    """A composed task in the window, which is refused because of its source or is to be judged."""
+    """A task that may become part of a data set, with its state in the build.
+
+    The state is a refusal because of the task's source, a submitted judgement, or neither. An import has
+    candidates too, which are not composed.
+    """
 
     task: KernelTask
     refused: Rejection | None = None
@@ -103,9 +107,10 @@ def task_quotas(data: Data) -> Counter[Quota]:
 
 
 def source_shares(data: Data) -> dict[str, float]:
-    """Return the share of each kind of task, which is its data_source.
+    """Return the share of the data set's tasks for each kind of task.
 
-    For the core operators, the result is {"": 1.0}.
+    A kind is a value of the column data_source, such as torch#2 or transformers. For the core operators, the
+    result is {"": 1.0}.
     """
     if data.operators == "core":
         return {"": 1.0}
@@ -115,10 +120,12 @@ def source_shares(data: Data) -> dict[str, float]:
 
 
 class DatasetBuilder:
-    """The state of the build of a data set.
+    """A builder that decides which candidates become tasks of a data set, and writes the data set.
 
-    Candidates enter a window in the order of their source, and are decided in this order. If `wanted` is
-    None, as for an import, every candidate of a finite source is judged.
+    Candidates enter a queue, the window, in the order in which they are composed or read. They may be judged
+    in any order while they are in the window, but are admitted or rejected in the order of the window.
+    `wanted` has the number of tasks for each pair of a split and a kind. If it is None, as for an import,
+    every candidate that is not refused because of its source is judged.
     """
 
     def __init__(
@@ -329,9 +336,9 @@ def build_dataset(
 
     The files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md. Equal parameters
     and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder of the
-    mined table, which is not needed if data.operators is `core`. The answers to data.composer are stored in
-    the folder `answers` beside it. Raises UserError if data.against cannot be read, if nearly no candidate is
-    admitted, or if `out` contains another data set.
+    mined table, which is not needed if data.operators is `core`. If data.composer names a server of a
+    language model, its answers are stored in the folder `answers` beside `seeds`. Raises UserError if
+    data.against cannot be read, if nearly no candidate is admitted, or if `out` contains another data set.
     """
     check_output_folder(out)
     data = params.data
@@ -376,9 +383,10 @@ def admit_tasks(
     pool: AdmissionPool,
     progress: Progress,
 ) -> DatasetSummary:
-    """Judge every given task, and write a data set of the admitted ones to the folder `out`.
+    """Judge the first `total` of the given tasks, and write a data set of the admitted ones to `out`.
 
-    The files are the same as those of `build_dataset`. Raises UserError if no task is admitted.
+    Tasks that are refused because of their source are not judged. The files are the same as those of
+    `build_dataset`. Raises UserError if no task is admitted.
     """
     check_output_folder(out)
     builder = DatasetBuilder(params, pool, progress, None)

@@ -42,7 +42,7 @@ class LineProgress:
 
 
 def seeds(params: Params, out: Path) -> str:
-    """Mine the table of operators.
+    """Mine the table of operators into the folder `out`, and return a line of text on the result.
 
     For the core operators, the output folder stays empty and torch is not imported.
     """
@@ -59,7 +59,10 @@ def seeds(params: Params, out: Path) -> str:
 
 
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
-    """Compose tasks, judge them, and write the data set."""
+    """Compose tasks, judge them, write the data set to `out`, and return a line of text on the result.
+
+    `seeds` is the folder of the mined table, and `verdicts` the folder of the journal of verdicts.
+    """
     from components.judge.open_pool import open_pool
     from components.synthesis.dataset import build_dataset
 

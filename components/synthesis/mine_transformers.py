@@ -168,10 +168,10 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
 
 
 def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModule:
-    """Return a function of (q, k, cos, sin) or (x, cos, sin) as a module with one output.
+    """Return a function that applies rotary embeddings as a module with one output.
 
-    If the function has two results, the output is their concatenation. Raises CannotExtract with the reason
-    if it does not run.
+    The arguments of the function are (q, k, cos, sin) or (x, cos, sin). If the function has two results, the
+    output is their concatenation. Raises CannotExtract with the reason if it does not run.
     """
     code = library.extract(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2

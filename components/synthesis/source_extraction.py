@@ -44,11 +44,15 @@ STANDARD = {
 
 
 class CannotExtract(Exception):
-    """The error that a definition needs another file of the library, or an argument without a rule."""
+    """The error that a class or function cannot become a task. Its message gives the reason."""
 
 
 class LibraryFile:
-    """One file of the library: its definitions by name, and the names that it imports."""
+    """A parsed file of transformers, from which the source of single classes and functions is extracted.
+
+    `defined` has its classes and functions by name, `imported` the names that it imports, and `prefix` the
+    beginning of its class names, such as Llama.
+    """
 
     def __init__(self, path: Path):
         tree = ast.parse(path.read_text())
@@ -124,7 +128,8 @@ class LibraryFile:
 class SourceCleaner(ast.NodeTransformer):
     """A transformer that removes annotations, docstrings and decorators.
 
-    It also replaces the choice of an attention implementation by the eager function of the file.
+    It also replaces the choice of an attention implementation by the eager function of the file, the base
+    class GradientCheckpointingLayer by nn.Module, and empty or zero parameters by random ones.
     """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:

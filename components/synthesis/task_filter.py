@@ -26,9 +26,10 @@ MIN_SPREAD = 1e-3
 
 
 class TaskFilter:
-    """A filter that refuses duplicates of earlier candidates.
+    """A filter that refuses candidates because of their source or of the judge's admission.
 
-    It remembers all sources that it has checked, so its results depend on the order of the candidates.
+    It also refuses duplicates of earlier candidates. So it remembers the sources that it has checked, and its
+    results depend on the order of the candidates.
     """
 
     def __init__(self, data: Data):

@@ -22,8 +22,8 @@ PUBLIC = ("ops", "data_source", "code")
 def read_public(path: Path, seed: int) -> list[KernelTask]:
     """Return every row as a task without evidence, whose name is the number of the row.
 
-    `seed` determines which tasks are held out. Raises UserError if the file is not a parquet file or has no
-    public columns.
+    `seed` determines which tasks are held out. Raises UserError if the file is not a parquet file or lacks
+    one of the columns of the public data set, which are `ops`, `data_source` and `code`.
     """
     try:
         table = pyarrow.parquet.read_table(path)

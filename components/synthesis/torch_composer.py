@@ -69,7 +69,10 @@ class Draft:
 
 
 class TorchComposer:
-    """An iterator over drafts without end. Equal arguments give equal drafts."""
+    """An endless iterator over drafts of tasks, which are composed from the mined table.
+
+    Equal arguments give equal drafts. If `modules` is false, no tasks with modules of transformers are drawn.
+    """
 
     def __init__(self, table: OperatorTable, data: Data, device: Device, *, modules: bool):
         self.data, self.device = data, device

@@ -1,4 +1,4 @@
-"""Writing of a task's source for a module mined from transformers, with given sizes of its inputs."""
+"""Write the source of a task around a module mined from transformers, for given sizes of the inputs."""
 
 import math
 from typing import Any
@@ -65,7 +65,11 @@ def get_init_inputs():
 
 
 def scale_config(config: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Return the configuration with the values for this hidden size."""
+    """Return the configuration with values that fit this hidden size.
+
+    The fields of `config` that SCALED names become multiples of the hidden size, and those that FIXED names
+    get their fixed values.
+    """
     return (
         config
         | {key: FIXED[key] for key in config if key in FIXED}
