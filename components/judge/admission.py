@@ -161,7 +161,11 @@ def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
 
 
 def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool]:
-    """Return the seconds per call of rounds on the same inputs, and whether all gave the same outputs."""
+    """Time `ROUNDS` rounds of a baseline on the same inputs, and tell whether they gave the same outputs.
+
+    Returns the seconds per call in each round, and whether the outputs of all rounds agree up to the absolute
+    tolerance.
+    """
     reference = bench.reference
     runner = bench.start(baseline)
     seconds, is_deterministic, first = [], True, None
@@ -193,11 +197,13 @@ def _compile_evidence(bench: AdmissionBench, noop: list[float]) -> dict[str, Any
 
 
 def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
-    """Return the reason why a change leaves the output correct, or None, and how much the output varies.
+    """Return which change of a call's data leaves the output correct, if any, and how much the output varies.
 
-    Another input, another parameter, and the parameters' initial values must each make the output wrong. The
-    variation (`_spread`) is measured with the judge's parameters and with the initial parameters, and the
-    smaller figure is returned. It is 0 if there is a reason.
+    Three kinds of change must each make the output wrong: drawing one input again, drawing one parameter
+    again, and using the initial values of all parameters. The first change that does not is returned as a
+    reason, for example `input_0_does_not_matter`; otherwise None is returned. The variation (`_spread`) is
+    measured with the judge's parameters and with the initial parameters, and the smaller figure is returned.
+    It is 0 if there is a reason.
     """
     reference, params = bench.reference, bench.reference.params
     description = reference.layout.description

@@ -1,4 +1,7 @@
-"""Admission bench: the reference data and baselines of one task, all made by one process."""
+"""Admission bench, which holds the reference data and baselines that decide whether a task is admitted.
+
+A single sandboxed process makes all of them, because no candidate runs in an admission (`OneProcess`).
+"""
 
 from components.core.params import Params
 from components.judge.device_scheduler import DeviceScheduler

@@ -72,11 +72,12 @@ def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Bas
 
 
 def baseline_seconds(bench: TaskBench, baselines: Sequence[Baseline]) -> dict[Baseline, float]:
-    """Return the median seconds per call, without the no-op's, of each baseline that works on the task.
+    """Return the median seconds per call of each baseline that works on the task.
 
-    The baselines are measured in alternating rounds. The first round is not included, and more rounds are
-    made as long as a median is uncertain (`statistics.precise_rounds`). If a baseline that is not optional
-    fails, TaskError or InfrastructureError is raised.
+    The median seconds of the no-op, a runner that computes nothing, are subtracted. The baselines are
+    measured in alternating rounds. The first round is not included, and more rounds are made as long as a
+    median is uncertain (`statistics.precise_rounds`). If a baseline that is not optional fails, TaskError or
+    InfrastructureError is raised.
     """
     reference = bench.reference
     sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0

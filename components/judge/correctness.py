@@ -36,10 +36,11 @@ COMPARED_BYTES = 1 << 26
 
 
 def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest limits of the maximum and the RMS error of an output, relative to its scale.
+    """Return the smallest limits of the maximum and the RMS error of an output of type `dtype`.
 
-    An output in half precision has larger limits, because rounding the exact value to `dtype` changes it by
-    up to half a unit in the last place.
+    They are relative to the largest absolute value of the reference output. An output in half precision has
+    larger limits, because rounding the exact value to `dtype` changes it by up to half a unit in the last
+    place.
     """
     unit = torch.finfo(dtype).eps
     return max(FLOAT32_FLOOR, unit), max(FLOAT32_FLOOR / 4, unit / 2)
@@ -139,7 +140,10 @@ class ReferenceOutput:
         return None if rms <= allowed[1] else "rms_error"
 
     def _error_magnitudes(self, output: torch.Tensor) -> tuple[float, float]:
-        """Return the maximum and the RMS of the error of `output`; NaN or infinity if it is special."""
+        """Return the maximum and the RMS of the error of `output`.
+
+        They are NaN or infinity if `output` and the reference differ in where they are NaN or infinite.
+        """
         if self.rounded is None:
             error = torch.sub(output.to(self.high.dtype), self.high).sub_(self.low)
         else:
@@ -198,7 +202,10 @@ def departures(
 def _in_units(
     max_error: torch.Tensor, rms_error: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, floors: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return errors of outputs with the given scales in the units of `departures`."""
+    """Return the maximum and RMS errors, converted to the units of `departures`.
+
+    `scale` has the largest absolute value of each reference, and `dtype` is the type of the outputs.
+    """
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))
     return max_error / max_unit, rms_error / rms_unit

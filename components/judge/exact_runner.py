@@ -20,10 +20,10 @@ from components.sandbox.shared_memory import Buffer
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
     """Return the calls of a round whose outputs must be compared with float64 outputs, at most three.
 
-    `departures` has the departure of each call from eager (`correctness.departures`). Calls up to 1 are
-    right. Of the others, the result has the one that departs most among the calls with inputs of the
-    distribution `given`, a random one of the rest of them, and the one that departs most among the calls with
-    inputs of another distribution.
+    `departures` has the departure of each call from eager (`correctness.departures`). Calls with a departure
+    of at most 1 are right. Of the others, the result has the one that departs most among the calls with
+    inputs of the distribution `given`, a random one of the rest of them, and the one that departs most among
+    the calls with inputs of another distribution.
 
     The random call is needed where eager itself is inexact in some calls: a candidate could otherwise be
     wrong in many calls as long as it departs more from eager, correctly, in another one.

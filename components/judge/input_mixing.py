@@ -1,4 +1,8 @@
-"""Inputs of judged calls: the sets that the task's source made, and mixtures of them for timed calls."""
+"""This module gives the judge the inputs of a candidate's calls, from sets that the task's source made.
+
+Calls that are compared with reference outputs get a set unchanged. Each timed call gets a new mixture of two
+sets (`InputMix`).
+"""
 
 import itertools
 import random

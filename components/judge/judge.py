@@ -341,9 +341,11 @@ def make_verdict(
     seconds: Seconds | None = None,
     evidence: dict[str, Any] | None = None,
 ) -> Verdict:
-    """Return a verdict with its milestone.
+    """Return a verdict with the given fields, and with the milestone that follows from them.
 
-    Long reasons and logs are shortened, and their terminal escapes and control characters are removed.
+    The milestone is the reward (-1, 1, 2 or 3), computed from the status and the speed-ups by
+    `milestone.milestone`. Long reasons and logs are shortened, and their terminal escapes and control
+    characters are removed.
     """
     verdict = Verdict(
         status=status,

@@ -1,4 +1,7 @@
-"""Milestone of a verdict (CUDA Agent, eq. 1), which is the reward of a trajectory."""
+"""This module computes the milestone of a verdict, which is the reward of a trajectory.
+
+The milestone is -1, 1, 2 or 3, by correctness and speed of the candidate (CUDA Agent, eq. 1).
+"""
 
 from typing import Literal
 

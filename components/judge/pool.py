@@ -96,7 +96,8 @@ class LocalPool:
     """Pool with one judge on this machine; builds and preparation are parallel, measurements are sequential.
 
     `verdicts` is the journal's folder. Files are added to it and never changed. With `use_resident`, the
-    resident judge of the folder does the work if it runs (`resident.py`).
+    resident judge of `folder` does the work if it runs (`resident.py`). `folder` is where a judge keeps its
+    builds and caches; by default it is the folder `judge` beside the journal.
     """
 
     def __init__(

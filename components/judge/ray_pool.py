@@ -67,9 +67,9 @@ class JudgeActor:
 
 
 class RemoteJudges:
-    """Judges that run as Ray actors, and are used through the methods of one judge .
+    """Group of judges that run as Ray actors, with the same methods as a single judge (`JudgeLike`).
 
-    Each job is sent to one of the actors.
+    Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all.
     """
 
     def __init__(self, params: Params):

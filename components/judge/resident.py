@@ -1,8 +1,9 @@
-"""Resident judge: an HTTP server on a Unix socket that keeps judges, their zygotes and task benches warm.
+"""Resident judge, which is an HTTP server on a Unix socket that keeps judges running between commands.
 
-Only the account that runs the server can connect, because the socket lies in a folder of mode 0700. A request
-carries all parameters, so that one server serves callers with different settings. All measurements are made
-one after the other, whatever their settings.
+A command that asks it need not wait for zygotes to start, nor for the reference data of a task that was
+judged recently. Only the account that runs the server can connect, because the socket lies in a folder of
+mode 0700. A request carries all parameters, so that one server serves callers with different settings. All
+measurements are made one after the other, whatever their settings.
 """
 
 import contextlib
@@ -79,7 +80,7 @@ def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
 
     A reply to a judgement or an admission is a stream of lines, each a JSON list of a kind and a content:
     `progress` with a text, then once `result` with the record, or `UserError` or `InfrastructureError` with
-    the error's text.
+    the error's text. An example of a line is `["progress", "timing"]`.
     """
     app = FastAPI(title="CUDA Agent resident judge", version=VERSION)
 

@@ -25,7 +25,7 @@ CONNECT_SECONDS = 5.0
 
 
 class Health(FrozenModel):
-    """State of a resident judge: the digest of its sources."""
+    """Reply with which a resident judge shows that it runs; `version` is the digest of its sources."""
 
     version: str
 
@@ -49,7 +49,10 @@ class AdmissionRequest(FrozenModel):
 
 @contextlib.contextmanager
 def folder_descriptor(folder: Path) -> Iterator[int]:
-    """Open a folder, so that a socket in it can have a short path."""
+    """Yield a descriptor of the open folder, with which a socket in it has a short path (`socket_address`).
+
+    The descriptor is closed when the context ends.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor
@@ -70,9 +73,9 @@ def socket_address(path: Path, descriptor: int) -> str:
 
 
 class ResidentJudge:
-    """Judge whose work the resident judge with the socket `path` does, for the parameters `params`.
+    """Client with the methods of a judge, which asks the resident judge at the socket `path` for results.
 
-    The methods raise InfrastructureError if the server ends.
+    Each request carries the parameters `params`. The methods raise InfrastructureError if the server ends.
     """
 
     def __init__(self, params: Params, path: Path):
@@ -137,8 +140,9 @@ class ResidentJudge:
 def connect(params: Params, folder: Path) -> ResidentJudge | None:
     """Return a client of the resident judge whose socket is in `folder`, or None if none runs there.
 
-    Raises UserError if one runs whose sources differ from those of the caller, because two judges of one
-    device would disturb each other's measurements.
+    Raises UserError if one runs whose sources differ from those of the caller. None is not returned in this
+    case, because the caller would start a second judge, and two judges of one device would disturb each
+    other's measurements.
     """
     path = socket_path(folder, params.device)
     if not path.exists():

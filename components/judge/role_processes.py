@@ -26,9 +26,10 @@ class RunnerMemory:
 
     @classmethod
     def allocate(cls, device: Device, layout: TaskLayout) -> Self:
-        """Allocate buffers for the parameters, one round's inputs, a scratch set, and on cuda outputs.
+        """Allocate buffers for the parameters, the inputs of one round, and on cuda its outputs.
 
-        If the device has too little memory, the buffers that were already made are closed.
+        The buffer of inputs has space for one more set, the scratch set, which is used for warm-up calls. If
+        the device has too little memory, the buffers that were already made are closed.
         """
         sizes: dict[RegionName, int] = {
             "parameters": layout.parameters.stride,
@@ -112,7 +113,7 @@ class OneProcess:
         return self.shared
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """Keep the process and its memory for the next role."""
+        """Do nothing at the end of a role, because the next role uses the same process and memory."""
 
     def close(self) -> None:
         if self.shared is not None:

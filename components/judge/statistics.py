@@ -24,9 +24,10 @@ Z95 = NormalDist().inv_cdf(0.975)
 
 
 def net(samples: list[float], noop: list[float]) -> np.ndarray:
-    """Return the seconds of each round minus the median seconds of the no-op.
+    """Return the seconds of each round minus the median seconds of the no-op, a runner that computes nothing.
 
-    Each result is at least `RESOLVED` times the no-op's median, because a smaller difference is noise.
+    `samples` and `noop` have the seconds per call in each round of a runner and of the no-op. Each result is
+    at least `RESOLVED` times the no-op's median, because a smaller difference is noise.
     """
     cost = float(np.median(noop))
     return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)

@@ -1,4 +1,7 @@
-"""Sizes of one task: shapes and memory layout of its tensors, numbers of its calls and input sets."""
+"""This module computes a task's memory layout, and its numbers of calls and input sets.
+
+They follow from the shapes, dtypes and duration that a runner of the task's source reports (`Description`).
+"""
 
 from __future__ import annotations
 

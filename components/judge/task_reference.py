@@ -60,8 +60,13 @@ def first_mismatch(
     """Return the reason why an output of one call is wrong, or None if all outputs are right.
 
     `outputs` are flat. The reason ends with the name of the input distribution. `multiple` and `loose` are
-    explained at `ReferenceOutput.mismatch`. Raises TaskError if the error of the task's own output is above
-    the absolute tolerance and the outputs are a baseline's (`loose`) or have errors of the same size.
+    explained at `ReferenceOutput.mismatch`.
+
+    If the error of the task's own output is above the absolute tolerance, some outputs can be called neither
+    right nor wrong, and TaskError is raised for them. These are a baseline's outputs (`loose`) that repeat
+    the task's own output, and a candidate's outputs that are wrong by its limits but right by those of
+    `loose`. A baseline's output that does not repeat the task's own output is wrong, because the task is not
+    deterministic.
     """
     for output, reference in zip(outputs, references, strict=True):
         shaped = output.view(reference.shape)

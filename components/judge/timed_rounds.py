@@ -34,8 +34,8 @@ def timed_rounds(
 
     Raises Rejected if an output of the candidate is found to be wrong (`ExactRunner.wrong_call`), or if the
     candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
-    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The comparison takes no
-    time of the candidate's time limit, nor of the rounds' share of it.
+    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The time of comparing
+    outputs counts neither toward the candidate's time limit nor toward the rounds' share of it.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls

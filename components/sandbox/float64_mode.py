@@ -1,4 +1,8 @@
-"""Computation in float64 of a module whose source names float32.
+"""This module makes code that names float32 compute in float64, without changing its source.
+
+Inside the context `computing_in_float64`, the arguments of every torch function are converted at the call:
+float32 tensors and dtypes are replaced by float64. Code for which this would give wrong results is rejected
+with RuntimeError (`Float64Mode`).
 
 This file runs only inside the sandbox; the judge never imports it.
 """
@@ -23,10 +27,12 @@ CHANGING = frozenset(
 
 
 class Float64Mode(TorchFunctionMode):
-    """Mode in which functions of torch get float64 wherever they are given float32: tensors and dtypes.
+    """Mode that converts float32 tensors and dtypes in the arguments of every torch function to float64.
 
-    Raises RuntimeError in two cases in which the results would be wrong: if a function changes a float32
-    tensor in place, and if it reinterprets the bits of a tensor as another dtype.
+    complex64 is converted to complex128 in the same way, and `Tensor.float` returns float64. Raises
+    RuntimeError in two cases in which the results would be wrong: if a function changes a float32 tensor in
+    place, because it would change a converted copy instead, and if `view` reinterprets the bits of a tensor
+    as another dtype.
     """
 
     def __torch_function__(

@@ -81,7 +81,7 @@ HOST_PATHS = PathMap({})
 
 @functools.cache
 def interpreter_paths() -> PathMap:
-    """Return a map of the interpreter's folder to the same path, which may be compiled into the interpreter.
+    """Return a map in which the interpreter's folder keeps its path, which may be compiled into it.
 
     The map is empty if that folder is in /usr, which every sandbox has.
     """
@@ -108,7 +108,7 @@ def python_paths() -> PathMap:
 def bubblewrap_supports(*options: str) -> bool:
     """Return whether bubblewrap can apply these options for this user, by running `true` with them.
 
-    It may fail in a container whose engine hides or protects parts of /proc.
+    bubblewrap may fail to do so in a container whose engine hides or protects parts of /proc.
     """
     user = () if can_change_uid() else ("--unshare-user",)
     program = shutil.which("bwrap") or "bwrap"
@@ -133,7 +133,7 @@ def bubblewrap(
     writable: Mapping[str, Path] = MappingProxyType({}),
     caches: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the start of a bwrap command, up to and including `--`; append the command to run inside.
+    """Return the start of a bwrap command, up to and including `--`, without the command to run inside.
 
     `paths` are visible read-only. `writable` and `caches` are host folders by their path inside; `caches` are
     used only with `keep_capabilities`. `keep_capabilities` is for the zygote, which needs capabilities to
@@ -282,8 +282,8 @@ def process_limit(value: int) -> int:
 def with_limits(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
     """Return a command that runs `command` without capabilities and with resource limits.
 
-    The result must run inside `bubblewrap(keep_capabilities=False)`. If the judge is root, it runs with the
-    uid 65533. When memory runs out, the kernel ends it before the judge.
+    The result must run inside `bubblewrap(keep_capabilities=False)`. If the judge is root, `command` runs
+    with the uid 65533. When memory runs out, the kernel ends `command` before the judge.
     """
     drop = (
         *("setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups"),

@@ -1,8 +1,8 @@
-"""The check of every command that judges, made before anything else, whether runners can be isolated.
+"""This module checks whether runners can be isolated, before a command that judges does anything else.
 
-It confines a command like a compiler, and starts, pauses and reads one runner like a candidate's, in a
-fraction of a second. If this fails, IsolationUnavailable (exit code 3) is raised, with one sentence that
-includes the fix for the cause that was found (`explain`).
+The check confines a command as a compiler is confined. Then it starts one runner as a candidate's runner is
+started, pauses it and reads its memory. This takes a fraction of a second. If it fails, IsolationUnavailable
+(exit code 3) is raised, with one sentence that includes the fix for the cause that was found (`explain`).
 """
 
 import contextlib

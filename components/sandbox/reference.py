@@ -1,6 +1,8 @@
-"""The runner roles that run a task's own source: its description, inputs, parameters and expected outputs.
+"""The runner roles `describe` and `reference`, which run a task's own source for the judge.
 
-The source is untrusted, so this file runs only inside the sandbox; the judge never imports it.
+In the role `describe` a runner reports the task's shapes, dtypes and names. In the role `reference` it writes
+inputs, parameters and expected outputs to shared memory. The source is untrusted, so this file runs only
+inside the sandbox; the judge never imports it.
 """
 
 from __future__ import annotations
@@ -114,7 +116,10 @@ class ReferenceModel:
         return state
 
     def inputs(self, seed: int, distribution: str) -> list[Any]:
-        """Return the arguments of one call, with floating-point tensors changed to the distribution."""
+        """Return the arguments of one call, drawn with `seed` and changed to the named input distribution.
+
+        Only floating-point tensors are changed (`INPUT_DISTRIBUTIONS`).
+        """
         torch.manual_seed(seed)
         change = INPUT_DISTRIBUTIONS[distribution]
         values = make_inputs(self.module, self.shared.device)
@@ -127,7 +132,7 @@ class ReferenceModel:
         """Return the outputs computed in float64, also where the task's source names float32.
 
         If that fails, for example because an operator has no float64 kernel, return the outputs computed in
-        the model's own dtypes. Raises the error if memory is too small.
+        the model's own dtypes. If it fails for lack of memory, the error is raised instead.
         """
         model = copy.deepcopy(self.model).double()
         try:
@@ -141,7 +146,7 @@ class ReferenceModel:
         return outputs
 
     def write_exact(self) -> None:
-        """Write the float64 outputs for inputs and parameters that the judge has put into shared memory."""
+        """Read parameters and inputs from shared memory, and write the float64 outputs for them there."""
         self.shared.load_parameters(self.model)
         arguments = self.shared.arguments(0)
         copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]

@@ -133,9 +133,10 @@ class Runner:
         return self.receive()
 
     def is_waiting(self) -> bool:
-        """Return whether there is no unread message of the runner.
+        """Return whether the runner waits for the judge, that is, has sent no message that is still unread.
 
-        If there is one, the runner has not waited for the judge's acknowledgement, as it must.
+        After delivering a result, a runner must wait for the judge's acknowledgement. The result is also True
+        if the runner has ended.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
@@ -156,7 +157,7 @@ class Runner:
     def read_memory(self, addresses: list[int], targets: list[int], sizes: list[int]) -> None:
         """Copy ranges of the runner's memory to addresses in this process (process_vm_readv(2)).
 
-        Raises RunnerError if a range cannot be read, InfrastructureError if the judge lacks the right to.
+        Raises RunnerError if a range cannot be read, and InfrastructureError if the judge may not read it.
         """
         count, total = len(sizes), sum(sizes)
         local, remote = (
@@ -223,7 +224,10 @@ class Runner:
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:
-        """End a pause and postpone the deadline by the length of the pause."""
+        """Postpone the deadline by the time since `pause`, and include time in the wall time again.
+
+        Only the deadline changes: a stopped runner stays stopped. Does nothing if the runner is not paused.
+        """
         if self.paused_since is not None:
             self.deadline += time.monotonic() - self.paused_since
             self.paused_since = None

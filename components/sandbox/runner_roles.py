@@ -48,7 +48,11 @@ class WrongForm(Exception):
 
 
 def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int], receive: Receive) -> None:
-    """Take the roles that the judge's headers name, one after another, until it closes the connection."""
+    """Take the roles that the judge names, one after another, until the judge closes the connection.
+
+    `header` is the message that names the first role, and `descriptors` came with it. `receive` reads the
+    next header with its descriptors.
+    """
     while header:
         if "role" in header:
             torch.backends.cuda.matmul.allow_tf32 = header["precision"] == "tf32"
@@ -237,8 +241,9 @@ def address_message(outputs: list[torch.Tensor]) -> bytes:
 
 
 class HostDelivery:
-    """Delivery on cpu: the judge reads each result from this process's memory before the next call.
+    """Object that makes the calls of a role on cpu, and lets the judge read each result before the next call.
 
+    The judge reads the result from this process's memory, at addresses that this object sends.
     The code between two calls is part of every measurement. It is native code (result_channel.cpp), because
     a candidate could otherwise save microseconds by sending the messages from its own native code
     (tests/exploits/native_protocol).
@@ -252,7 +257,10 @@ class HostDelivery:
         result_channel.calls(self.descriptor, call, arguments, torch.Tensor, self.deliver)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
-        """Make the same calls, untimed, and check the form of every result."""
+        """Make one call for each tuple of arguments, check the form of its result, and deliver it.
+
+        This is for rounds whose time is not used, because the check takes time.
+        """
         for values in arguments:
             result = call(*values)
             check(result)
@@ -265,10 +273,11 @@ class HostDelivery:
 
 
 class NoopDelivery(HostDelivery):
-    """Delivery of the no-op on cpu, which only exchanges the messages that every runner must exchange.
+    """Object that reports results to the judge on cpu without computing any, for the role `noop`.
 
-    It does not run the Python interpreter between the messages. The no-op's time is subtracted from every
-    measurement, so including the interpreter would give a candidate that avoids it the advantage twice.
+    It exchanges the messages that every runner must exchange. It does not run the Python interpreter between
+    the messages. The no-op's time is subtracted from every measurement, so including the interpreter would
+    give a candidate that avoids it the advantage twice.
     """
 
     def __init__(self, descriptor: int, outputs: list[torch.Tensor]):
@@ -277,12 +286,16 @@ class NoopDelivery(HostDelivery):
         self.message = address_message(outputs)
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Send the message of one result for each tuple of arguments, without making a call."""
+        """Report the same zero outputs once for each tuple of arguments; `call` is not called.
+
+        Each message has the addresses of these outputs, and is answered when the judge has read them. The
+        method replaces `HostDelivery.calls`, which makes the calls.
+        """
         result_channel.send_and_wait(self.descriptor, self.message, len(arguments))
 
 
 class DeviceDelivery:
-    """Delivery of results on cuda: after the last call of a round all results are copied to shared memory.
+    """Object that makes the calls of a round on cuda, and then copies all results to shared memory.
 
     The copy starts when the judge allows it. Before that, the judge overwrites the shared memory, so results
     that a candidate wrote there directly are lost. The measured time includes the copy.
@@ -305,7 +318,11 @@ class DeviceDelivery:
         self.deliver(results)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
-        """Make the same calls, untimed, and check the form of every result."""
+        """Make one call for each tuple of arguments, check the form of each result, and deliver all together.
+
+        This is for rounds whose time is not used. If two results have the same address, `calls` clones every
+        result from then on.
+        """
         copies: list[list[torch.Tensor]] = []
         # Keep all results alive, so that the allocator cannot reuse their memory. If an address occurs twice,
         # the candidate itself reuses memory.

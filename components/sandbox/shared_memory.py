@@ -69,7 +69,7 @@ def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
 
 
 class HostBuffer:
-    """`size` bytes of shared host memory, new or received as the descriptor `fd`."""
+    """Buffer of `size` bytes of shared host memory, either a new one or the one that `fd` refers to."""
 
     def __init__(self, size: int, fd: int | None = None):
         self.fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
@@ -138,7 +138,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 class DeviceBuffer:
-    """`size` bytes of shared memory of the current CUDA device, new or received as the descriptor `fd`.
+    """Buffer of `size` bytes of shared memory on the current CUDA device, new or the one of descriptor `fd`.
 
     It uses the functions of the CUDA driver API in the section Virtual Memory Management.
     """

@@ -2,6 +2,10 @@
 
     python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [CACHE WARM]
 
+FD is the descriptor of the socket on which the judge asks for runners. MODULES is the folder of the compiled
+result_channel.cpp, and PACKAGES are folders of Python packages. CACHE and WARM are the folders for the
+results of torch.compile and for its precompiled headers.
+
 Importing torch takes seconds, a fork only milliseconds. The zygote is trusted and runs no untrusted code.
 Each runner isolates itself from the zygote and from the other runners (new PID, mount, IPC, UTS and network
 namespaces, private /workspace and /proc), drops all capabilities and privileges, and applies the system-call
@@ -128,7 +132,11 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
 
 
 def bind_compile_cache(folder: str, lock_folders: list[str]) -> None:
-    """Bind one task's folder at INDUCTOR_FOLDER, and make all other shared compile caches read-only."""
+    """Bind `folder`, one task's compile cache, at INDUCTOR_FOLDER, and protect all other compile caches.
+
+    The other caches become read-only, and the content of `lock_folders`, the folders of their lock files, is
+    hidden.
+    """
     os.makedirs(folder, exist_ok=True)
     os.utime(folder)  # mark it as used, because RunnerFactory removes folders that were not used for long
     os.makedirs(INDUCTOR_FOLDER)
