@@ -1,4 +1,8 @@
-"""Environment of one trajectory: the workspace, tools, turns and final verdict, but not the policy."""
+"""This module has the part of an episode that does not depend on how the policy is sampled.
+
+An episode has a workspace and tools, runs the tool calls of each turn, and ends with a verdict on its files.
+The subclasses of `Episode` in chat_rollout.py and token_rollout.py add the sampling.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -22,10 +26,10 @@ SHORTENED = "[an older observation, shortened]"
 
 
 class Episode:
-    """One attempt at one task, whose end is recorded as a trajectory.
+    """One attempt of a policy at one task, which is returned as a trajectory when it ends.
 
-    `epoch` is passed to the judge, because equal files share one measurement only within one epoch.
-    `in_turns` says whether several turns are allowed.
+    `epoch` is part of the key under which the judge keeps its verdicts, so equal files share one measurement
+    only within one epoch. `in_turns` says whether several turns are allowed.
     """
 
     def __init__(self, task: KernelTask, params: Params, pool: JudgePool, epoch: str, *, in_turns: bool):
@@ -48,7 +52,8 @@ class Episode:
         """Return the user message that states the task.
 
         With the compact prompt, a source that is a chain of known operators is first rewritten in the layout
-        of composed tasks, because a policy that was trained from scratch has seen only this layout.
+        of the tasks that this project composes (one operator in each line of forward()), because a policy
+        that was trained from scratch has seen only this layout.
         """
         policy, code = self.params.policy, self.task.code
         if policy.prompt == "compact":
@@ -59,7 +64,8 @@ class Episode:
     def judge(self) -> Verdict:
         """Return the judge's verdict on the current files of the workspace.
 
-        Equal files share one measurement within one epoch. Raises CancelledError if the episode is abandoned.
+        If the same files were already judged in the epoch of this episode, the earlier verdict is returned.
+        Raises CancelledError if the episode is abandoned.
         """
         future = self.pool.submit(Job(self.task, Candidate.of(self.workspace.files), self.epoch))
         if self.abandoned:  # submitted after `abandon` cancelled the waiting jobs

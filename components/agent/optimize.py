@@ -1,8 +1,8 @@
-"""Optimisation of one module: sample trajectories, measure their best kernels again, report one of them.
+"""This module searches for a kernel that computes a user's module faster than PyTorch does.
 
-The verdicts within the trajectories choose a few kernels, a second measurement chooses one of these kernels,
-and a third measurement, in fresh runners, is reported. The reported speed-up is thus not biased upwards by
-the choice of the best kernel.
+A policy is sampled for several trajectories. The verdicts within the trajectories choose a few kernels, a
+second measurement of each chooses one of these kernels, and a third measurement of this kernel, in fresh
+runners, is reported. The reported speed-up is thus not biased upwards by the choice of the best kernel.
 """
 
 import threading
@@ -83,7 +83,7 @@ def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: fl
 
 
 class RecordingPool:
-    """A judge pool that keeps the verdict of every candidate that is submitted to it."""
+    """A judge pool that passes all calls on to another pool and keeps the verdict on every candidate."""
 
     def __init__(self, pool: JudgePool):
         self.pool = pool
@@ -119,11 +119,11 @@ class RecordingPool:
 class Outcome:
     """Result of an optimisation.
 
-    `found` is True if the chosen kernel is faster than eager PyTorch by more than the margin of the
-    milestones and its whole interval is above 1. `verdict` is the reported measurement of `files`, the chosen
-    kernel's files by workspace path. `verdict` is None if no kernel was correct. `judged` holds one verdict
-    for each different candidate, `notes` are sentences for the user, and `seconds` is the duration of the
-    search.
+    `files` are the files of the chosen kernel by workspace path, and `verdict` is the verdict on them that is
+    reported. If no kernel was correct when it was measured a second time, `files` is empty and `verdict` is
+    None. `found` is True if the speed-up over eager PyTorch in `verdict` is above 1.05 (the margin of the
+    milestones) and the lower end of its interval is above 1. `judged` holds one verdict for each different
+    candidate, `notes` are sentences for the user, and `seconds` is the duration of the search.
     """
 
     task: KernelTask
@@ -143,9 +143,9 @@ class Outcome:
 def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
     """Admit a user's task and return it with the evidence of its admission, and notes for the user.
 
-    `origin` names the module in messages. The parameters of `pool` must come from `with_any_duration`, so
-    that the duration of the module does not matter. Raises UserError if the judge fails, if the module does
-    not run, or if the judge could not distinguish a wrong kernel from a correct one.
+    `origin` names the module in messages. `pool` is expected to have parameters from `with_any_duration`,
+    with which a task is admitted whatever its duration is. Raises UserError if the judge fails, if the module
+    does not run, or if the judge could not distinguish a wrong kernel from a correct one.
     """
     admission = pool.admit(task.code).result()
     evidence = admission.evidence
@@ -253,9 +253,11 @@ def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[s
 def _measure_again(
     task: KernelTask, recorder: RecordingPool, pool: JudgePool, epoch: str, progress: Progress
 ) -> tuple[Candidate | None, Verdict | None]:
-    """Measure the fastest kernels again, and return the best of them with a further verdict on it.
+    """Choose the best of the kernels in `recorder`, and return it with the verdict that is reported.
 
-    Returns None twice if no kernel is correct in the second measurement.
+    The fastest `FINALISTS` correct kernels are measured a second time. The fastest of them in this second
+    measurement is chosen and measured a third time, and the third verdict is returned. Returns (None, None)
+    if no kernel is correct in the second measurement.
     """
 
     def measure(candidate: Candidate, purpose: str) -> Verdict:

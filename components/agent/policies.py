@@ -121,8 +121,9 @@ def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> P
 def with_policy_settings(params: Params, settings: dict[str, object], chosen: frozenset[str]) -> Params:
     """Return `params` with the policy section updated by `settings`.
 
-    If the prompt is the full prompt, the limits of turns and of tokens in a turn are set for it as well.
-    `chosen` are the keys of the parameters that the user has set, which keep their values.
+    If the prompt of the result is the full prompt, the evaluation's limits of turns and of tokens in a turn
+    are also replaced by the defaults for this prompt. `chosen` are the keys of the parameters that the user
+    has set, which keep their values.
     """
     policy = params.policy.model_copy(
         update={key: value for key, value in settings.items() if f"policy.{key}" not in chosen}

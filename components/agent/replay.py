@@ -1,5 +1,6 @@
-"""Replay of a recorded trajectory: run its tool calls again from the same files and compare the observations.
+"""This module replays a recorded trajectory to find out whether its results can be reproduced.
 
+The tool calls are run again from the same files, and the observations are compared with those in the record.
 The lines that hold measured times are left out of the comparison, because times vary. All other differences
 are reported, even in output that changes with every execution, such as a date.
 """
@@ -37,10 +38,11 @@ class Difference:
 
 
 def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: str) -> list[Difference]:
-    """Run every recorded tool call again and return the differences.
+    """Run every recorded tool call again and return the differences from the record.
 
-    `params.device` must be the device of the recorded trajectory. Raises UserError if the trajectory was
-    recorded without the source of its task.
+    Observations, the final verdict and the final files are compared. The judge of `pool` measures again if
+    `epoch` is a new name. The results are comparable only if `params.device` is the device of the record.
+    Raises UserError if the trajectory was recorded without the source of its task.
     """
     if not trajectory.task:
         raise UserError(

@@ -1,4 +1,8 @@
-"""Reward of a trajectory: the milestone of its final verdict, or the raw speed-up of the paper's ablation."""
+"""This module computes the reward of a trajectory, which PPO maximises.
+
+The reward is the milestone of the final verdict. In the ablation of the CUDA Agent paper, it is the speed-up
+over eager PyTorch instead.
+"""
 
 from typing import Literal
 

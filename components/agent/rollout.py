@@ -1,4 +1,4 @@
-"""Arguments of one rollout, which are the same for token samplers and for chat servers."""
+"""This module defines the arguments of a rollout, the same ones for token samplers and for chat servers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +17,9 @@ def _ignore_progress(done: int, total: int) -> None:
 class RolloutRequest:
     """Tasks, judge pool and limits of one rollout.
 
-    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is
-    passed to the judge, because equal candidates for a task share one measurement only within one epoch.
+    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is part
+    of the key under which the judge keeps its verdicts, so equal candidates for a task share one measurement
+    only within one epoch.
     """
 
     tasks: Sequence[KernelTask]

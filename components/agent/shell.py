@@ -1,4 +1,4 @@
-"""The agent's shell: one sandboxed bash from the first command to the end of the trajectory.
+"""The agent's shell is one sandboxed bash that runs from the first command to the end of the trajectory.
 
 All commands run in the same bash, so the working directory, variables and functions persist. Each command
 writes its output to a file of its own, because the end of a pipe would not be reached as long as a background
@@ -207,7 +207,7 @@ class Shell:
         return str(self.commands)
 
     def _send(self, order: str, seconds: float) -> str:
-        """Send a line to `DRIVER` in the bash and return the reply.
+        """Send the line `order` to the script `DRIVER`, which the bash runs, and return the reply.
 
         The reply is an exit code, or a sentence that says why there is none. `order` is run, start or kill,
         and the number of a command. `seconds` is the time limit of the order. The bash is started first if it
@@ -227,10 +227,10 @@ class Shell:
             return self._reply(process, order.split()[1], seconds)
 
     def _reply(self, process: subprocess.Popen[bytes], number: str, seconds: float) -> str:
-        """Wait for the reply of `DRIVER` to command `number` and return the exit code in it.
+        """Wait for the reply of the script `DRIVER` to command `number` and return the exit code in it.
 
-        If the command exceeds its time limit `seconds` or the limits of disk space, the shell is ended and a
-        sentence that says so is returned.
+        If the command exceeds its time limit `seconds` or the limits of disk space, the shell is ended. In
+        this case, and if the shell has ended by itself, a sentence that says so is returned instead.
         """
         assert process.stdout is not None
         spent, judge_seconds, reply = 0.0, self.socket.busy_seconds(), b""
@@ -353,5 +353,9 @@ class Shell:
 
 
 def _environment(control: str, output: str) -> dict[str, str]:
-    """Return the environment variables with the folders of `DRIVER` and the path of the judge's socket."""
+    """Return the environment variables of the shell: two folders, and the path of the judge's socket.
+
+    `control` is the folder from which the script `DRIVER` reads commands, and `output` the folder to which it
+    writes their output.
+    """
     return {"CONTROL": control, "OUTPUT": output, "JUDGE_SOCKET": f"{control}/judge.sock"}

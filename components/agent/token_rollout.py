@@ -132,9 +132,9 @@ def run_episodes(
 ) -> list[Trajectory]:
     """Return one trajectory per task of `request`, in order.
 
-    The final answer of an episode consists of the candidate's files at its end. No action of a policy raises
-    an exception. If the final verdict has the status `infrastructure`, the judge failed, so the trajectory
-    must not be used to assess the policy.
+    The final verdict of a trajectory is on the candidate's files at its end. A mistake of the policy, such as
+    a wrong tool call, raises no exception. If the final verdict has the status `infrastructure`, the judge
+    failed, so the trajectory must not be used to assess the policy.
     """
     episodes = [TokenEpisode(task, request, tokenizer) for task in request.tasks]
     context = request.params.policy.context

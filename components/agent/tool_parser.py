@@ -1,7 +1,9 @@
-"""Parser of the tool calls in a policy's turn: native calls, Qwen and Hermes tags, fenced or bare JSON.
+"""This module parses the tool calls in a policy's turn.
 
-Text that looks like a call but cannot be parsed becomes a request with an `error`, which is shown to the
-policy as the observation of the call.
+A call may be a native call, which a chat server has parsed already, or text in one of three forms: between
+the tags of Qwen and Hermes models (`<tool_call>`), as JSON in a fenced code block, or as bare JSON. Text that
+looks like a call but cannot be parsed becomes a request with an `error`, which is shown to the policy as the
+observation of the call.
 """
 
 import json

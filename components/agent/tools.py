@@ -291,8 +291,8 @@ class Tools:
     def _pull(self) -> None:
         """Copy the changes that shell commands made to the candidate's files into memory.
 
-        Files that the shell did not change keep edits in memory that were not written to the shell's
-        workspace yet.
+        A file that the shell did not change is left alone in memory, because the text in memory may be newer
+        than the text in the shell's workspace.
         """
         if self._shell is None:
             return

@@ -55,7 +55,7 @@ class Trajectory:
     `ids`, `action_mask` and `sampler_logprob` have one entry for each token and are empty if the policy is a
     chat server. `action_mask` is 1 on the tokens that the policy sampled. `sampler_logprob` is the
     log-probability of these tokens in nats and 0 on all other tokens. `verdicts` are all verdicts of the
-    episode in order. The last verdict is on the final answer, and `reward` is its milestone.
+    episode in order. The last verdict is on the candidate's files at the end, and `reward` is its milestone.
 
     `finish_reason` is stop, length (a token or context limit), turns, time or server. With server, the
     policy's server failed, and `error` says why. `policy_version` names the policy's weights. `files` are the
@@ -112,7 +112,8 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
 def load_trajectories(folder: Path) -> list[Trajectory]:
     """Read the trajectories that `save_trajectories` has written to `folder`.
 
-    Raises UserError if one of the two files is missing or damaged, or if they do not belong together.
+    Raises UserError if trajectories.jsonl or tokens.safetensors is missing or damaged, or if the two files do
+    not have the same number of trajectories and tokens.
     """
     try:
         records = [

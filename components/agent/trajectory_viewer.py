@@ -1,4 +1,4 @@
-"""Views of a trajectory for people, turn by turn: lines for a terminal, and one HTML page."""
+"""This module shows a trajectory to people turn by turn, as lines in a terminal or as one HTML page."""
 
 import difflib
 import itertools
@@ -22,9 +22,11 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 760, 220, 56, 34
 
 @dataclass(frozen=True)
 class Action:
-    """One tool call as it is shown.
+    """One tool call as the viewer shows it.
 
-    `title` is the call's main argument. `diff` has the lines of a diff if the call changed a file.
+    `title` is the call's main argument, such as a path or a command. `diff` has the lines of a diff if the
+    call changed a file with Write, Edit or MultiEdit. `verdicts` are those that the judge gave during the
+    call.
     """
 
     call: ToolCall
@@ -52,10 +54,10 @@ def find(folder: Path) -> list[Trajectory]:
 
 
 def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:
-    """Return trajectory `number`, counted from 1, with its number.
+    """Return the trajectory that `number` selects, and its number counted from 1.
 
-    0 stands for the first of the trajectories with the highest reward. Raises UserError, in which `folder` is
-    named, if there is no such trajectory.
+    If `number` is 0, the first of the trajectories with the highest reward is selected. Raises UserError if
+    there is no such trajectory. `folder`, from which the trajectories were loaded, is named in the message.
     """
     if not trajectories:
         raise UserError(f"{folder}: it holds no trajectory.")
@@ -116,9 +118,9 @@ def _diff(before: str, after: str) -> Iterator[str]:
 
 
 def marks(trajectory: Trajectory) -> list[tuple[int, Verdict]]:
-    """Return every verdict with the number of its turn.
+    """Return the marks of the plot, which are all verdicts, each with the number of its turn.
 
-    The final verdict has the number after the last turn.
+    The final verdict has the number after that of the last turn.
     """
     found = [
         (step.number, verdict)

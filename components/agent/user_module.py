@@ -1,4 +1,9 @@
-"""Kernel tasks from a user's own module: a file that is a kernel task already, or one class of any file."""
+"""This module makes a kernel task from a Python file of the user.
+
+The file may already be a kernel task, that is, it defines the class Model and the functions get_inputs() and
+get_init_inputs(). For any other file, the user names one class and gives expressions for its inputs. The
+class is then renamed to Model, and the two functions are added.
+"""
 
 import ast
 from pathlib import Path
@@ -8,11 +13,12 @@ from components.core.task import KernelTask, check_contract, load_task
 
 
 def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:
-    """Return the kernel task that a file holds, or a task made of the file's class `class_name`.
+    """Return the kernel task in the file `path`, or make a task of the class `class_name` in this file.
 
-    `inputs` is the source of an expression for one tensor or for a list of tensors, and `init` is the source
-    of an expression for the list of the constructor's arguments. Both are used only with `class_name`. Raises
-    UserError if the options do not fit together or the file is not a usable module.
+    If `class_name` is empty, the file must already be a kernel task. `inputs` is the source of an expression
+    for one tensor or for a list of tensors, and `init` is the source of an expression for the list of the
+    constructor's arguments. Both are used only with `class_name`. Raises UserError if the options do not fit
+    together or the file is not a usable module.
     """
     if not class_name:
         if inputs or init:
@@ -61,7 +67,11 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
 
 
 def _list(expression: str, option: str) -> str:
-    """Return the source of a list: the written list or tuple, or a list with `expression` as only element."""
+    """Return `expression` as the source of a list.
+
+    A written list or tuple becomes a list with the same elements, and any other expression becomes the only
+    element of a list. Raises UserError, in which `option` is named, if `expression` is not valid Python.
+    """
     try:
         body = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -25,9 +25,10 @@ READ_ONLY = (
 
 
 def plain_path(path: str) -> str | None:
-    """Return `path` relative to the workspace and without empty parts.
+    """Return `path` relative to the workspace, without the prefix /workspace/ and without empty parts.
 
-    Returns None if the path leads out of the workspace. The workspace itself is the empty string.
+    For example, `/workspace/kernels//a.cu` becomes `kernels/a.cu`. The workspace itself becomes the empty
+    string. Returns None if the path leads out of the workspace.
     """
     path = path.strip()
     inside = path.removeprefix("/workspace/") if path != "/workspace" else "."

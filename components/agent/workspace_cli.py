@@ -1,6 +1,7 @@
-"""The utilities of a workspace (compile, verification, profiling) for a person outside the agent's sandbox.
+"""This module runs the utilities of a workspace for a person who works outside the agent's sandbox.
 
-They use the same judge as the agent's tools and print the same lines.
+The utilities are compile, verification and profiling. They print the same lines as those that the agent
+calls, and their verdicts come from the same judge.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""Charts as inline SVG.
+"""This module draws the charts of the reports as inline SVG.
 
-Every function returns complete markup, in which labels are escaped and numbers are formatted. Colours are
-names of CSS classes of the page's style sheet, so that the same markup can be shown in light and dark mode.
+Every public function returns complete markup, in which labels are escaped and numbers are formatted. Colours
+are names of CSS classes of the page's style sheet, so that the same markup can be shown in light and dark
+mode.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Comparison of two runs or evaluations: differences in data, code, parameters and results.
+"""This module compares the data, code, parameters and results of two runs or evaluations.
 
 The results of both sides are paired by task. Yes-or-no outcomes are compared using McNemar's exact test.
 Speed-ups are compared using a sign-flip permutation test on the log ratios of the tasks that both sides

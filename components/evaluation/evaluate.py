@@ -1,8 +1,9 @@
-"""Evaluation of a policy on a suite: run episodes in the agent loop, then measure each final answer again.
+"""This module evaluates a policy on a suite of tasks.
 
-The result of a task is the verdict on the final answer of the first attempt, which is judged again under a
-new epoch. The best solution of a trajectory is not reported, because choosing the best of several noisy
-measurements would overestimate the speed-up.
+The policy first attempts each task in one or more episodes. Then the judge measures the final answer of the
+first attempt again, that is, the candidate's files at the end of the episode. The verdict of this final
+measurement is the result of the task. The best solution of a trajectory is not reported, because choosing the
+best of several noisy measurements would overestimate the speed-up.
 
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
@@ -51,10 +52,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `policy` on `tasks` with the policy's own parameters and keep all results in the folder `out`.
 
-    `epoch` is passed to the judge, because equal candidates share one measurement only within one epoch.
-    `admit` is the admission of the judge pool, which finds out whether a wrong kernel could pass on a task.
-    Such tasks are marked as degenerate but remain included in the figures. Raises UserError if there is no
-    task, if `out` holds a different evaluation, or if the policy's server does not answer.
+    `epoch` is part of the key under which the judge keeps its verdicts, so equal candidates share one
+    measurement only within one epoch. `admit` is the method of a judge pool that finds out whether a wrong
+    kernel could pass on a task. It is called for tasks without evidence of an earlier admission. Such tasks
+    are marked as degenerate but remain included in the figures. Raises UserError if there is no task, if
+    `out` holds a different evaluation, or if the policy's server does not answer.
     """
     params = policy.params
     if not tasks:
@@ -137,8 +139,8 @@ def _attempts(
     """Return the trajectories of every task, loaded from `out` or sampled.
 
     Tasks are sampled in batches, and an interrupted evaluation continues with the first batch that is not
-    complete. The size of the batches depends only on parameters, so it is the same then. Raises UserError if
-    the policy's server answers no turn of a batch.
+    complete. It then has the same batches as before, because their size depends only on parameters. Raises
+    UserError if the policy's server answers no turn of a batch.
     """
     settings = policy.params.evaluation
     count = settings.attempts
@@ -196,8 +198,9 @@ def _measure(
 ) -> list[TaskResult]:
     """Return one result per entry of `tasks`, in order.
 
-    The first attempt's final answer is measured again, unless its result is on disk already. A task that is
-    listed several times is measured only once.
+    The result is the verdict of a final measurement of the first attempt's files, which is made here unless
+    the result is on disk already. If the judge fails, the measurement is repeated after pauses of
+    `RETRY_SECONDS`. A task that is listed several times is measured only once.
     """
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
@@ -245,10 +248,10 @@ def _measure(
 
 
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
-    """Return a future of a new verdict on the final answer of `attempt`.
+    """Return a future of the verdict of the final measurement of the files of `attempt`.
 
-    If the attempt wrote no file, the future has the verdict from the end of the episode. If the policy's
-    server failed, it has a verdict with the status `infrastructure`.
+    If the attempt has no files, nothing is measured, and the future has the verdict from the end of the
+    episode. If the policy's server failed, it has a verdict with the status `infrastructure`.
     """
     if _measurable(attempt):
         return pool.submit(

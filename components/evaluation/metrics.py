@@ -1,8 +1,8 @@
-"""Figures of an evaluation, each with an interval: rates, geometric means, fast_p and rewards.
+"""This module computes the figures of an evaluation, each with an interval.
 
-The definitions are those of KernelBench with three corrections. Every task is included in the denominator of
-every rate, the geometric mean is the exponential of the mean log, and a ratio is used only if it is positive
-and finite.
+The figures are rates, geometric means of speed-ups, fast_p and rewards. Their definitions are those of
+KernelBench with three corrections. Every task is included in the denominator of every rate, the geometric
+mean is the exponential of the mean log, and a speed-up is used only if it is positive and finite.
 
 Every figure is computed as a ratio of two sums over tasks, because its values for all bootstrap samples are
 then one matrix product.
@@ -48,12 +48,14 @@ def _milestone(fields: dict[str, Any]) -> Literal[-1, 1, 2, 3]:
 
 
 class TaskResult(FrozenModel):
-    """Result of one task: the new measurement of the first attempt's final answer, and all attempts.
+    """Result of one task in an evaluation.
 
-    `status`, `reason`, `milestone`, `seconds`, `speedup` and `evidence` belong to the new measurement.
-    If `milestone` is not given, it is computed from `status` and `speedup`. `source` is the source of the
-    task, and `files` are the files of the final answer by workspace path. `degenerate` is the reason why a
-    wrong kernel could pass on this task, or empty if there is no such reason.
+    After the episodes, the evaluation measures the final files of the first attempt again. `status`,
+    `reason`, `milestone`, `seconds`, `speedup` and `evidence` are from the verdict of this final measurement.
+    If `milestone` is not given, it is computed from `status` and `speedup`. `attempts` are all attempts, with
+    the verdicts from the end of their episodes. `source` is the source of the task, and `files` are the final
+    files of the first attempt by workspace path. `degenerate` is the reason why a wrong kernel could pass on
+    this task, or empty if there is no such reason.
     """
 
     task_id: str
@@ -103,7 +105,10 @@ class Interval(FrozenModel):
 
 
 class Pair(FrozenModel):
-    """One figure against each baseline, or None if there is no task on which the figure is defined."""
+    """The values of one figure against the two baselines, eager PyTorch and torch.compile.
+
+    A value is None if there is no task on which the figure is defined.
+    """
 
     eager: float | None
     compile: float | None
@@ -136,8 +141,9 @@ class Summary(FrozenModel):
     leaves out the errors. `milestones` gives the number of tasks for each milestone, without the errors.
 
     `attempts_mean_reward`, `attempts_pass_rate` and `pass_at` (unbiased pass@k, by k) are computed on all
-    attempts with the verdicts at the end of their episodes, not with the new measurement. `intervals` has one
-    entry for each figure by its dotted name, such as `fast_p.eager.1.5`.
+    attempts with the verdicts at the end of their episodes. All other figures are computed on the final
+    measurement of each task, which is made after the episodes (`TaskResult`). `intervals` has one entry for
+    each figure that is computed on the final measurements, by its dotted name, such as `fast_p.eager.1.5`.
     """
 
     tasks: int

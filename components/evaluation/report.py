@@ -1,8 +1,9 @@
-"""The report: one HTML file with the decision on the new policy and all figures on which it is based.
+"""This module writes the report of a run or of a single evaluation as one HTML file.
 
-The file contains its styles, its charts (inline SVG) and the script that sorts its tables, and its content
-security policy forbids loading anything else. Kernel sources and task names are untrusted text, so the
-template escapes everything except the markup of the charts.
+The report of a run shows the decision on the new policy and all figures on which it is based. The file
+contains its styles, its charts (inline SVG) and the script that sorts its tables, and its content security
+policy forbids loading anything else. Kernel sources and task names are untrusted text, so the template
+escapes everything except the markup of the charts.
 """
 
 import base64

@@ -108,15 +108,19 @@ def _measured(name: str, model: str, summary: Summary) -> Row:
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return the `SHOWN` correct solutions with the largest speed-ups, without degenerate tasks."""
+    """Return the `SHOWN` correct solutions with the largest speed-ups.
+
+    Degenerate tasks, on which a wrong kernel could pass, are left out.
+    """
     sound = [row for row in rows if row.correct and not row.degenerate]
     return sorted(sound, key=_gain, reverse=True)[:SHOWN]
 
 
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return the `SHOWN` worst results, without degenerate tasks and tasks on which the judge failed.
+    """Return the `SHOWN` worst results.
 
-    Failed tasks come first, and then the correct solutions with the smallest speed-ups.
+    Tasks that were not solved come first, and then the correct solutions with the smallest speed-ups.
+    Degenerate tasks, on which a wrong kernel could pass, and tasks on which the judge failed are left out.
     """
     judged = [row for row in rows if not row.error and not row.degenerate]
     return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
@@ -128,7 +132,10 @@ def _gain(row: TaskResult) -> float:
 
 
 def without_degenerate(rows: Sequence[TaskResult]) -> Summary | None:
-    """Return the figures over the tasks that are not degenerate, or None if no task is degenerate."""
+    """Return the figures over the tasks that are not degenerate, or None if no task is degenerate.
+
+    A task is degenerate if a wrong kernel could pass on it.
+    """
     sound = [row for row in rows if not row.degenerate]
     return summarise(sound) if len(sound) < len(rows) else None
 

@@ -1,8 +1,9 @@
 """A client of an OpenAI-compatible server, which uses POST /chat/completions and GET /models.
 
 A request is repeated with growing pauses and another seed if the server answers with status 429 or 5xx or
-cannot be reached. It is not repeated after an answer that is not valid or after a timeout. The API key is
-read from OPENAI_API_KEY and never stored.
+cannot be reached. It is not repeated after another error status, after an answer that is not valid, or if the
+server does not answer within `REQUEST_SECONDS`. The API key is read from the environment variable
+OPENAI_API_KEY and not written to any file.
 """
 
 import os
@@ -30,11 +31,11 @@ Message = dict[str, Any]
 
 
 class ServerFailed(Exception):
-    """The error that a server returned no usable turn. The message is one sentence."""
+    """Exception that is raised if a server returns no usable answer. The message says why in one sentence."""
 
 
 class ToolsUnsupported(Exception):
-    """The error that a server refuses a request because the request describes tools."""
+    """Exception that is raised if a server refuses a request that describes tools, with status 400 or 422."""
 
 
 class _ServerRecord(BaseModel):
@@ -49,7 +50,7 @@ class _Function(_ServerRecord):
 
 
 class NativeCall(_ServerRecord):
-    """A tool call that the server has parsed. `arguments` is JSON text or an object."""
+    """A tool call that the server has parsed. `function.arguments` is JSON text or an object."""
 
     id: str = ""
     function: _Function = _Function()

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 
 class Manifest(FrozenModel):
-    """The origin of a checkpoint and the digests of its files. `digest` identifies the whole folder."""
+    """The origin of a checkpoint and the digests of its files.
+
+    `stage` is the training stage that wrote the checkpoint, `parent` the digest of the checkpoint from which
+    this stage started, and `dataset` the version of its data set. `code` identifies the source code that was
+    run. `files` has the digest of every file by path, and `digest`, computed from `files`, identifies the
+    whole checkpoint.
+    """
 
     stage: str
     files: dict[str, str]
@@ -59,9 +65,10 @@ def save_checkpoint(
     figures: dict[str, float],
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Manifest:
-    """Write a checkpoint as a folder that appears in one step, and return its manifest.
+    """Write the model, the tokenizer and a manifest to `folder` atomically, and return the manifest.
 
-    `extra` has further tensors, by the name of the safetensors file in which they are stored.
+    The arguments from `stage` to `figures` are recorded in the manifest. `extra` has further tensors, by the
+    name of the safetensors file in which they are stored.
     """
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Sampling with transformers in this process, for profiles without vLLM."""
+"""This module samples from a policy with transformers in this process, so vLLM is not needed."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +15,8 @@ class _Row:
     """The state of one sequence while it is sampled."""
 
     prompt: list[int]
-    # Random numbers in [0, 1), one for each token that may be sampled. So their number is the largest number
-    # of tokens.
+    # Random numbers in [0, 1), one for each token that may be sampled. The length of this list is therefore
+    # the limit of the number of tokens.
     uniforms: list[float]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -13,7 +13,7 @@ from components.policy.vllm_server import check_completion
 
 
 class LocalVllm:
-    """A vLLM that is called as `vllm.LLM`."""
+    """A model that vLLM loads, samples from and updates on this machine, through the class `vllm.LLM`."""
 
     def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
         """Load the checkpoint in `folder`.

@@ -46,7 +46,7 @@ class Request:
 
 
 class VllmSampler:
-    """A sampler that uses vLLM.
+    """A sampler that sends prompts to vLLM and can replace the weights with which vLLM samples.
 
     Equal arguments may give different results, because rounding depends on how vLLM forms batches.
     """
@@ -103,7 +103,7 @@ class VllmSampler:
             sent = [(name, tensor.detach().to(dtype).contiguous()) for name, tensor in weights]
             self.vllm.update_weights(ipc_update_info(sent))
             if any(tensor.is_cuda for _, tensor in sent):
-                # This frees the memory that the other process has released.
+                # This frees the memory of tensors that vLLM's process has released.
                 torch.cuda.ipc_collect()
         # The cached keys and values were computed with the old weights.
         self.vllm.reset_prefix_cache()
@@ -117,9 +117,9 @@ class VllmSampler:
     def _check(self, before: list[dict[str, Any]], weights: Sequence[Tensor]) -> None:
         """Raise UserError unless the workers have the weights.
 
-        If there is one worker, its fingerprint must be equal to that of the weights. If there are several,
-        each of which has a part of the weights, the fingerprint of every worker must differ from the one in
-        `before`.
+        If there is one worker, its fingerprint must be equal to that of `weights`. If there are several, each
+        of which has a part of the weights, the fingerprint of every worker must differ from that in `before`,
+        the fingerprints of the workers before the weights were sent.
         """
         after = self._fingerprints()
         expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))

@@ -23,11 +23,11 @@ TIMEOUT_SECONDS = 3600.0
 
 
 class RequestRefused(UserError):
-    """The error that the server answered a request with an error status."""
+    """Exception that is raised if the server answers a request with an error status other than 404."""
 
 
 class VllmServer:
-    """A vLLM that is reached by HTTP requests to its server."""
+    """A model on a vLLM server, from which it is sampled and where its weights are updated, over HTTP."""
 
     def __init__(self, url: str):
         """Connect to the server with the root address `url`, such as http://127.0.0.1:8000.
@@ -49,7 +49,7 @@ class VllmServer:
             self.wake_up()
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return one completion for each request.
+        """Return one completion for each request, in the order of the requests.
 
         Each sequence is sent as a separate HTTP request, because all prompts of one HTTP request have the
         same seed.

@@ -17,7 +17,11 @@ class _Worker(Protocol):
 
 
 class Fingerprint:
-    """A mixin that vLLM adds to its worker class."""
+    """Extension that gives each vLLM worker a method that returns a fingerprint of its weights.
+
+    vLLM adds this class to the bases of its worker class. `VllmSampler` calls the method after it has sent
+    weights, to check that they have arrived.
+    """
 
     def weight_fingerprint(self: _Worker) -> dict[str, Any]:
         """Return the fingerprint of this worker's parameters, and the dtype of the largest parameter.

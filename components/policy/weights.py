@@ -1,4 +1,4 @@
-"""The data for a transfer of weights to another process, and a fingerprint that identifies weights.
+"""This module prepares weights for a transfer to vLLM's process and computes a fingerprint of weights.
 
 The process that receives the weights imports this file too (`components.policy.vllm_worker`), so the file
 needs only torch.
@@ -48,5 +48,8 @@ def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def _device(tensor: Tensor) -> str:
-    """Return the name under which vLLM looks up the memory handle for its GPU."""
+    """Return the key under which vLLM looks up the memory handle of a tensor.
+
+    It is the UUID of the tensor's GPU, or "cpu".
+    """
     return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else "cpu"
