@@ -84,7 +84,11 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
 
 
 def maker_digest(run: PipelineRun) -> str:
-    """Return the digest of the sources in MAKERS, the library versions and the rerun request's number."""
+    """Return the digest of the code that makes the data set.
+
+    It covers the sources in MAKERS, the library versions, and the number of the request to build the data set
+    again (`--from dataset`), which is 0 if there is none.
+    """
     files = {
         name: digest_json(digest_sources(path)) if path.is_dir() else digest_file(path)
         for name, path in ((name, PROJECT / name) for name in MAKERS)
@@ -168,7 +172,7 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
 def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
     """Return the exception for a failed DVC command according to its output lines.
 
-    For a StageFailed, write the output to `.dvc/failed.log` in the workspace.
+    If it is a StageFailed, the output is also written to `.dvc/failed.log` in the workspace.
     """
     newest = lines[::-1]
     sentence = next((line.removeprefix(ERROR_PREFIX) for line in newest if line.startswith(ERROR_PREFIX)), "")

@@ -1,4 +1,4 @@
-"""Upload of data set versions to the DVC remote, their download by digest, and runs of DVC commands.
+"""This module uploads data set versions to the DVC remote, restores them, and runs DVC commands.
 
 The files of a version are stored in the DVC remote, which stores equal files once. The .dvc file that refers
 to them is stored in the artifact store as `datasets/<version>/data.dvc`. So any version can be restored
@@ -109,8 +109,8 @@ def push(params: Params, home: Path, folder: Path) -> str:
 def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: str) -> None:
     """Store the .dvc file of a version whose files `dvc push` has already uploaded.
 
-    The file is made from the entry in the dvc.lock file `lock` whose path is `output`; the path becomes
-    `data`.
+    Its content is the entry for the path `output` in the dvc.lock file `lock`, with the path replaced by
+    `data`, into which `pull` restores the files.
     """
     stages = yaml.safe_load(lock.read_text())["stages"].values()
     out = next(out for stage in stages for out in stage.get("outs", ()) if out["path"] == output)

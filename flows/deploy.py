@@ -1,4 +1,4 @@
-"""Create or update the work pools, limits, deployments and automations on a Prefect server."""
+"""This module creates or updates work pools, limits, deployments and automations on a Prefect server."""
 
 import json
 import os
@@ -49,10 +49,11 @@ class Choices:
 
 
 def deploy(choices: Choices) -> Record:
-    """Create or update everything on the server of PREFECT_API_URL, and return what the server then has.
+    """Create or update pools, limit, deployments and automations, and return what the server then has.
 
-    Calling it again with the same choices changes nothing. Raises UserError if PREFECT_API_URL is not set, if
-    the server does not answer, or if a choice is not accepted.
+    The server is the one that PREFECT_API_URL names. Calling it again with the same choices changes nothing.
+    Raises UserError if PREFECT_API_URL is not set, if the server does not answer, or if a choice is not
+    accepted.
     """
     url = PREFECT_API_URL.value()
     if not url:

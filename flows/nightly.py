@@ -121,7 +121,7 @@ def run_record(
     version: str,
     decision: Decision,
 ) -> RunRecord:
-    """Return the run's record without the keys `seconds` and `artifacts`, which the callers add."""
+    """Return the run's record without `seconds` and `artifacts`, which nightly_pipeline and publish add."""
     run, data = context.run, context.dataset
     splits = [kernel.split for kernel in read_tasks(context.dataset_folder / "tasks.parquet")]
     figures = {"digest", "reward_before", "reward_after", "seconds", "cached", "stopped"}

@@ -1,7 +1,9 @@
-"""Wrappers of a `Progress`: stop on a full disk, Prometheus metrics, a fixed name, Prefect events.
+"""Wrappers of a `Progress`, each of which forwards every report and does something more.
 
-Prefect itself records only the states of runs and tasks, and a stage can take many hours. automations.py
-defines the alerts that the events of EventProgress cause.
+DiskGuard stops the run on a full disk, MetricsProgress writes Prometheus metrics, RenamedProgress replaces
+the stage's name, and EventProgress emits Prefect events. The events are needed because Prefect itself records
+only the states of runs and tasks, and a stage can take many hours. automations.py defines the alerts that the
+events cause.
 """
 
 import time

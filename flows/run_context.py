@@ -71,7 +71,7 @@ class Rerun:
 
 
 class Busy(UserError):
-    """The error that another process holds a lock. The command succeeds after the lock is released."""
+    """Error raised if another process holds a lock, so that the command can succeed after its release."""
 
 
 class PipelineRun:

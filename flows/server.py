@@ -167,8 +167,8 @@ class Server:
 def prefect_server(home: Path) -> Iterator[Server | None]:
     """Run a Prefect server for this home while the block runs, and set PREFECT_API_URL to its address.
 
-    Yields None and starts no server if PREFECT_API_URL is already set. Enter the block before Prefect is
-    imported, because the import reads the variable. Raises UserError if the block fails because the server
+    Yields None and starts no server if PREFECT_API_URL is already set. Prefect must be imported only inside
+    the block, because the import reads the variable. Raises UserError if the block fails because the server
     has ended.
     """
     if "PREFECT_API_URL" in os.environ:

@@ -92,7 +92,10 @@ class CheckpointRecord(StageRecord):
 
 
 class EvaluationRecord(StageRecord):
-    """The results file of an evaluation: its path relative to the home and, as `digest`, its SHA-256."""
+    """The record of an evaluation, which names its results file.
+
+    `results` is the path of that file relative to the home, and `digest` is its SHA-256.
+    """
 
     results: str
 
@@ -112,7 +115,7 @@ R = TypeVar("R", CheckpointRecord, EvaluationRecord)
 
 @task(persist_result=True, result_serializer="json")
 def run_in_folder(folder: Path, work: Callable[[Path], R]) -> dict[str, Any]:
-    """Call `work` with the stage's folder, and return its record as JSON for Prefect's cache.
+    """Call `work` with the stage's folder, and return the record that it makes as JSON for Prefect's cache.
 
     Each stage calls this task with a name and a cache key of its own.
     """

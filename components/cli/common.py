@@ -79,8 +79,7 @@ class CommonOptions:
         """Return the parameters that result from the parameter file and the options.
 
         `overrides` are KEY=VALUE pairs from other options of the command, and `defaults` are KEY=VALUE pairs
-        that the option `--set` may override. Raises UserError if a parameter or
-        the file is not valid.
+        that the option `--set` may override. Raises UserError if a parameter or the file is not valid.
         """
         from components.core.config import PROJECT, resolve
 
@@ -215,7 +214,7 @@ def judge_session(
 ) -> Iterator[tuple[LocalPool, ProgressView]]:
     """Open the judge pool of the home and a progress view on standard error, and close both at the end.
 
-    `use_resident` is explained at `LocalPool`.
+    With `use_resident`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
     """
     from components.core.progress_view import ProgressView
     from components.judge.open_pool import open_pool

@@ -141,7 +141,7 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
 
 
 def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
-    """Convert values by dotted key to nested mappings.
+    """Convert values by dotted key to nested mappings, such as {"data.seed": 1} to {"data": {"seed": 1}}.
 
     Raises UserError if the value of a section is not a mapping. `sources` gives the origins for the message.
     """

@@ -17,13 +17,13 @@ class UserError(Exception):
 
 
 class IsolationUnavailable(UserError):
-    """The error that the machine cannot run the sandbox."""
+    """Error raised if this machine cannot isolate candidates in the sandbox."""
 
     exit_code = 3
 
 
 class InfrastructureError(Exception):
-    """A failure of the judge itself.
+    """A failure of the judge itself, and not of the candidate that it judges.
 
     The candidate is judged again, and its reward is not affected.
     """

@@ -39,7 +39,10 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the digest of every regular file below `folder` by relative POSIX path, in sorted order."""
+    """Return the digest of every regular file below `folder` by relative POSIX path, in sorted order.
+
+    `exclude` has the relative paths of files that are left out.
+    """
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
         for path in sorted(folder.rglob("*"))
@@ -233,10 +236,11 @@ def remove_stale(folder: Path, seconds: float) -> None:
 
 
 def environment_fault(error: BaseException) -> str:
-    """Return one sentence about a fault of the machine, such as a full disk, or an empty string.
+    """Return one sentence about a fault of the machine or the judge, such as a full disk, or an empty string.
 
-    It is empty if neither `error` nor one of its causes is such a fault. The messages are searched as well,
-    because safetensors and torch keep only the text of the system's error, and SQLite has a text of its own.
+    The result is empty if neither `error` nor one of its causes is such a fault. The messages are searched as
+    well, because safetensors and torch keep only the text of the system's error, and SQLite has a text of its
+    own.
     """
     for seen in error_chain(error):
         text = str(seen)

@@ -8,7 +8,7 @@ Report = Callable[[str], None]
 
 
 def ignore(text: str) -> None:
-    """Do nothing; the default of functions that report their progress."""
+    """Ignore a report; functions that report their progress call this if no other receiver is given."""
 
 
 class Progress(Protocol):

@@ -43,9 +43,10 @@ def duration(seconds: float | None) -> str:
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """Return the figures as text with their names, and shares as percentages.
+    """Return the figures with their names as text, such as "reward 1.2  m_3 25%".
 
-    The shares are the pass rate and the figures m_-1 to m_3, which are the shares of the milestones.
+    Shares are written as percentages. They are the pass rate and the figures m_-1 to m_3, which are the
+    shares of the milestones.
     """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"

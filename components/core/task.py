@@ -38,7 +38,10 @@ def normalise(code: str) -> str:
 
 
 class KernelTask(FrozenModel):
-    """A kernel task with its evidence. It is identified by the digest of its normalised source."""
+    """A kernel task, which is identified by the digest of its normalised source.
+
+    `evidence` has the facts that were recorded when the task was admitted, such as its eager time.
+    """
 
     code: str
     ops: tuple[str, ...] = ()
@@ -96,7 +99,8 @@ COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
     """Write `tasks.parquet`.
 
-    It has the columns of the public data set, and the columns task_id, split, name and evidence (as JSON).
+    It has the columns ops, data_source and code of the public data set CUDA-Agent-Ops-6K, and the columns
+    task_id, split, name and evidence (as JSON).
     """
     rows = [
         task.model_dump(include={"data_source", "code", "split", "name"})
@@ -114,7 +118,7 @@ def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
 
 
 def read_tasks(path: Path) -> list[KernelTask]:
-    """Return the tasks in a parquet file of `write_tasks`, or in one with the public columns only.
+    """Return the tasks in a parquet file of `write_tasks` or of the public data set CUDA-Agent-Ops-6K.
 
     Raises UserError if the file cannot be read, has no rows, or has a row that is not a task.
     """

@@ -52,7 +52,8 @@ STORE_FAULTS = Counter(
 def judging() -> Iterator[list[str]]:
     """Measure the duration of one judgement, and count its status.
 
-    The block appends the status to the list that is yielded. Without it, the status is `raised`.
+    The block appends the status to the list that is yielded. If it appends nothing, for example because it
+    raises an exception, the status `raised` is counted.
     """
     started, status = time.monotonic(), ["raised"]
     try:

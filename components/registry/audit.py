@@ -67,7 +67,7 @@ class AuditEntry(FrozenModel):
 
 
 class AuditChainError(UserError):
-    """The error that entries of a chain were changed or removed. The message names the first such entry."""
+    """Error raised if entries of an audit chain were changed or removed; the message names the first one."""
 
 
 def person() -> str:
@@ -184,8 +184,9 @@ class AuditChain:
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
     """Raise AuditChainError unless the chain contains the entry that the anchor in the registry names.
 
-    The entry need not be the newest one, because a process can be killed after it has written an entry and
-    before it has written the anchor.
+    `anchor` has the form NUMBER:DIGEST, or is empty if the registry has no anchor yet. The entry need not be
+    the newest one, because a process can be killed after it has written an entry and before it has written
+    the anchor.
     """
     number, _, digest = anchor.partition(":")
     if anchor and (

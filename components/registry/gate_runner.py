@@ -1,4 +1,4 @@
-"""Collection of the evidence of a model version from its files, and the run of the gates on it.
+"""This module collects the evidence of a model version from its files and runs the gates on it.
 
 The nightly flow runs the gates after an evaluation. `cuda-agent models gate` runs them again at any time.
 """
@@ -43,9 +43,10 @@ def run_gates(
 
     The gates compare `after`, the evaluation of the version, with the thresholds and with the evaluation of
     the champion on the same tasks, which is None if there is no champion. They verify that the files of
-    `checkpoint` match the registered digest and that `report` is complete, and they judge a sample of
-    exploits once in each `epoch` of the judge. If all gates pass, the verdict is `waiting` if gate.approval
-    is `person`, and `promoted` otherwise. Raises UserError if a file of the checkpoint is damaged.
+    `checkpoint` match the registered digest and that `report` is complete. The judge also judges a sample of
+    exploits, or reuses its stored verdicts on them if they have the same `epoch`. If all gates pass, the
+    verdict is `waiting` if gate.approval is `person`, and `promoted` otherwise. Raises UserError if a file of
+    the checkpoint is damaged.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
@@ -160,10 +161,10 @@ def _champion(
     progress: Progress,
     scratch: Path,
 ) -> Evaluation:
-    """Return an evaluation of the champion on the tasks of the evaluation `after`.
+    """Return an evaluation of the champion on the tasks of `after`, the evaluation of the compared version.
 
-    If the tags of the version name such an evaluation and its file is unchanged, load it. Otherwise evaluate
-    the champion.
+    If `tags`, the tags of that version, name such an evaluation and its file is unchanged, it is loaded.
+    Otherwise the champion is evaluated.
     """
     if tags.get(f"{COMPARED}.version") == champion:
         results = home / tags[f"{COMPARED}.evaluation"]

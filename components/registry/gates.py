@@ -61,7 +61,7 @@ class Gate(FrozenModel):
 
 
 class Decision(FrozenModel):
-    """The decision of the gates. The verdict `waiting` means that all passed and a person has to approve."""
+    """The decision of the gates; `waiting` means that all gates passed and that a person has to approve."""
 
     verdict: Literal["promoted", "refused", "waiting"]
     gates: tuple[Gate, ...]

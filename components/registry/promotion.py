@@ -53,7 +53,7 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 
 
 class NotPassed(UserError):
-    """The error that a version cannot be promoted because its gates did not pass."""
+    """Error raised if a version cannot be promoted because its gates did not pass."""
 
     exit_code = 4
 
@@ -172,7 +172,7 @@ class Promotion:
             return self._append("promoted", version, entries, who, reason=reason, evidence=evidence)
 
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Exchange the aliases champion and previous.
+        """Make the previous champion the champion again, by exchanging the aliases champion and previous.
 
         Raises UserError if there is no previous champion.
         """
@@ -193,7 +193,10 @@ class Promotion:
             return [self._expire(entry.version, entries) for entry in waiting if _is_late(entry)]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
-        """Record the results of gates that were run again on the champion, without deciding the version."""
+        """Add an audit entry with the results of gates that were run again on the champion.
+
+        The decision on the version and the aliases do not change.
+        """
         with self._changing() as entries:
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
             reason = " ".join(decision.reasons)
@@ -236,7 +239,10 @@ class Promotion:
         return version, state
 
     def _same_champion(self, version: str, compared: str | None, entries: list[AuditEntry]) -> None:
-        """Raise UserError unless `compared` is still the champion besides `version`."""
+        """Raise UserError if the champion has changed since the gates compared `version` with it.
+
+        `compared` is the number of the version that was the champion then, or None if there was no champion.
+        """
         reigning = models.champion_besides(_aliases(entries), version)
         if reigning != compared:
             was, now = (
@@ -292,9 +298,10 @@ class Promotion:
     def _append(
         self, action: Action, version: str, entries: list[AuditEntry], who: str, **rest: Any
     ) -> AuditEntry:
-        """Write and apply the entry after `entries`. `who` is the present user if it is empty.
+        """Append an audit entry to the chain, apply it to the registry, and return it.
 
-        If the action is in CHAMPION_ACTIONS, the version becomes the champion.
+        `entries` are the entries of the chain so far. If `who` is empty, the present user is recorded. If the
+        action is in CHAMPION_ACTIONS, the version becomes the champion.
         """
         aliases = _aliases(entries)
         if action in CHAMPION_ACTIONS:

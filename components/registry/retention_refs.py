@@ -14,7 +14,7 @@ PAGE = 500
 def references(client: MlflowClient, model: str) -> dict[str, str]:
     """Return the run keys and digests of versions with an alias and of unfinished runs.
 
-    The value of each is the reason, for people.
+    The value of each is the reason to keep its objects, such as "policy version 3 is champion".
     """
     found: dict[str, str] = {}
     versions = {
@@ -34,7 +34,8 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 def evidence(chain: AuditChain) -> dict[str, str]:
     """Return every run key and digest that an audit entry contains.
 
-    The value of each names the entry. The objects are kept because they are the evidence of past decisions.
+    The value of each names the entry, such as "audit entry 12". The objects are kept because they are the
+    evidence of past decisions.
     """
     return {
         word: f"audit entry {entry.number}"

@@ -39,7 +39,7 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
-    """Log the trajectories that the function `chosen` selects from the folder of a stage."""
+    """Log the trajectories that `chosen` selects from the folder of a stage as MLflow traces of the run."""
     for place, file, trajectory in chosen(folder):
         trace = _Trace(digest_json([run_id, place])[:32], int(file.stat().st_mtime * 1000), trajectory)
         info = TraceInfo(

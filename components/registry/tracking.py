@@ -63,7 +63,8 @@ def connect(params: Registry, home: Path) -> MlflowClient:
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings and lists by their dotted names.
 
-    The name of a list item is its value of the key `name`, or its index if it has no such key.
+    For example, {"a": {"b": 1}} gives {"a.b": 1}. A list item is named by its value of the key `name`, or by
+    its index if it has no such key.
     """
     if isinstance(value, Mapping):
         items: Iterable[tuple[str, Any]] = ((str(key), item) for key, item in value.items())
@@ -140,7 +141,8 @@ class MlflowRun:
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
         """Log the curves, figures, folder and trajectories of one stage as a child run.
 
-        Does nothing if a finished child run with this name and `key` exists.
+        The figures are the numbers in `record`. Does nothing if a finished child run with this name and `key`
+        exists.
         """
         child = self._find("stage", name)
         if (
@@ -196,7 +198,7 @@ class MlflowRun:
         self.client.log_artifact(self.run_id, str(path))
 
     def end(self, status: Literal["FINISHED", "FAILED"]) -> None:
-        """Set the final status of the run, and stop to log the load of the machine."""
+        """Set the final status of the run, and stop logging the load of the machine."""
         if self.load is not None:
             self.load.finish()
         self.client.set_terminated(self.run_id, status)

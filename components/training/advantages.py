@@ -13,12 +13,14 @@ from torch import Tensor
 def gae(
     rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, both [batch, seq], unwhitened, 0 where `action_mask` is 0.
+    """Return the advantages, which are not whitened, and the returns of generalised advantage estimation.
 
-    All tensors are [batch, seq]. `values[:, t]` is the value of the state before token t is emitted. The
-    state after the last own token has the value 0, also in a truncated episode. The result is computed
-    backward over the own tokens (paper, section 4.2): delta = r + gamma V' - V, A = delta + gamma lam A', and
-    return = A + V, where V' and A' are the value and the advantage of the next own token.
+    All tensors are [batch, seq]. `action_mask` is 1 at the tokens that the policy sampled; both results are 0
+    at all other tokens. `values[:, t]` is the value of the state before token t is emitted. The state after
+    the last token that the policy sampled has the value 0, also in a truncated episode. The results are
+    computed backward over the sampled tokens (paper, section 4.2): delta = r + gamma V' - V,
+    A = delta + gamma lam A', and return = A + V, where V' and A' are the value and the advantage of the next
+    sampled token.
     """
     mask = action_mask.bool()
     advantages = torch.zeros_like(values)
@@ -36,10 +38,11 @@ def gae(
 
 
 def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the advantages scaled to zero mean and unit (biased) variance over the own tokens, 0 elsewhere.
+    """Return the advantages scaled to zero mean and unit (biased) variance over the tokens of the policy.
 
-    Both tensors are [batch, seq] and contain the rows of all ranks. Returns must be computed from the
-    advantages before whitening.
+    These are the tokens that the policy sampled, where `action_mask` is 1; the result is 0 at all others.
+    Both tensors are [batch, seq] and contain the rows of all ranks. Whitened advantages have lost the scale
+    of the rewards, so they cannot be used to compute returns.
     """
     mask = action_mask.bool()
     own = advantages[mask]  # [own tokens]
@@ -50,9 +53,10 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> float:
-    """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over the own tokens, [batch, seq] each.
+    """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over the tokens that the policy sampled.
 
-    Returns NaN if the returns are all equal or there is no own token.
+    All tensors are [batch, seq], and `action_mask` is 1 at these tokens. Returns NaN if the returns at these
+    tokens are all equal or there is no such token.
     """
     mask = action_mask.bool()
     own_returns, own_values = returns[mask].double(), values[mask].double()

@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of own tokens in all rows."""
+        """Return the number of tokens in all rows that the policy sampled."""
         return int(self.action_mask.sum())
 
 
@@ -52,7 +52,8 @@ class Batch:
 class Rollout(Batch):
     """Batch of sampled trajectories with the sampler's log-probabilities (nats) and the rewards.
 
-    `rewards` is the trajectory's reward at each row's last own token and 0 elsewhere.
+    `rewards` is the trajectory's reward at the last token of each row that the policy sampled, and 0
+    elsewhere.
     """
 
     sampler_logprob: Tensor
@@ -62,8 +63,8 @@ class Rollout(Batch):
 def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     """Return pairs of token ids and action mask as one padded batch.
 
-    Raises ValueError if the lengths of a pair differ, or if a row has no own token or has one at the first
-    position.
+    The mask is 1 at the tokens that the policy sampled. Raises ValueError if the lengths of a pair differ, if
+    no mask entry of a row is 1, or if the first one is 1.
     """
     width = max(len(ids) for ids, _ in rows)
     batch = Batch(
@@ -86,8 +87,8 @@ def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None = None) -> Rollout:
     """Return trajectories as one batch; `rewards`, if given, replace the trajectories' own rewards.
 
-    The reward is placed at the last own token, because advantages skip all other tokens and would ignore a
-    reward there.
+    The reward is placed at the last token that the policy sampled, because advantages skip prompt and
+    observation tokens and would ignore a reward there.
     """
     earned = [trajectory.reward for trajectory in trajectories] if rewards is None else rewards
     batch = pad([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
@@ -115,8 +116,9 @@ def plan(
 
     Each micro-batch has at most `tokens_per_microbatch` tokens, padding included, or a single row. Rows are
     sorted by length and dealt to the ranks in turn, so that all ranks get about equal work. Every rank gets
-    the same number of micro-batches, because forward and backward passes are collective under ZeRO 3. The
-    result depends only on the arguments, so the ranks need not communicate.
+    the same number of micro-batches, because forward and backward passes are collective under ZeRO 3: a rank
+    with fewer of them repeats the shortest row with `counted` False. The result depends only on the
+    arguments, so the ranks need not communicate.
     """
     by_length = sorted(rows, key=lambda row: (-lengths[row], row))
     plans = []

@@ -37,7 +37,10 @@ class StateStore:
         return sorted((int(folder.name.split("-")[1]), folder) for folder in folders)
 
     def save(self, steps: int) -> None:
-        """Save the engines' present state as the state after `steps` steps, and delete the oldest states."""
+        """Save the engines' present state as the state after `steps` steps.
+
+        If there are then more than `kept` states, the oldest ones are deleted.
+        """
         folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
         if self.world.rank == 0:
@@ -56,7 +59,7 @@ class StateStore:
         self.world.barrier()
 
     def load(self, *, before: float = float("inf")) -> int:
-        """Load the newest state after fewer than `before` steps and return its number of steps.
+        """Load the newest state that was saved after fewer than `before` steps, and return its step count.
 
         Returns 0 and changes nothing if there is no such state.
         """

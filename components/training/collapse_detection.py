@@ -1,6 +1,6 @@
-"""The two reasons to stop training early: a collapsed policy, and SIGTERM.
+"""This module detects the two reasons to stop training early: a collapsed policy, and SIGTERM.
 
-The figures of a step show a collapse before the step's updates are made (paper, Fig. 5): the entropy is too
+The metrics of a step show a collapse before the step's updates are made (paper, Fig. 5): the entropy is too
 high or too low, too many answers reach the length limit, the sampler's probabilities differ too much from the
 trainer's, or the critic explains too little of the returns.
 """
@@ -25,13 +25,17 @@ PATIENCE = 3
 
 
 class Collapsed(Exception):
-    """Error raised if the policy that sampled a step has collapsed; the message is one clause."""
+    """Error raised if the policy that sampled a step's trajectories has collapsed.
+
+    The message is a clause, such as "entropy is not a number", which the training loop puts into a sentence.
+    """
 
 
 def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
-    """Return a clause that states how the policy that sampled this step has collapsed, "" if it has not.
+    """Return a clause that states how the policy has collapsed, such as "entropy is not a number", or "".
 
-    `figures` are the metrics of this step, `earlier` the metrics of the steps before it.
+    `figures` are the metrics of the step whose trajectories the policy sampled, and `earlier` are the metrics
+    of the steps before it. The result is "" if the policy has not collapsed.
     """
     entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
     limit = ppo.min_explained_variance

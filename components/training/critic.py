@@ -1,9 +1,10 @@
 """Stage 3: value pretraining. A critic learns values from all stored trajectories, including failed ones.
 
-Without this stage the critic of stage 4 would explain nothing at first, and the policy would collapse (paper,
-section 4.2 and Fig. 5). If critic.lam is 1, the targets are Monte Carlo returns. If it is lower, the targets
-are computed again from the current critic before every pass, because targets computed once from an untrained
-critic would hardly depend on a reward that comes a hundred tokens later.
+Without this stage the values of the critic of stage 4 would at first be unrelated to the returns, and the
+policy would collapse (paper, section 4.2 and Fig. 5). If critic.lam is 1, the targets are Monte Carlo
+returns. If it is lower, the targets are computed again from the current critic before every pass, because
+targets computed once from an untrained critic would hardly depend on a reward that comes a hundred tokens
+later.
 """
 
 import random
@@ -173,7 +174,7 @@ def _loss(network: nn.Module, rows: Targets) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _monte_carlo(batch: Rollout, gamma: float) -> Tensor:
-    """Return the discounted sum of rewards from each own token to the end, [batch, seq]."""
+    """Return the discounted sum of rewards from each token of the policy to the end, [batch, seq]."""
     return gae(batch.rewards, torch.zeros_like(batch.rewards), batch.action_mask, gamma, 1.0)[1]
 
 

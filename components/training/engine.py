@@ -31,9 +31,10 @@ Loss = Callable[[nn.Module, Microbatch], Tensor]
 
 
 class NotFinite(Exception):
-    """Error raised if a loss or gradient is NaN or infinite; the weights in memory must not be used then.
+    """Error raised if a loss, a gradient or a metric is NaN or infinite.
 
-    The message is one clause.
+    The weights in memory may be NaN then, so they must not be used or saved. The message is a clause, such as
+    "policy_loss is not a number".
     """
 
 
@@ -163,10 +164,10 @@ class DeepSpeedEngine:
     def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
         """Take one optimizer step and return the gradient norm before clipping.
 
-        `loss` must return a micro-batch's share of the step's loss: the sum over its own tokens divided by
-        the number of own tokens of the whole step on all ranks. This method does not divide it again. The
-        norm is NaN under ZeRO 0 with several ranks if DeepSpeed does not report it. Raises NotFinite if the
-        norm is known and not finite.
+        `loss` must return a micro-batch's share of the step's loss: the sum over those tokens of the
+        micro-batch that the policy sampled, divided by the number of such tokens in the whole step on all
+        ranks. This method does not divide it again. The norm is NaN under ZeRO 0 with several ranks if
+        DeepSpeed does not report it. Raises NotFinite if the norm is known and not finite.
         """
         self.engine.train()
         for group in self.engine.optimizer.param_groups:

@@ -48,10 +48,11 @@ def clear_errors(logs: Path) -> None:
 
 
 def raise_first_error(logs: Path, ranks: int) -> None:
-    """Raise the earliest error that a rank recorded in `logs`, ignoring errors of the kind RankLost.
+    """Raise the earliest error that a rank recorded in `logs`.
 
-    A UserError of a rank is raised as UserError, any other error as StageFailed with the rank's number.
-    Returns if no such error was recorded.
+    A recorded RankLost is ignored, because it is only a consequence of the loss of another rank. A UserError
+    of a rank is raised as UserError, any other error as StageFailed with the rank's number. Returns if no
+    such error was recorded.
     """
     for path in sorted(logs.glob("rank-*.error.json"), key=lambda path: path.stat().st_mtime_ns):
         kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
@@ -70,8 +71,8 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run `command` as `ranks` ranks; return 0, or TERMINATED if ranks ended because of SIGTERM.
 
     Rank 0 writes to the outputs of this process, each other rank N to `logs`/rank-N.log. SIGTERM is forwarded
-    to all ranks. If a rank fails, the other ranks are ended. Raises UserError if the earliest recorded error
-    is one, and StageFailed for any other failure.
+    to all ranks. If a rank fails, the other ranks are ended. Raises UserError if the earliest error that a
+    rank recorded is a UserError, and StageFailed for any other failure.
     """
     clear_errors(logs)
     with socket.socket() as probe:

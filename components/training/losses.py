@@ -1,4 +1,4 @@
-"""The losses of PPO and of supervised fine-tuning, over own tokens (tokens that the policy sampled).
+"""The losses of PPO and of supervised fine-tuning over own tokens, which are those that the policy sampled.
 
 The functions named *_sum return sums over own tokens. `microbatching.train_step` divides these sums by the
 number of own tokens in all micro-batches on all ranks, because a mean per micro-batch would give more weight
@@ -14,7 +14,7 @@ TokenSums = dict[str, Tensor]
 
 
 def masked_sum(x: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the sum of `x` over own tokens; a NaN at a masked position does not influence the sum."""
+    """Return the sum of `x` where `action_mask` is true; a NaN elsewhere does not influence the sum."""
     return torch.where(action_mask.bool(), x, 0.0).sum()
 
 
@@ -27,7 +27,7 @@ def policy_loss_sum(
     clip_high: float,
     importance: Tensor | None = None,
 ) -> tuple[Tensor, TokenSums]:
-    """Return PPO's clipped surrogate, summed over own tokens, and the sums of its metrics.
+    """Return PPO's clipped surrogate loss, and its metrics, each summed where `action_mask` is true.
 
     The loss of a token is max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, where A is the
     advantage and rho = pi_actor / pi_old. `importance` holds the weights from `importance_weights`.
@@ -55,10 +55,11 @@ def policy_loss_sum(
 def value_loss_sum(
     values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor, clip: float | None
 ) -> tuple[Tensor, TokenSums]:
-    """Return PPO's value loss, 0.5 * max(error^2, clipped_error^2), summed over own tokens.
+    """Return PPO's value loss, and the number of clipped values as the metric value_clip_fraction.
 
-    clipped_error is the error of the value after limiting its distance from the old value to `clip`. If
-    `clip` is None, values are not clipped.
+    Both are sums over the tokens where `action_mask` is true. The loss is the sum of 0.5 * max(error^2,
+    clipped_error^2), where error is the difference between value and return, and clipped_error the same after
+    limiting the value's distance from the old value to `clip`. If `clip` is None, values are not clipped.
     """
     error = (values - returns).square()  # [batch, seq]
     active = torch.zeros_like(action_mask, dtype=torch.bool)
@@ -72,24 +73,25 @@ def value_loss_sum(
 
 
 def likelihood_loss_sum(actor_logprob: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the negative log-likelihood (nats), summed over own tokens."""
+    """Return the negative log-likelihood (nats), summed over the tokens where `action_mask` is true."""
     return -masked_sum(actor_logprob, action_mask)
 
 
 def importance_weights(
     old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor, cap: float
 ) -> Tensor:
-    """Return min(pi_old / mu, cap) for each own token and 1 elsewhere, [batch, seq], without gradient.
+    """Return min(pi_old / mu, cap) for each token that the policy sampled, [batch, seq], without gradient.
 
-    These weights of truncated importance sampling correct for the sampler, which computes slightly different
-    probabilities (mu) than the trainer (pi_old) from the same weights.
+    The weight of all other tokens, where `action_mask` is 0, is 1. These weights of truncated importance
+    sampling correct for the sampler, which computes slightly different probabilities (mu) than the trainer
+    (pi_old) from the same weights.
     """
     difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
 
 
 def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
-    """Return the effective sample size as a share of the n own tokens.
+    """Return the effective sample size as a share of the n tokens that the policy sampled.
 
     It is (sum w)^2 / (n sum w^2) for the untruncated importance weights w = pi_old / mu, where pi_old is the
     trainer's and mu the sampler's probability. It is 1 if both always agree.

@@ -27,7 +27,10 @@ class MetricsFile:
         ]
 
     def write(self, step: int, figures: Figures) -> None:
-        """Append the record of a step; a figure that is NaN or infinite becomes null."""
+        """Append the record of a step, and write the file if `writes` is true.
+
+        A figure that is NaN or infinite becomes null.
+        """
         self.records.append(
             {"step": step}
             | {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""An optimizer step and an evaluation without gradients, both in micro-batches that all ranks share."""
+"""Functions that train and evaluate networks in micro-batches, which are divided among the ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,7 +13,10 @@ Rows = TypeVar("Rows", bound=Batch)
 
 
 class MetricSums:
-    """Metrics of own tokens, summed over the micro-batches of this rank, and their means over all ranks."""
+    """Sums of metrics over the tokens that the policy sampled.
+
+    `add` adds the sums of one micro-batch of this rank, and `means` combines the sums of all ranks.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -23,7 +26,7 @@ class MetricSums:
             self.values[name] = self.values.get(name, torch.zeros(())) + value.detach().float().cpu()
 
     def means(self, world: World, tokens: int) -> dict[str, float]:
-        """Return the sums over all ranks, divided by `tokens`.
+        """Return each metric's sum over all ranks, divided by `tokens`, the number of tokens in the sums.
 
         Raises NotFinite if a sum is NaN or infinite. Every rank must call this, after adding the same names.
         """
@@ -49,8 +52,8 @@ def train_step(
 ) -> float:
     """Take one optimizer step on the rows of `batch` at the positions `index`; return the gradient norm.
 
-    Every rank calls this with the same arguments. The loss is divided by the number of own tokens in all of
-    these rows. The metrics of the loss are added to `sums`.
+    Every rank calls this with the same arguments. The loss is divided by the number of tokens in all of these
+    rows that the policy sampled. The metrics that `loss` returns are added to `sums`.
     """
     world, tokens = engine.world, int(batch.action_mask[list(index)].sum())
     limit = engine.settings.tokens_per_microbatch

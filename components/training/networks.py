@@ -23,7 +23,7 @@ LOGITS = 2**26
 
 
 class Actor(nn.Module):
-    """Causal language model that returns log-probability and entropy (nats) of the own tokens.
+    """Causal language model that returns log-probability and entropy (nats) of the tokens that it sampled.
 
     `temperature` is the sampling temperature, which divides the logits.
     """
@@ -96,7 +96,7 @@ class Critic(nn.Module):
         return (torch.where(action_mask, functional.pad(values, (1, 0)), 0.0),)
 
     def extra(self) -> dict[str, Tensor]:
-        """Return the value head's weight and bias, and the baseline, which a checkpoint stores separately."""
+        """Return the value head's weight and bias and the baseline, for the file `value_head.safetensors`."""
         tensors = {"weight": self.value_head.weight, "bias": self.value_head.bias, "baseline": self.baseline}
         return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
 

@@ -4,10 +4,10 @@ Stage 1 is single-turn PPO, which teaches the policy to write kernels that build
 the workspace, from the actor of stage 2 and the critic of stage 3.
 
 Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
-updates first the critic and then the actor on minibatches. The reward is given at the last own token; the
-discount gamma is a parameter, 1 in the paper (section 4.2). The actor's advantages and the critic's targets
-use separate lambdas: with a lambda of 0.95 the targets of an untrained critic would hardly depend on a reward
-that comes more than about a hundred tokens later.
+updates first the critic and then the actor on minibatches. The reward is given at the last token that the
+policy sampled; the discount gamma is a parameter, 1 in the paper (section 4.2). The actor's advantages and
+the critic's targets use separate lambdas: with a lambda of 0.95 the targets of an untrained critic would
+hardly depend on a reward that comes more than about a hundred tokens later.
 """
 
 import copy
@@ -90,8 +90,8 @@ def warmup(stage: Stage, episodes: RunEpisodes) -> StageResult:
 def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
     """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic` (stage 4).
 
-    `episodes` runs the agent loop. Raises UserError if there is no critic, or if its tokenizer differs from
-    the actor's.
+    `episodes` runs the agent loop. Raises UserError if `stage.critic` is None, or if the critic's tokenizer
+    differs from the actor's.
     """
     params, critic = stage.params, stage.critic
     if critic is None:
@@ -184,10 +184,10 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
 def score(
     batch: Rollout, best: Tensor, actor: DeepSpeedEngine, reference: Actor, critic: DeepSpeedEngine, ppo: Ppo
 ) -> tuple[Experience, Figures]:
-    """Return the experience and metrics of the networks on the whole batch, before the step's updates.
+    """Evaluate actor, reference and critic on the batch, and return the tensors for the updates and metrics.
 
-    Every rank must call this. `best` is [batch] and True for the trajectories whose likelihood the actor's
-    loss also increases (with the weight ppo.replay_coefficient).
+    Every rank must call this, before the step's updates. `best` is [batch] and True for the trajectories
+    whose likelihood the actor's loss also increases (with the weight ppo.replay_coefficient).
     """
     world, limit = actor.world, actor.settings.tokens_per_microbatch
     old_logprob, entropy = evaluate(actor.forward, world, batch, limit)
@@ -236,8 +236,8 @@ def update_actor(
 ) -> Figures:
     """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
-    `updates` is the number of steps since the actor's first possible update; the warm-up of the learning rate
-    depends on it.
+    `updates` is the number of steps since the critic-only steps at the start of the stage. The warm-up of the
+    learning rate depends on it.
     """
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 
@@ -272,7 +272,7 @@ def update(
     seed: int,
     learning_rate: float,
 ) -> Figures:
-    """Train for `ppo.epochs` passes over the rows and return mean metrics.
+    """Train the network of `engine` for `ppo.epochs` passes over the rows, and return the mean metrics.
 
     Each pass shuffles the rows and divides them into `ppo.minibatches` optimizer steps.
     """
@@ -287,7 +287,7 @@ def update(
 
 
 def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:
-    """Return a mask [batch], True if a trajectory has the highest reward of its task and it is positive."""
+    """Return a mask [batch], True where a reward is positive and the highest of the trajectory's task."""
     pairs = [(trajectory.task_id, reward) for trajectory, reward in zip(trajectories, rewards, strict=True)]
     highest = dict(sorted(pairs, key=itemgetter(1)))  # the last pair of a task has its highest reward
     return torch.tensor([0 < reward == highest[task] for task, reward in pairs])

@@ -33,7 +33,8 @@ LOCAL_FIELDS = ("pool", "progress")
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
     """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names.
 
-    `verdicts` is the folder of the journals of the ranks. Raises StageFailed, or a rank's UserError.
+    `verdicts` is the folder in which the judge pool of each rank stores its verdicts. Raises UserError if the
+    earliest error that a rank recorded is a UserError, and StageFailed for any other failure of a rank.
     """
     connect()
     logs = stage.out / "logs"

@@ -42,7 +42,7 @@ MAX_TASKS_AFTER = 32
 
 
 def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
-    """Fine-tune the policy of the checkpoint `stage.actor`.
+    """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on the good ones.
 
     `episodes` runs the agent loop. `replay` takes a count and returns that many cold-start
     demonstrations, the same ones at every call.
@@ -96,9 +96,9 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
 
 
 def likelihood_loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood, summed over own tokens, and the same value as the metric "loss".
+    """Return the negative log-likelihood of the rows, and the same value as the metric "loss".
 
-    `network` is an Actor.
+    It is summed over the tokens that the policy sampled. `network` is an Actor.
     """
     logprob, _ = network(rows.ids, rows.action_mask)
     total = likelihood_loss_sum(logprob, rows.action_mask)
@@ -106,9 +106,9 @@ def likelihood_loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, 
 
 
 def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
-    """Return the trajectories to learn from, in their given order, and the number of trajectories by reason.
+    """Return the trajectories to learn from, in their given order, and the number of trajectories by outcome.
 
-    The reasons are "kept" and the reasons for which trajectories were rejected.
+    The outcome is "kept" or the reason why a trajectory was rejected, such as "low_reward" or "duplicate".
     """
     reasons: Counter[str] = Counter(kept=0)
     kept: dict[tuple[int, ...], Trajectory] = {}

@@ -1,4 +1,7 @@
-"""Rollouts of a training step: the choice of its tasks, and its trajectories, which are sampled only once."""
+"""This module chooses the tasks of a training step and samples its trajectories.
+
+The trajectories are stored, so a step that is repeated after a kill does not sample them again.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ class SolveRateTracker:
         return tracker
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Replace the records of those tasks that the trajectories of one step belong to."""
+        """Add the results of one step's trajectories, which replace the earlier results of the same tasks.
+
+        The results of tasks that the step did not sample are kept.
+        """
         latest: dict[str, list[bool]] = {}
         for trajectory in trajectories:
             latest.setdefault(trajectory.task_id, []).append(trajectory.reward > 0)
@@ -108,9 +114,10 @@ class TrainedPolicy:
     """The policy that a stage trains, with its tokenizer and the sampler of its current weights."""
 
     def __init__(self, stage: Stage, rollouts: params.Rollouts, run_episodes: RunEpisodes):
-        """Load the stage's actor and make its sampler.
+        """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
 
-        Make the engine that trains `model` only afterwards, because the engine may shard the weights.
+        A DeepSpeed engine that trains `model` must be made only after this call, because such an engine may
+        shard the weights, and the sampler may copy them here.
         """
         params = stage.params
         digest = verify_checkpoint(stage.actor, params.device).digest
@@ -130,7 +137,11 @@ class TrainedPolicy:
         self.sampler: Sampler | None = None
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
-        """Give the sampler the weights after `updates` updates; every rank must call this."""
+        """Give the sampler the present weights of `engine`; every rank must call this.
+
+        `updates` is the number of steps that the stage has trained so far. It becomes part of the version
+        that the trajectories record.
+        """
         self.sampler = self.backend.publish(engine, updates)
 
     def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
@@ -173,7 +184,7 @@ def step_folder(out: Path, step: int) -> Path:
 
 
 def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories that have own tokens and whose judge did not fail.
+    """Return the trajectories that contain tokens of the policy and on which the judge did not fail.
 
     Raises UserError if there is no such trajectory.
     """

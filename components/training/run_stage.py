@@ -1,4 +1,4 @@
-"""The function that runs a stage by its name, used by the command line, the pipeline and every rank."""
+"""This module runs a training stage by its name, for the command line, the pipeline and every rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class RankLost(StageFailed):
 
 
 def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
-    """Run the stage that `stage.name` names; every rank calls this function.
+    """Run the stage that `stage.name` names, and return its result; every rank calls this function.
 
-    Tests replace the agent loop by `episodes`. If this rank raises an error, the error is also written to the
-    file that TORCHELASTIC_ERROR_FILE names, which torchrun and `launcher` set. The states and trajectories in
+    If the stage is finished already, its stored result is returned. `episodes` replaces the agent loop in
+    tests. If this rank raises an error, the error is also written to the file that the environment variable
+    TORCHELASTIC_ERROR_FILE names; torchrun and `launcher` set this variable. The states and trajectories in
     `stage.out` are complete even after an error, and the next call continues from them.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -80,7 +81,7 @@ def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
 
 
 def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
-    """Return an endless iterator of composed tasks, without held-out operator sequences."""
+    """Return an endless iterator of composed tasks, without those whose operator sequence is held out."""
     from components.synthesis.compose import compose_tasks, is_held_out
 
     tasks = compose_tasks(seed, params.data, params.device)
@@ -88,10 +89,11 @@ def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
 
 
 def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
-    """Return a function that takes a count and returns that many cold-start demonstrations as rows.
+    """Return a function that takes a count and returns that many cold-start demonstrations.
 
-    The function returns the same demonstrations at every call. `policy` is the folder of the checkpoint whose
-    tokenizer encodes them. Returns None if the policy was not made by the cold start.
+    Each demonstration is a pair of token ids and action mask. The function returns the same demonstrations at
+    every call. `policy` is the folder of the checkpoint whose tokenizer encodes them. Returns None if the
+    policy was not made by the cold start.
     """
     if params.policy.source != "scratch":
         return None

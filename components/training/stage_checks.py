@@ -16,9 +16,9 @@ def replayed_rows(rejection: Rejection) -> int:
 
 
 def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
-    """Raise UserError for the first setting that one of `stages` refuses for the policy of `params`.
+    """Raise UserError, which names the parameter, if one of `stages` cannot run with `params`.
 
-    Stage 3, value pretraining, can fail at its start only for unusable trajectories.
+    A run of only stage 3 (value pretraining) is never refused here, because it samples nothing.
     """
     if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
         raise UserError(

@@ -52,10 +52,11 @@ def resume(
     kept_states: int = KEPT_STATES,
     rolls_back: bool = False,
 ) -> TrainState:
-    """Load the newest state in the stage's folder into the engines and return the stage's progress.
+    """Load the newest state in the stage's folder into the engines, and return the stage's TrainState.
 
-    If there is no state, training starts at step 0. With `rolls_back`, the state before the first step is
-    saved too, so that a stage whose policy collapses in its first steps can go back to that state.
+    If there is no state, training starts at step 0. At most `kept_states` states are kept on disk. With
+    `rolls_back`, the state before the first step is saved too, so that a stage whose policy collapses in its
+    first steps can go back to that state.
     """
     world = next(iter(engines.values())).world
     saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states)

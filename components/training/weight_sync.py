@@ -1,4 +1,4 @@
-"""Samplers of a policy in training, and how they receive the weights after each update."""
+"""Samplers of a policy in training, which are given the new weights after each update."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def open_policy_sampler(
 ) -> InProcessSampler | SyncedSampler:
     """Return the sampler of `policy` for the backend that policy.backend names; only rank 0 samples.
 
-    `policy` was loaded from `checkpoint`, whose digest is `digest`. `out` is the stage's folder. Call this
-    before making the engine that trains `policy`, because that engine may shard the weights.
+    `policy` was loaded from `checkpoint`, whose digest is `digest`. `out` is the stage's folder. The engine
+    that trains `policy` must be made only after this call, because it may shard the weights, which the
+    sampler may copy here.
     """
     if params.policy.backend == "transformers":
         return InProcessSampler(policy, tokenizer, params, digest)
@@ -100,6 +101,7 @@ class SyncedSampler:
 def version(digest: str, updates: int) -> str:
     """Return the name by which trajectories refer to the weights that sampled them.
 
-    It consists of the digest of the checkpoint that the stage started from and the number of updates since.
+    It consists of the first digits of the digest of the checkpoint that the stage started from and the number
+    of training steps since, such as 0123456789abcdef+3.
     """
     return f"{digest[:16]}+{updates}"
