@@ -31,9 +31,9 @@ def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
 
 
 def _times(verdict: Verdict) -> str:
-    """Return a line with the times of baselines and candidate, and a line with speed-ups and milestone.
+    """Return two lines: the times of baselines and candidate, and the speed-ups with the milestone (-1 to 3).
 
-    The line with the times has the format that the workspace of the CUDA Agent paper prints.
+    The first line has the format that the workspace of the CUDA Agent paper prints.
     """
     seconds = verdict.seconds
     ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in verdict.speedup if ratio is not None]

@@ -159,9 +159,9 @@ def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 
 
 
 def whisker(estimate: float, low: float, high: float) -> Markup:
-    """Draw a speed-up with its interval on a small logarithmic axis from 1/8 to 8.
+    """Return an SVG of a speed-up with its interval on a small logarithmic axis from 1/8 to 8.
 
-    A vertical line in the centre marks a speed-up of 1.
+    A vertical line in the centre marks a speed-up of 1. Values outside the axis are drawn at its ends.
     """
     x = _scale(-3, 3, 2, 118)
 

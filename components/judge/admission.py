@@ -235,7 +235,10 @@ def _passes(
 
 
 def _spread(outputs: list[torch.Tensor]) -> float:
-    """Return the standard deviation of the output that varies most, relative to its mean absolute value."""
+    """Return the largest relative standard deviation of a tensor in `outputs`, the outputs of one call.
+
+    It is the standard deviation over the tensor's elements, divided by their mean absolute value.
+    """
     floats = [t.float() for t in outputs if t.dtype.is_floating_point]
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 

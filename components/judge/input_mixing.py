@@ -20,12 +20,13 @@ MAX_DOUBLED_BYTES = 1 << 28
 class InputMix(NamedTuple):
     """Recipe for the inputs of one call, made of the sets `first` and `second` of an input bank.
 
-    Each tensor of either set is flattened and rotated by its own number of elements. The call gets (1 -
+    Each tensor of either set is flattened and rotated by an offset of its own (`first_shifts` and
+    `second_shifts`, in elements). The call gets (1 -
     weight) * first + weight * second, changed according to the input distribution `distribution`. Tensors of
     integers are only rotated, and inputs with a structure (`has_structure`) are not rotated.
 
-    Every call thus has inputs that no earlier call had, although the task's source made only a few sets, and
-    an answer that a candidate kept from an earlier call is wrong. Rotation alone would not be enough, because
+    Every call thus has inputs that no earlier call had, although the task's source made only a few sets. An
+    answer that a candidate kept from an earlier call is therefore wrong. Rotation alone would not be enough, because
     it does not change a sum over all elements. Blending alone would not be enough, because `weight` could be
     computed from a single element.
     """

@@ -44,9 +44,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The result of a simulation.
+    """The result of a simulated step of sampling trajectories whose candidates a pool of judges measures.
 
-    `ends` has the seconds at which the trajectories end, in increasing order. Waiting times are in seconds.
+    `ends` has the seconds at which the trajectories end, in increasing order. `wait_mean` and `wait_p95` are
+    the seconds that a candidate waits for a free judge.
     """
 
     ends: NDArray[np.float64]

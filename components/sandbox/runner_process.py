@@ -214,7 +214,10 @@ class Runner:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def pause(self) -> None:
-        """Stop the runner and its wall time, so that it does not disturb measurements of other runners."""
+        """Suspend the runner until `resume`, so that it does not disturb measurements of other runners.
+
+        The time until then does not count toward its limit of wall time.
+        """
         self.signal(signal.SIGSTOP)
         self.paused_since = self.paused_since or time.monotonic()
 

@@ -38,7 +38,10 @@ class MemoryLayout(TypedDict, total=False):
 
 
 class RoleHeader(TypedDict, total=False):
-    """The first message of a role, sent with the descriptors of its buffers in the order of RegionName."""
+    """The message with which the judge gives a runner its role and all that the role needs.
+
+    The descriptors of its buffers are sent with it, in the order of RegionName.
+    """
 
     role: Required[Role]
     device: str

@@ -49,10 +49,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The result of a build.
+    """The tasks that one build of a data set admitted and rejected, with their numbers.
 
-    `candidates` is the number of all decided candidates. `surplus` is the number of those that were not
-    judged, because their quotas were complete.
+    `candidates` is the number of candidates that were admitted, rejected or left out. `surplus` is the number
+    of those left out without a judgement, because their quotas were complete.
     """
 
     version: str

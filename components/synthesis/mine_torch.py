@@ -91,9 +91,9 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
-    """Return the templates of an operator that work, each with its ranks, and a reason.
+    """Return the templates of calls of the operator `thing` that run, and the reason if there is none.
 
-    The reason says why there is no template. It is empty if there is one.
+    Each template has the ranks of input tensors for which it runs. The reason is empty if there is a template.
     """
     short = name.rpartition(".")[2]
     for reason, pattern in EXCLUDED.items():

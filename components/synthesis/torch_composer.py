@@ -69,7 +69,7 @@ class Draft:
 
 
 class TorchComposer:
-    """An endless iterator over drafts of tasks, which are composed from the mined table.
+    """An endless iterator over drafts of tasks, which are composed from operators of `table`.
 
     Equal arguments give equal drafts. If `modules` is false, no tasks with modules of transformers are drawn.
     """
