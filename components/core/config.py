@@ -132,8 +132,8 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
 def _option(item: str) -> tuple[str, dict[str, Any]]:
     """Return the name for messages and the values by dotted key of one `--set` option.
 
-    The option `item` is KEY=VALUE with the value as YAML. If the value is a mapping, each of its fields is one
-    dotted key.
+    The option `item` is KEY=VALUE with the value as YAML. If the value is a mapping, each of its fields has
+    a dotted key.
     """
     key, equals, text = item.partition("=")
     if not equals:

@@ -26,9 +26,9 @@ class InputMix(NamedTuple):
     integers are only rotated, and inputs with a structure (`has_structure`) are not rotated.
 
     Every call thus has inputs that no earlier call had, although the task's source made only a few sets. An
-    answer that a candidate kept from an earlier call is therefore wrong. Rotation alone would not be enough, because
-    it does not change a sum over all elements. Blending alone would not be enough, because `weight` could be
-    computed from a single element.
+    answer that a candidate kept from an earlier call is therefore wrong. Rotation alone would not be enough,
+    because it does not change a sum over all elements. Blending alone would not be enough, because `weight`
+    could be computed from a single element.
     """
 
     first: int

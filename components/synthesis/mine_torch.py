@@ -93,7 +93,7 @@ def _public() -> Iterator[tuple[str, Any]]:
 def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
     """Return the templates of calls of the operator `thing` that run, and the reason if there is none.
 
-    Each template has the ranks of input tensors for which it runs. The reason is empty if there is a template.
+    Each template has the ranks of input tensors for which it runs. The reason is empty if there is one.
     """
     short = name.rpartition(".")[2]
     for reason, pattern in EXCLUDED.items():
