@@ -16,8 +16,7 @@ from components.core.files import MANIFEST, digest_file, digest_json, write_json
 from components.core.progress import Progress
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
-from components.judge.open_pool import open_pool
-from components.judge.pool import with_any_duration
+from components.judge.pool import open_pool, with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint

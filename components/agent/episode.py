@@ -15,9 +15,8 @@ from components.agent.workspace import Workspace
 from components.bootstrap.canonicalize import canonicalize
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.milestone import milestone
 from components.judge.pool import Candidate, Job, JudgePool
-from components.judge.verdict import Verdict
+from components.judge.verdict import Verdict, milestone
 from components.policy.prompts import user_message
 
 # Largest number of episodes that act at the same time.

@@ -7,7 +7,7 @@ over eager PyTorch instead.
 from typing import Literal
 
 from components.agent.trajectory import Trajectory
-from components.judge.milestone import milestone as milestone
+from components.judge.verdict import milestone as milestone
 
 
 def training_reward(trajectory: Trajectory, shape: Literal["milestone", "speedup"]) -> float:

@@ -105,66 +105,45 @@ class CommonOptions:
 def with_common_options(
     profile: str = "smoke", *, prints_output: bool = True
 ) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
-    """Return a decorator that adds the options of CommonOptions to a command.
+    """Return a decorator that adds the options of CommonOptions to a command, and prints its output.
 
-    The first parameter of the command must be `options: CommonOptions`. `profile` is the default of
-    `--profile`. If `prints_output` is False, the command itself prints its output and sets the exit code.
+    A command that has a parameter `options: CommonOptions` gets all of them, and `profile` is the default of
+    `--profile`. Any other command gets only the option `--json`. If `prints_output` is False, the command
+    itself prints its output and sets the exit code.
     """
 
     def decorate(command: Callable[..., Output | None]) -> Callable[..., None]:
-        common = [
-            parameter.replace(default=profile if name == "profile" else parameter.default)
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        takes_options = own.pop("options", None) is not None
+        added = [
+            parameter.replace(default=profile) if name == "profile" else parameter
             for name, parameter in inspect.signature(CommonOptions, eval_str=True).parameters.items()
+            if takes_options or name == "as_json"
         ]
 
+        @functools.wraps(command)
         def call(**values: Any) -> None:
             options = CommonOptions(
-                **{option.name: values.pop(option.name, option.default) for option in common}
+                **{option.name: values.pop(option.name, option.default) for option in added}
             )
-            bound = functools.partial(command, options, **values)
-            if prints_output:
-                _print_output(bound, options.as_json)
-            else:
-                bound()
+            if takes_options:
+                values["options"] = options
+            if not prints_output:
+                command(**values)
+                return
+            with json_stdout(options.as_json) as print_json:
+                output = command(**values) or Output({})
+                print_json(output.record)
+            if output.exit_code:
+                raise typer.Exit(output.exit_code)
 
-        return _with_options(call, command, common)
+        # typer reads the signature and the annotations; the type of a function does not declare the former.
+        signature = inspect.Signature([*own.values(), *added])
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {name: option.annotation for name, option in signature.parameters.items()}
+        return call
 
     return decorate
-
-
-def with_json_option(command: Callable[..., Output]) -> Callable[..., None]:
-    """Return the command with the option `--json`; used for commands that do not have CommonOptions."""
-    as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-
-    def call(*, as_json: bool = False, **values: Any) -> None:
-        _print_output(functools.partial(command, **values), as_json)
-
-    return _with_options(call, command, [as_json])
-
-
-def _with_options(
-    call: Callable[..., None], command: Callable[..., Any], added: list[inspect.Parameter]
-) -> Callable[..., None]:
-    """Return `call` with the name and docstring of `command`, and with the signature that typer reads.
-
-    The signature has the parameters of the command without `options`, followed by the parameters `added`.
-    """
-    functools.update_wrapper(call, command)
-    parameters = inspect.signature(command, eval_str=True).parameters
-    own = [parameter for name, parameter in parameters.items() if name != "options"]
-    # inspect.signature reads this attribute, which the type of a function does not declare.
-    call.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-    return call
-
-
-def _print_output(command: Callable[[], Output | None], as_json: bool) -> None:
-    """Run a command, print its record as JSON if `as_json` is True, and exit with its exit code."""
-    with json_stdout(as_json) as print_json:
-        output = command() or Output({})
-        print_json(output.record)
-    if output.exit_code:
-        raise typer.Exit(output.exit_code)
 
 
 @contextlib.contextmanager
@@ -217,7 +196,7 @@ def judge_session(
     With `use_resident`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
     """
     from components.core.progress_view import ProgressView
-    from components.judge.open_pool import open_pool
+    from components.judge.pool import open_pool
 
     with (
         contextlib.closing(open_pool(params, home / "verdicts", use_resident=use_resident)) as pool,

@@ -20,7 +20,6 @@ from components.cli.common import (
     print_table,
     stderr_console,
     with_common_options,
-    with_json_option,
 )
 from components.core.errors import UserError
 
@@ -121,7 +120,7 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
 
 
 @data_app.command("stats")
-@with_json_option
+@with_common_options()
 def data_stats(dataset: Dataset) -> Output:
     """Print statistics of a data set: splits, sources, operators, and quantiles of the eager times."""
     from statistics import quantiles

@@ -1,4 +1,4 @@
-"""The command `cuda-agent judge`: print the verdict on the candidate in one workspace."""
+"""The commands `cuda-agent judge` (judge one workspace) and `cuda-agent serve` (keep a judge ready)."""
 
 from pathlib import Path
 from typing import Annotated
@@ -53,3 +53,19 @@ def judge(
         print_line(verdict.log)
     failed = verdict.status == "infrastructure"
     return Output(verdict.model_dump(mode="json"), ExitCode.FAILED if failed else ExitCode.DONE)
+
+
+@with_common_options("", prints_output=False)
+def serve(options: CommonOptions, device: Device = "") -> None:
+    """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
+
+    `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
+    home folder and device.
+    """
+    resolved = options.resolve_for_judging(f"device={device or default_device()}")
+    from components.judge.resident import serve as serve_judge
+
+    def started(path: object) -> None:
+        print_line(f"judging on {resolved.params.device} at {path}; Ctrl-C ends it")
+
+    serve_judge(resolved.params, home_of(resolved) / "judge", started)

@@ -18,16 +18,13 @@ import typer
 
 from components.cli.common import ExitCode
 from components.cli.data import data_app
-from components.cli.deploy import deploy
 from components.cli.doctor import doctor
 from components.cli.evaluation import evaluate, runs_app
-from components.cli.judge import judge
+from components.cli.judge import judge, serve
 from components.cli.models import models_app
 from components.cli.optimize import optimize
-from components.cli.params import params
-from components.cli.plan import plan
-from components.cli.run import run
-from components.cli.serve import serve
+from components.cli.params import params, plan
+from components.cli.run import deploy, run
 from components.cli.store import store_app
 from components.cli.train import train
 from components.cli.trajectory import trajectory_app

@@ -16,7 +16,6 @@ from components.cli.common import (
     print_line,
     print_table,
     with_common_options,
-    with_json_option,
 )
 
 trajectory_app = typer.Typer(
@@ -31,7 +30,7 @@ Folder = Annotated[Path, typer.Argument(help="folder that a stage, an evaluation
 
 
 @trajectory_app.command("show")
-@with_json_option
+@with_common_options()
 def trajectory_show(
     folder: Folder,
     number: Annotated[int, typer.Argument(help="which one, counted from 1; by default a table of all")] = 0,
@@ -64,7 +63,7 @@ def trajectory_show(
 
 
 @trajectory_app.command("html")
-@with_json_option
+@with_common_options()
 def trajectory_html(
     folder: Folder,
     number: Number = 0,

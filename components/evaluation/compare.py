@@ -21,7 +21,7 @@ from components.core.files import read_json
 from components.core.records import FrozenModel
 from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
-from components.judge.milestone import MARGIN
+from components.judge.verdict import MARGIN
 
 RUN_FILE, SETTINGS, PLAN = "run.json", "settings.json", "plan.json"
 SIGNIFICANT = 0.05

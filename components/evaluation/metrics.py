@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from components.core.records import FrozenModel
-from components.judge.milestone import MARGIN, milestone
-from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict
+from components.judge.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.core.errors import UserError
-from components.core.files import check_executable
 from components.core.params import Params
 from components.core.progress import Report, ignore
 from components.core.task import load_task
 from components.judge.resident_client import connect
 from components.judge.verdict import Verdict
 from components.sandbox.build import open_factory
-from components.sandbox.preflight import check_isolation
 
 if TYPE_CHECKING:
     from components.judge.judge import Judge
@@ -72,11 +70,8 @@ def judge_workdir(
 
 def start_judge(params: Params, folder: Path, report: Report) -> Judge:
     """Return a new judge, whose zygotes import torch at the same time as this process."""
-    check_isolation(params.sandbox, params.device)
-    folder.mkdir(parents=True, exist_ok=True)
-    check_executable(folder, "give another folder with --home")
-    report("starting a judge; cuda-agent serve keeps one ready")
     factory = open_factory(params.sandbox, params.device, folder)
+    report("starting a judge; cuda-agent serve keeps one ready")
     try:
         factory.prepare()
         from components.judge.judge import Judge

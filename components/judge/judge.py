@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from components.core.errors import InfrastructureError, TaskError, UserError
-from components.core.files import check_executable, digest_bytes, digest_json
+from components.core.files import digest_bytes, digest_json
 from components.core.params import Params
 from components.core.progress import Report, ignore
 from components.core.task import KernelTask
@@ -25,16 +25,14 @@ from components.judge.admission import admit
 from components.judge.bench_cache import BenchCache
 from components.judge.compile_baseline import fastest_mode, start_modes
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.milestone import MARGIN, milestone
 from components.judge.rejection import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
 from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
 from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds
 from components.judge.timed_runner import TimedRunner
-from components.judge.verdict import Admission, Seconds, Speedup, Status, Verdict
+from components.judge.verdict import MARGIN, Admission, Seconds, Speedup, Status, Verdict, milestone
 from components.judge.version import VERSION
 from components.sandbox.build import EXTENSION_SUFFIX, Builder, open_factory
-from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_protocol import RoleHeader
 
@@ -72,13 +70,10 @@ class Judge:
                 "device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an "
                 "NVIDIA GPU."
             )
-        check_isolation(params.sandbox, params.device)
-        folder.mkdir(parents=True, exist_ok=True)
-        check_executable(folder, "give another folder with --home")
+        self.runner_factory = factory or open_factory(params.sandbox, params.device, folder)
         _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self.builder = Builder(params.sandbox, params.device, folder / "builds")
-        self.runner_factory = factory or open_factory(params.sandbox, params.device, folder)
         self.scheduler = scheduler or DeviceScheduler(params.device)
         capacity = min(params.sandbox.warm_tasks, (limit - OTHER_DESCRIPTORS) // TASK_DESCRIPTORS)
         self.bench_cache = BenchCache(max(1, capacity))
@@ -124,32 +119,34 @@ class Judge:
 
         Raises Rejected if a file is refused, or if the candidate does not compile within the time limit.
         """
-        problem = screen_files(files)
-        if problem is not None:
-            log = "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size."
-            raise Rejected("load_failed", problem, log)
-        code = files.get("model_new.py")
-        if code is None:
-            log = "model_new.py is missing: write class ModelNew(nn.Module)."
-            raise Rejected("load_failed", "no_model_new", log)
+        if (reason := screen_files(files)) is not None:
+            raise Rejected(
+                "load_failed",
+                reason,
+                "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size.",
+            )
+        if "model_new.py" not in files:
+            raise Rejected(
+                "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
+            )
         try:
-            reason = screen_python(code)
+            reason = screen_python(files["model_new.py"])
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             # Deep nesting raises the last two.
             raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
         if reason is not None:
-            log = (
-                "model_new.py may allocate tensors and call cuda_extension; computing with torch is "
-                "forbidden."
+            raise Rejected(
+                "forbidden",
+                reason,
+                "model_new.py may allocate tensors and call cuda_extension; "
+                "computing with torch is forbidden.",
             )
-            raise Rejected("forbidden", reason, log)
         built = self.builder.build(files)
         if built.timed_out:
             raise Rejected("timed_out", "build_limit", built.log)
         if built.library is None:
             raise Rejected("build_failed", "compiler", built.log)
-        reason = screen_symbols(built.symbols, self.builder.binding_symbols)
-        if reason is not None:
+        if (reason := screen_symbols(built.symbols, self.builder.binding_symbols)) is not None:
             symbol = reason.partition(":")[2]
             raise Rejected("forbidden", reason, f"the library imports {symbol}, which kernels may not use.")
         return built.library
@@ -325,8 +322,7 @@ class Judge:
 
 def _verify(candidate: TimedRunner) -> None:
     """Raise Rejected if the candidate's output is wrong on an input set that has a reference output."""
-    reason = candidate.verify("check")
-    if reason is not None:
+    if (reason := candidate.verify("check")) is not None:
         where = reason.replace(":", " on inputs of the family ")
         raise Rejected("wrong_output", reason, f"the output is wrong ({where}).")
 
@@ -344,7 +340,7 @@ def make_verdict(
     """Return a verdict with the given fields, and with the milestone that follows from them.
 
     The milestone is the reward (-1, 1, 2 or 3), computed from the status and the speed-ups by
-    `milestone.milestone`. Long reasons and logs are shortened, and their terminal escapes and control
+    `verdict.milestone`. Long reasons and logs are shortened, and their terminal escapes and control
     characters are removed.
     """
     verdict = Verdict(

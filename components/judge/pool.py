@@ -19,6 +19,7 @@ from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
 from components.judge.version import protocol_digest
+from components.sandbox.preflight import check_isolation
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,13 @@ class JudgeLike(Protocol):
 
 
 class LocalPool:
-    """Pool with one judge on this machine; builds and preparation are parallel, measurements are sequential.
+    """Pool whose journal is on this machine, with one judge here or with judges on a Ray cluster.
 
-    `verdicts` is the journal's folder. Files are added to it and never changed. With `use_resident`, the
-    resident judge of `folder` does the work if it runs (`resident.py`). `folder` is where a judge keeps its
-    builds and caches; by default it is the folder `judge` beside the journal.
+    The judge is chosen by `sandbox.pool`. On one judge, builds and preparation are parallel and measurements
+    are sequential. `verdicts` is the journal's folder. Files are added to it and never changed. With
+    `use_resident`, the resident judge of `folder` does the work if it runs (`resident.py`). `folder` is where
+    a judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the
+    journal.
     """
 
     def __init__(
@@ -106,7 +109,6 @@ class LocalPool:
         verdicts: Path,
         folder: Path | None = None,
         *,
-        workers: int = 0,
         use_resident: bool = False,
     ):
         self.params = params
@@ -114,9 +116,8 @@ class LocalPool:
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
         self.protocol = protocol_digest(params)
-        self.executor = ThreadPoolExecutor(
-            max_workers=workers or params.sandbox.build_workers, thread_name_prefix="judge"
-        )
+        judges = params.sandbox.judges if params.sandbox.pool == "ray" else 1
+        self.executor = ThreadPoolExecutor(judges * params.sandbox.build_workers, thread_name_prefix="judge")
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
         self._judge: JudgeLike | None = None
@@ -130,11 +131,15 @@ class LocalPool:
             return self._judge
 
     def start(self) -> JudgeLike:
-        """Return a new judge, or a client of the resident judge.
+        """Return a new judge, a client of the resident judge, or the judges on a Ray cluster.
 
         The modules are imported here, because a run whose results are all in the journal needs neither torch
         nor a client.
         """
+        if self.params.sandbox.pool == "ray":
+            from components.judge.ray_pool import RemoteJudges
+
+            return RemoteJudges(self.params)
         if self.use_resident:
             from components.judge.resident_client import connect
 
@@ -241,6 +246,17 @@ class LocalPool:
         self.executor.shutdown(wait=True, cancel_futures=True)
         if self._judge is not None:
             self._judge.close()
+
+
+def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
+    """Return a pool, after checking that this machine can isolate runners if the pool's judge is here.
+
+    The arguments are those of `LocalPool`. Raises IsolationUnavailable if no runner can be isolated; this is
+    checked before anything is loaded or sampled.
+    """
+    if params.sandbox.pool != "ray":
+        check_isolation(params.sandbox, params.device)
+    return LocalPool(params, verdicts, use_resident=use_resident)
 
 
 def with_any_duration(params: Params) -> Params:

@@ -1,4 +1,4 @@
-"""Pool of judges that are actors of a Ray cluster, with the same jobs, journal and retries as `LocalPool`.
+"""Judges that are actors of a Ray cluster, among which `LocalPool` distributes its jobs.
 
 Each actor is one judge with a device of its own. Its node needs this project, bubblewrap and the compilers.
 The calling process keeps the journal, so a home can change from one kind of pool to the other between two
@@ -24,7 +24,6 @@ from components.core.files import remove_tree, scratch_folder
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.judge import Judge
-from components.judge.pool import LocalPool
 from components.judge.verdict import Admission, Verdict
 
 # Statuses that a verdict can have if the candidate's runner was killed from outside.
@@ -142,16 +141,6 @@ class RemoteJudges:
         finally:
             with self.lock:
                 self.loads[index] -= 1
-
-
-class RayPool(LocalPool):
-    """A `JudgePool` whose judges are Ray actors; the threads of this process only wait for them."""
-
-    def __init__(self, params: Params, verdicts: Path):
-        super().__init__(params, verdicts, workers=params.sandbox.judges * params.sandbox.build_workers)
-
-    def start(self) -> RemoteJudges:
-        return RemoteJudges(self.params)
 
 
 def connect() -> None:

@@ -5,8 +5,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from components.judge.milestone import MARGIN
-from components.judge.verdict import Ratio
+from components.judge.verdict import MARGIN, Ratio
 
 # Smallest time beyond the no-op's time that can be measured, as a share of the no-op's time. The no-op reads
 # and writes as many bytes as the outputs have, and any honest candidate must at least write them. A smaller

@@ -1,4 +1,7 @@
-"""Records that the judge returns: the verdict on one candidate, and the admission of a task."""
+"""Records that the judge returns: the verdict on one candidate, and the admission of a task.
+
+`milestone` computes the reward of a trajectory from its verdict (CUDA Agent, eq. 1).
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,6 +10,8 @@ from pydantic import Field
 
 from components.core.records import FrozenModel
 
+# Ratio of baseline time to candidate time above which a candidate is called faster.
+MARGIN = 1.05
 # Results of judging a candidate; `infrastructure` is a fault of the judge or the task.
 Status = Literal[
     "correct",
@@ -53,7 +58,7 @@ class Verdict(FrozenModel):
 
     `reason` is a short code for programs, such as `max_error:given`, and `log` is a short text for the
     policy. `milestone` is the reward: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is
-    faster than torch.compile too, and -1 otherwise (`milestone.milestone`).
+    faster than torch.compile too, and -1 otherwise (`milestone`).
     """
 
     status: Status
@@ -65,6 +70,20 @@ class Verdict(FrozenModel):
     speedup: Speedup = Speedup()
     evidence: dict[str, Any] = Field(default_factory=dict)
     log: str = ""
+
+
+def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
+    """Return -1 if not correct, 1 if correct, 2 if faster than eager, 3 if faster than torch.compile too.
+
+    The milestone is computed from the verdict's status and measured ratios. The field `milestone` of the
+    verdict is not read.
+    """
+    if verdict.status != "correct":
+        return -1
+    eager, compiled = verdict.speedup.eager, verdict.speedup.compile
+    if eager is None or not eager.estimate > MARGIN:  # `not … > …` is also True for NaN
+        return 1
+    return 3 if compiled is not None and compiled.estimate > MARGIN else 2
 
 
 @dataclass(frozen=True)

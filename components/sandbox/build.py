@@ -19,10 +19,11 @@ import pybind11
 
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
-from components.core.files import atomic_write, digest_json, remove_stale, user_cache
+from components.core.files import atomic_write, check_executable, digest_json, remove_stale, user_cache
 from components.core.params import Device, Sandbox
 from components.sandbox import isolation, time_limits
 from components.sandbox.compiler_flags import compiler, kernel_flags, library_flags, processor_features
+from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import CACHE_SECONDS, RunnerFactory
 
 TEMPLATE = PROJECT / "agent_workdir"
@@ -80,7 +81,14 @@ def build_result_channel() -> Path:
 
 
 def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactory:
-    """Return the factory of a judge's runners, whose files are below `folder`."""
+    """Return the factory of a judge's runners, whose files are below `folder`.
+
+    Raises IsolationUnavailable if runners cannot be isolated here, and UserError if programs in `folder`
+    cannot be executed.
+    """
+    check_isolation(sandbox, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_executable(folder, "give another folder with --home")
     return RunnerFactory(sandbox, device, folder / "runners", build_result_channel())
 
 

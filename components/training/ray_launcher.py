@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from components.core.errors import StageFailed
 from components.core.progress import Quiet
-from components.judge.open_pool import open_pool
+from components.judge.pool import open_pool
 from components.judge.ray_pool import connect
 from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
 from components.training.metrics_file import METRICS

@@ -28,8 +28,7 @@ from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import changes
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
-from components.judge.open_pool import open_pool
-from components.judge.pool import LocalPool
+from components.judge.pool import LocalPool, open_pool
 from components.training.run_stage import run_stage, training_sources
 from components.training.stage import CHECKPOINT, Stage
 

@@ -22,11 +22,10 @@ import judge_fixtures as corpus
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
-from components.judge.milestone import MARGIN
 from components.judge.task_bench import NOOP
 from components.judge.timed_rounds import speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner
-from components.judge.verdict import Ratio
+from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.runner_protocol import RoleHeader
 

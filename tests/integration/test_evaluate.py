@@ -28,9 +28,8 @@ from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.results import Evaluation, load_evaluation
-from components.judge.milestone import milestone
 from components.judge.pool import Candidate, Job
-from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict
+from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 TASKS = [
     KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)

@@ -6,7 +6,7 @@ import judge_fixtures as corpus
 import pytest
 
 from components.judge.judge import Judge
-from components.judge.milestone import MARGIN
+from components.judge.verdict import MARGIN
 
 
 @pytest.mark.parametrize("name", corpus.names("honest"))

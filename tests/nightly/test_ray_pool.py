@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from components.core.errors import UserError
 from components.core.params import Params
 from components.judge import ray_pool
-from components.judge.open_pool import open_pool
-from components.judge.pool import Candidate, Job, LocalPool
+from components.judge.pool import Candidate, Job, LocalPool, open_pool
 from components.training import critic
 from components.training.ray_launcher import run_on_ray
 from components.training.run_stage import run_stage

@@ -13,8 +13,7 @@ from components.core.params import Params
 from components.core.task import KernelTask, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite
-from components.judge.milestone import milestone
-from components.judge.verdict import Ratio, Speedup, Verdict
+from components.judge.verdict import Ratio, Speedup, Verdict, milestone
 
 TASK = """
 import torch

@@ -14,8 +14,7 @@ from components.core.files import write_json
 from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
 from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import Evaluation
-from components.judge.milestone import milestone
-from components.judge.verdict import Ratio, Speedup, Status, Verdict
+from components.judge.verdict import Ratio, Speedup, Status, Verdict, milestone
 
 EVIL = (
     '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 *'
