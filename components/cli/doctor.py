@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from ctypes.util import find_library
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,20 +51,20 @@ class Finding:
     """Report on one part of the environment.
 
     `here` says whether the part is present, and `found` describes it. `cost` says which functions are lost
-    without the part, and is empty if the part is present. `needed` says whether its absence is an error.
+    without the part. `needed` says whether its absence is an error.
     """
 
     name: str
     here: bool
     found: str
     cost: str
-    needed: bool
+    needed: bool = True
 
 
 @with_common_options()
 def doctor(options: CommonOptions) -> Output:
     """Report what this machine offers, what is missing, and what does not work without the missing parts."""
-    findings = examine(options.resolve())
+    findings = [replace(one, cost="") if one.here else one for one in examine(options.resolve())]
     rows = [(_mark(finding), finding.name, finding.found, finding.cost) for finding in findings]
     print_table(("", "what", "found", "what its absence costs"), rows)
     missing = [finding.name for finding in findings if finding.needed and not finding.here]
@@ -93,7 +93,7 @@ def examine(resolved: Resolved) -> list[Finding]:
     library = find_library("seccomp") or ("libseccomp.so.2" if files else "")
     no_nvcc = "no CUDA kernel can be built" if cuda else "no CUDA kernel can be built (device cpu needs none)"
     return [
-        _finding(
+        Finding(
             "python", sys.version_info >= NEEDED_PYTHON, sys.version.split()[0], "3.11 or newer is needed"
         ),
         _program("g++", True, "no C++ kernel can be built, and torch.compile cannot be measured"),
@@ -104,20 +104,20 @@ def examine(resolved: Resolved) -> list[Finding]:
             params.sandbox.isolation == "bubblewrap",
             "candidates cannot be isolated, so the judge refuses",
         ),
-        _finding("libseccomp", bool(library), library, "system calls of candidates are not filtered"),
+        Finding("libseccomp", bool(library), library, "system calls of candidates are not filtered"),
         _isolation(params),
-        _finding("gpu", bool(gpu), gpu, "kernels are C++ on the CPU (device cpu)", needed=False),
-        _finding(
+        Finding("gpu", bool(gpu), gpu, "kernels are C++ on the CPU (device cpu)", needed=False),
+        Finding(
             "cores", cores >= 2, str(cores), "building and measuring share one core: slower", needed=False
         ),
-        _finding(
+        Finding(
             "memory",
             memory > MIN_MEMORY_BYTES,
             f"{memory / 2**30:.0f} GiB available",
             "the smoke profile needs about 4 GiB",
             needed=False,
         ),
-        _finding(
+        Finding(
             "disk",
             free > MIN_DISK_BYTES and writable,
             f"{free / 2**30:.0f} GiB free at {home}",
@@ -125,10 +125,6 @@ def examine(resolved: Resolved) -> list[Finding]:
         ),
         *(_package(name, cost) for name, cost in PACKAGES.items()),
     ]
-
-
-def _finding(name: str, here: bool, found: str, cost: str, *, needed: bool = True) -> Finding:
-    return Finding(name, here, found, "" if here else cost, needed)
 
 
 def _first_line(*command: str) -> str:
@@ -143,13 +139,13 @@ def _first_line(*command: str) -> str:
 def _program(name: str, needed: bool, cost: str) -> Finding:
     path = shutil.which(name)
     found = (_first_line(name, "--version") or path) if path else ""
-    return _finding(name, path is not None, found, cost, needed=needed)
+    return Finding(name, path is not None, found, cost, needed=needed)
 
 
 def _package(name: str, cost: str) -> Finding:
     here = importlib.util.find_spec(name) is not None
     version = importlib.metadata.version(name) if here else ""
-    return _finding(name, here, version, cost, needed=name not in OPTIONAL_PACKAGES)
+    return Finding(name, here, version, cost, needed=name not in OPTIONAL_PACKAGES)
 
 
 def _isolation(params: Params) -> Finding:
@@ -159,9 +155,9 @@ def _isolation(params: Params) -> Finding:
 
     if params.sandbox.isolation != "bubblewrap":
         cost = f"switched off by sandbox.isolation: {params.sandbox.isolation}"
-        return Finding(ISOLATION, False, "", cost, False)
+        return Finding(ISOLATION, False, "", cost, needed=False)
     try:
         check_isolation(params.sandbox, params.device)
     except IsolationUnavailable as error:
-        return Finding(ISOLATION, False, "", str(error), True)
-    return Finding(ISOLATION, True, "a runner was started, isolated and read", "", True)
+        return Finding(ISOLATION, False, "", str(error))
+    return Finding(ISOLATION, True, "a runner was started, isolated and read", "")

@@ -28,10 +28,8 @@ from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.resident_client import (
     AdmissionRequest,
-    Health,
     JudgementRequest,
     connect,
-    folder_descriptor,
     socket_address,
     socket_path,
 )
@@ -105,8 +103,8 @@ def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
     @app.get("/v1/health")
-    def health() -> Health:
-        return Health(version=VERSION)
+    def health() -> dict[str, str]:
+        return {"version": VERSION}
 
     @app.post("/v1/judgements")
     def judgement(request: JudgementRequest) -> StreamingResponse:
@@ -139,11 +137,10 @@ def serve(params: Params, folder: Path, started: Callable[[Path], None]) -> None
     if connect(params, folder) is not None:
         raise UserError(f"{folder}: a resident judge already runs there; end it first.")
     with contextlib.ExitStack() as resources:
-        descriptor = resources.enter_context(folder_descriptor(folder))
         listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = socket_path(folder, params.device)
         path.unlink(missing_ok=True)
-        listener.bind(socket_address(path, descriptor))
+        listener.bind(socket_address(path, resources))
         resources.callback(path.unlink, missing_ok=True)
         judges = Judges(params, folder)
         resources.callback(judges.close)

@@ -6,7 +6,6 @@ This module imports neither torch nor the judge, so that a command that uses a r
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from components.judge.version import VERSION
 
 # Seconds after which a socket that accepts no connection counts as one without a server.
 CONNECT_SECONDS = 5.0
-
-
-class Health(FrozenModel):
-    """Reply with which a resident judge shows that it runs; `version` is the digest of its sources."""
-
-    version: str
 
 
 class JudgementRequest(FrozenModel):
@@ -47,28 +40,18 @@ class AdmissionRequest(FrozenModel):
     headroom: bool
 
 
-@contextlib.contextmanager
-def folder_descriptor(folder: Path) -> Iterator[int]:
-    """Yield a descriptor of the open folder, with which a socket in it has a short path (`socket_address`).
-
-    The descriptor is closed when the context ends.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def socket_path(folder: Path, device: Device) -> Path:
     return folder / f"resident-{device}.sock"
 
 
-def socket_address(path: Path, descriptor: int) -> str:
-    """Return the path of the socket `path` relative to `descriptor`, which is its open folder.
+def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
+    """Return a short path of the socket `path`, which is valid until `resources` are closed.
 
-    The path of a Unix socket is limited to 107 bytes, and the path of a folder may be longer.
+    The path of a Unix socket is limited to 107 bytes, and the path of a folder may be longer. The short path
+    therefore leads through a descriptor of the folder.
     """
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    resources.callback(os.close, descriptor)
     return f"/proc/self/fd/{descriptor}/{path.name}"
 
 
@@ -81,18 +64,17 @@ class ResidentJudge:
     def __init__(self, params: Params, path: Path):
         self.params = params
         self.resources = contextlib.ExitStack()
-        descriptor = self.resources.enter_context(folder_descriptor(path.parent))
-        transport = httpx.HTTPTransport(uds=socket_address(path, descriptor))
         self.client = self.resources.enter_context(
             httpx.Client(
-                transport=transport,
+                transport=httpx.HTTPTransport(uds=socket_address(path, self.resources)),
                 base_url="http://resident",
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             )
         )
 
-    def health(self) -> Health:
-        return Health.model_validate(self.client.get("/v1/health").raise_for_status().json())
+    def version(self) -> str:
+        """Return the digest of the server's sources; raise httpx.HTTPError if it does not answer."""
+        return str(self.client.get("/v1/health").raise_for_status().json()["version"])
 
     def verdict(
         self,
@@ -149,14 +131,14 @@ def connect(params: Params, folder: Path) -> ResidentJudge | None:
         return None
     judge = ResidentJudge(params, path)
     try:
-        health = judge.health()
+        version = judge.version()
     except httpx.HTTPError:
         judge.close()
         return None
-    if health.version != VERSION:
+    if version != VERSION:
         judge.close()
         raise UserError(
-            f"{path}: the resident judge runs other sources ({health.version}) than this command "
+            f"{path}: the resident judge runs other sources ({version}) than this command "
             f"({VERSION}); end it and start it again with cuda-agent serve."
         )
     return judge

@@ -109,10 +109,18 @@ class Builder:
         template = {
             name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")
         }
-        toolchain = [self.compiler, pybind11.__version__, EXTENSION_SUFFIX, processor_features()]
-        self.toolchain_digest = digest_json([CACHE_FORMAT, template, self.flags, *toolchain])
+        self.toolchain_digest = digest_json(
+            [
+                CACHE_FORMAT,
+                template,
+                self.flags,
+                self.compiler,
+                pybind11.__version__,
+                EXTENSION_SUFFIX,
+                processor_features(),
+            ]
+        )
         self.user_folder = user_cache("binding").resolve()
-        self.user_folder.mkdir(parents=True, exist_ok=True)
         self.binding = self.user_folder / f"binding-{self.toolchain_digest[:32]}.o"
         self.paths = self._paths() if sandbox.isolation == "bubblewrap" else isolation.HOST_PATHS
         folders = (TEMPLATE, pybind11.get_include(), sysconfig.get_path("include"))
@@ -164,8 +172,8 @@ class Builder:
             try:
                 result, names = self._compile(folder, command, "library.so", "-D")
             except subprocess.TimeoutExpired:
-                seconds = self.sandbox.build_seconds
-                return BuildResult(None, f"the build took longer than {seconds:g} s", timed_out=True)
+                log = f"the build took longer than {self.sandbox.build_seconds:g} s"
+                return BuildResult(None, log, timed_out=True)
             if result.returncode in (126, 127):  # exit codes for a program that could not be started
                 raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0:

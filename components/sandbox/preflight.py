@@ -57,54 +57,46 @@ class System:
             return ""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One possible cause why no sandbox can be made, with its fix."""
-
-    # Returns whether this is the cause, from the system, the failure's message, and whether root ran it.
-    applies: Callable[[System, str, bool], bool]
-    # The cause and its fix, as part of an error message.
-    remedy: str
-
-
-CASES = (
-    Case(
+# Possible causes why no sandbox can be made. Each has a function that returns whether it is the cause, from
+# the system, the failure's message and whether root ran it, and a text with the cause and its fix.
+CASES: tuple[tuple[Callable[[System, str, bool], bool], str], ...] = (
+    (
         lambda system, message, root: system.setting("user/max_user_namespaces") == "0" and not root,
         "user namespaces are switched off (user.max_user_namespaces is 0); run"
         " sudo sysctl -w user.max_user_namespaces=15000",
     ),
-    Case(
+    (
         lambda system, message, root: system.setting("kernel/unprivileged_userns_clone") == "0" and not root,
         "user namespaces are for root only (kernel.unprivileged_userns_clone is 0); run"
         " sudo sysctl -w kernel.unprivileged_userns_clone=1",
     ),
-    Case(
+    (
         lambda system, message, root: (
             READ_FAILED in message and system.setting("kernel/yama/ptrace_scope") == "3"
         ),
         "no process may read another's memory (kernel.yama.ptrace_scope is 3, which lasts until the next"
         " boot); set it to 2 or less in /etc/sysctl.d and boot anew",
     ),
-    Case(
+    (
         lambda system, message, root: "mount proc" in message,
         "the container's engine hides parts of /proc, and CUDA needs all of it; start it with"
         " --security-opt systempaths=unconfined (Docker), or with hostUsers: false and procMount: Unmasked as"
         f" infra/prefect/kubernetes.json (Kubernetes), see {GUIDE}",
     ),
-    Case(
+    (
         lambda system, message, root: system.is_filtered(),
         "the container's system-call filter refuses what isolation needs; start it with --security-opt"
         " seccomp=unconfined --security-opt apparmor=unconfined (Docker, Podman) or with the security context"
         f" of infra/prefect/kubernetes.json (Kubernetes), see {GUIDE}",
     ),
-    Case(
+    (
         lambda system, message, root: (
             system.setting("kernel/apparmor_restrict_unprivileged_userns") == "1" and not root
         ),
         "AppArmor restricts user namespaces (Ubuntu 24.04 and later); run"
         " sudo cp infra/apparmor/bwrap /etc/apparmor.d/bwrap && sudo systemctl reload apparmor",
     ),
-    Case(
+    (
         lambda system, message, root: root and "Operation not permitted" in message,
         "root of this container lacks rights; start it as another user, or add the capabilities SYS_ADMIN and"
         f" SYS_PTRACE (docker run --cap-add SYS_ADMIN --cap-add SYS_PTRACE), see {GUIDE}",
@@ -118,7 +110,7 @@ def explain(message: str, *, root: bool, system: System | None = None) -> str:
     `message` is what the failed program printed, and `root` tells whether root started it.
     """
     remedy = next(
-        (case.remedy for case in CASES if case.applies(system or System(), message, root)), f"see {GUIDE}"
+        (remedy for applies, remedy in CASES if applies(system or System(), message, root)), f"see {GUIDE}"
     )
     detail = " ".join(message.split())[-300:]
     return (
@@ -137,8 +129,8 @@ def check_installed() -> None:
             "sandbox.isolation: bubblewrap is not installed; run sudo apt-get install -y bubblewrap,"
             f" {NO_ISOLATION}."
         )
-    output = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"(\d+)\.(\d+)", output)
+    printed = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"(\d+)\.(\d+)", printed.stdout)
     if version is not None and tuple(map(int, version.groups())) < MIN_BUBBLEWRAP:
         raise IsolationUnavailable(
             f"sandbox.isolation: bubblewrap {version[0]} is too old, 0.7 is needed; install a newer one"
