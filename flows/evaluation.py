@@ -6,8 +6,7 @@ from typing import Any
 from components.agent.policies import checkpoint_policy
 from components.core.files import digest_file, digest_json
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import Summary, TaskResult
-from components.evaluation.results import RESULTS, Evaluation, load_evaluation
+from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResult, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool
 from flows.progress import RenamedProgress

@@ -161,7 +161,7 @@ def finished(run: PipelineRun) -> dict[str, Any] | None:
     """
     if not (run.folder / RUN_FILE).is_file():
         return None
-    from components.evaluation.results import read_record  # imports numpy
+    from components.evaluation.compare import read_record  # imports numpy
 
     record = read_record(run.folder / RUN_FILE)
     for stage in record["stages"]:

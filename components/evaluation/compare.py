@@ -19,8 +19,15 @@ from pydantic import Field
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
-from components.evaluation.metrics import BASELINES, Change, TaskResult, changes
-from components.evaluation.results import RESULTS, Evaluation, load_evaluation, read_record
+from components.evaluation.metrics import (
+    BASELINES,
+    RESULTS,
+    Change,
+    Evaluation,
+    TaskResult,
+    changes,
+    load_evaluation,
+)
 from components.judge.verdict import MARGIN
 
 RUN_FILE, SETTINGS, PLAN = "run.json", "settings.json", "plan.json"
@@ -129,6 +136,22 @@ def open_side(home: Path, name: str) -> Side:
         dataset=record["dataset"]["version"],
         sources=settings.get("sources", {}),
     )
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """Return the contents of `file`, the run.json of a finished run.
+
+    Raises UserError if the file is damaged.
+    """
+    try:
+        record: dict[str, Any] = read_json(file)
+        _ = record["stages"], record["evaluation"].keys(), record["dataset"]["version"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew "
+            f"from what the home holds."
+        ) from error
+    return record
 
 
 def _evaluation_side(name: str, folder: Path) -> Side:

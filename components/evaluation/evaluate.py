@@ -27,8 +27,15 @@ from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
-from components.evaluation.results import RESULTS, Evaluation, load_evaluation
+from components.evaluation.metrics import (
+    RESULTS,
+    Attempt,
+    Evaluation,
+    TaskResult,
+    by_level,
+    load_evaluation,
+    summarise,
+)
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 

@@ -1,4 +1,4 @@
-"""This module computes the figures of an evaluation, each with an interval.
+"""This module holds the record of an evaluation, and computes its figures, each with an interval.
 
 The figures are rates, geometric means of speed-ups, fast_p and rewards. Their definitions are those of
 KernelBench with three corrections. Every task is included in the denominator of every rate, the geometric
@@ -10,17 +10,22 @@ then one matrix product.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from components.core.errors import UserError
+from components.core.files import read_json
 from components.core.records import FrozenModel
 from components.judge.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")
+# File with the record of an evaluation, in its folder.
+RESULTS = "results.json"
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 RESAMPLES = 2000
 COVERAGE = 0.95
@@ -160,6 +165,40 @@ class Summary(FrozenModel):
     attempts_pass_rate: float | None
     pass_at: dict[str, float]
     intervals: dict[str, Interval]
+
+
+class Evaluation(FrozenModel):
+    """Record of one evaluation, which is the contents of results.json."""
+
+    suite: str
+    # Digest of the task ids in order. Two evaluations with equal digests have the same tasks.
+    suite_digest: str
+    policy: str
+    policy_digest: str
+    device: str
+    precision: str
+    epoch: str
+    seed: int
+    tasks: tuple[TaskResult, ...]
+    overall: Summary
+    levels: dict[str, Summary]
+    # Number of tasks on which the judge itself failed, so that they were neither solved nor failed.
+    errors: int
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """Return the evaluation in `path`, which is a results.json or the folder that contains it.
+
+    Raises UserError if the file is missing or damaged.
+    """
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        return Evaluation.model_validate(read_json(file))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again "
+            f"into an empty folder."
+        ) from error
 
 
 def summarise(rows: Sequence[TaskResult]) -> Summary:

@@ -31,8 +31,15 @@ from components.evaluation.charts import (
     stacked_shares,
     whisker,
 )
-from components.evaluation.metrics import SHARES, Baseline, Interval, TaskResult, changes
-from components.evaluation.results import Evaluation, load_evaluation
+from components.evaluation.metrics import (
+    SHARES,
+    Baseline,
+    Evaluation,
+    Interval,
+    TaskResult,
+    changes,
+    load_evaluation,
+)
 from components.evaluation.tables import figure_of
 from components.judge.verdict import Ratio
 

@@ -17,7 +17,7 @@ from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.exploits import Sample, try_exploits
-from components.evaluation.results import Evaluation, load_evaluation
+from components.evaluation.metrics import Evaluation, load_evaluation
 from components.judge.pool import JudgePool
 from components.registry import gates, models
 from components.registry.gates import Decision, Gate

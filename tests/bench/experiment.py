@@ -25,8 +25,7 @@ from components.core.files import MANIFEST
 from components.core.params import Params
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import changes
-from components.evaluation.results import RESULTS, Evaluation, load_evaluation
+from components.evaluation.metrics import RESULTS, Evaluation, changes, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool, open_pool
 from components.training.run_stage import run_stage, training_sources

@@ -26,8 +26,8 @@ from components.core.files import digest_tree
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
+from components.evaluation.metrics import Evaluation, load_evaluation
 from components.evaluation.report import write_evaluation_report
-from components.evaluation.results import Evaluation, load_evaluation
 from components.judge.pool import Candidate, Job
 from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone
 

@@ -10,8 +10,7 @@ import pytest
 from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.compare import Side, compare, open_side, paired_tests
-from components.evaluation.metrics import TaskResult, summarise
-from components.evaluation.results import Evaluation
+from components.evaluation.metrics import Evaluation, TaskResult, summarise
 from components.judge.verdict import Ratio, Speedup
 
 

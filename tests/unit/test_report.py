@@ -11,9 +11,8 @@ import pytest
 
 from components.core.errors import UserError
 from components.core.files import write_json
-from components.evaluation.metrics import Attempt, TaskResult, by_level, summarise
+from components.evaluation.metrics import Attempt, Evaluation, TaskResult, by_level, summarise
 from components.evaluation.report import load_report_data, write_report
-from components.evaluation.results import Evaluation
 from components.judge.verdict import Ratio, Speedup, Status, Verdict, milestone
 
 EVIL = (
