@@ -136,28 +136,6 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
     return _svg([*axes, *bars, even], x_label) + legend([(label, colour) for label, colour, _ in groups])
 
 
-def bar_list(rows: Sequence[tuple[str, float, str, str]], *, label_width: int = 190) -> Markup:
-    """Draw horizontal bars on one common scale that begins at zero.
-
-    Each row is a tuple of label, value, text at the end of the bar, and colour. Returns empty markup if no
-    value is positive.
-    """
-    largest = max((value for _, value, _, _ in rows), default=0)
-    if largest <= 0:
-        return Markup("")
-    width, step = WIDTH - label_width - 90, 24
-    parts = []
-    for index, (label, value, text, colour) in enumerate(rows):
-        top, length = index * step + 4, max(width * value / largest, 1.5)
-        parts.append(
-            f'<text class="label end" x="{label_width - 8}" y="{top + 13}">{escape(label)}</text>'
-            f'<rect class="fill {colour}" x="{label_width}" y="{top}" '
-            f'width="{length:.1f}" height="17" rx="2"/>'
-            f'<text class="label" x="{label_width + length + 6:.1f}" y="{top + 13}">{escape(text)}</text>'
-        )
-    return _svg(parts, "bars", height=step * len(rows) + 6)
-
-
 def whisker(estimate: float, low: float, high: float) -> Markup:
     """Return an SVG of a speed-up with its interval on a small logarithmic axis from 1/8 to 8.
 
@@ -243,8 +221,8 @@ def _points(x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float]) -> str
     return " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, ys, strict=True))
 
 
-def _svg(parts: Sequence[str], title: str, height: int = HEIGHT) -> Markup:
+def _svg(parts: Sequence[str], title: str) -> Markup:
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
     )

@@ -25,7 +25,6 @@ from components.core.records import FrozenModel
 from components.evaluation import tables
 from components.evaluation.charts import (
     Series,
-    bar_list,
     line_chart,
     speedup_histogram,
     stacked_shares,
@@ -41,7 +40,6 @@ from components.evaluation.metrics import (
     load_evaluation,
 )
 from components.evaluation.tables import figure_of
-from components.judge.verdict import Ratio
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 SCRIPT = Path(__file__).with_name("report.js")
@@ -174,7 +172,7 @@ def write_report(path: Path, data: ReportData) -> None:
     text = _template().render(
         data=data,
         meta=data.meta,
-        cards=_cards(before, after),
+        changes=changes(before.tasks, after.tasks) if before is not None else {},
         table_one=tables.table_one(before, after),
         sound=tables.without_degenerate(after.tasks),
         gates=[_gate(gate) for gate in data.gates],
@@ -199,8 +197,11 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"pretty": pretty, "figure": figure, "interval": interval}
-    environment.globals |= {"HEADLINE": HEADLINE, "FIGURES": tables.FIGURES, "figure_of": figure_of}
+    environment.filters |= {"pretty": pretty, "figure": figure, "interval": interval, "signed": signed}
+    environment.globals |= {
+        **{"HEADLINE": HEADLINE, "FIGURES": tables.FIGURES},
+        **{"figure_of": figure_of, "whisker": whisker},
+    }
     return environment.from_string(TEMPLATE.read_text())
 
 
@@ -247,37 +248,7 @@ def interval(bounds: Interval | None, name: str) -> str:
     return f"{figure(bounds.low, name)} to {figure(bounds.high, name)}"
 
 
-def _cards(before: Evaluation | None, after: Evaluation) -> list[dict[str, str]]:
-    """Return the texts of the headline figures.
-
-    If there is an earlier evaluation, they include its figures and the paired changes.
-    """
-    paired = changes(before.tasks, after.tasks) if before is not None else {}
-    cards = []
-    for name, title in HEADLINE:
-        card = dict.fromkeys(("before", "change", "change_interval", "direction", "over"), "") | {
-            "title": title,
-            "value": figure(figure_of(after.overall, name), name),
-            "interval": interval(after.overall.intervals.get(name), name),
-        }
-        if before is not None:
-            change = paired[name]
-            card["before"] = figure(figure_of(before.overall, name), name)
-            card["change"] = _signed(name, change.value)
-            if change.low is not None and change.high is not None:
-                neutral = 1.0 if name.startswith("geomean") else 0.0
-                card["change_interval"] = f"{_signed(name, change.low)} to {_signed(name, change.high)}"
-                card["direction"] = (
-                    "up" if change.low > neutral else "down" if change.high < neutral else "same"
-                )
-        if name.startswith("geomean"):
-            count = figure_of(after.overall, name.replace("geomean", "geomean_over"))
-            card["over"] = f"over {count} measured solutions"
-        cards.append(card)
-    return cards
-
-
-def _signed(name: str, value: float | None) -> str:
+def signed(value: float | None, name: str) -> str:
     """Return the text of the change of the figure `name`.
 
     It is a signed number of percentage points for rates, a signed number for rewards, and a factor for
@@ -306,10 +277,11 @@ def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _funnel(dataset: dict[str, Any]) -> Markup:
-    """Draw bars for the tasks of a data set: composed, rejected for each reason, admitted, and in each split.
+def _funnel(dataset: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """Return label, number and colour of a bar for each of the groups of tasks that a data set counted.
 
-    `dataset` is the contents of the data set's metrics.json.
+    The groups are those composed, rejected for each reason, admitted, and in each split. `dataset` is the
+    contents of the data set's metrics.json.
     """
     rejected = sorted((dataset.get("rejected") or {}).items(), key=lambda item: -item[1])
     rows = [
@@ -320,13 +292,7 @@ def _funnel(dataset: dict[str, Any]) -> Markup:
         ("for training", dataset.get("train"), "after"),
         ("held out", dataset.get("held_out"), "after"),
     ]
-    return bar_list(
-        [
-            (label, float(value), f"{value:,}", colour)
-            for label, value, colour in rows
-            if isinstance(value, int | float)
-        ]
-    )
+    return [(label, value, colour) for label, value, colour in rows if isinstance(value, int | float)]
 
 
 # Titles of curves, by metric. For each stage, the first of these metrics that the stage logged is drawn.
@@ -439,8 +405,7 @@ def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[di
             "milestone": MILESTONES[row.milestone][0],
             "colour": MILESTONES[row.milestone][1] if not row.error else "muted",
             "before": _outcome(earlier.get(row.task_id)),
-            "eager": _ratio(row.speedup.eager if row.correct else None),
-            "compile": _ratio(row.speedup.compile if row.correct else None),
+            "ratios": [row.speedup.eager, row.speedup.compile] if row.correct else [None, None],
             "passed": f"{sum(a.status == 'correct' for a in row.attempts)} of {len(row.attempts)}"
             if row.attempts
             else "–",
@@ -454,14 +419,3 @@ def _outcome(row: TaskResult | None) -> dict[str, Any]:
         return {"text": "–" if row is None else "not measured", "order": -2}
     text = MILESTONES[row.milestone][0] if row.correct else row.status.replace("_", " ")
     return {"text": text, "order": row.milestone}
-
-
-def _ratio(ratio: Ratio | None) -> dict[str, Any]:
-    if ratio is None:
-        return {"text": "–", "interval": "", "picture": Markup(""), "order": -1.0}
-    return {
-        "text": f"{ratio.estimate:.2f}×",
-        "interval": f"{ratio.low:.2f} to {ratio.high:.2f}",
-        "picture": whisker(ratio.estimate, ratio.low, ratio.high),
-        "order": ratio.estimate,
-    }
