@@ -52,8 +52,11 @@ def models_list(options: CommonOptions) -> Output:
         )
         for version in versions
     ]
-    columns = ("version", "aliases", "decision", "pass rate", "faster than compile", "data set")
-    print_table(columns, rows, empty=f"{promotion.model} has no version yet.")
+    print_table(
+        ("version", "aliases", "decision", "pass rate", "faster than compile", "data set"),
+        rows,
+        empty=f"{promotion.model} has no version yet.",
+    )
     aliases = models.aliases(promotion.client, promotion.model)
     return Output({"name": promotion.model, "aliases": aliases, "versions": versions})
 
@@ -174,8 +177,11 @@ def models_audit(options: CommonOptions) -> Output:
         )
         for entry in entries
     ]
-    columns = ("", "when", "who", "act", "version", "champion", "reason", "entry")
-    print_table(columns, rows, empty="The audit chain has no entry yet.")
+    print_table(
+        ("", "when", "who", "act", "version", "champion", "reason", "entry"),
+        rows,
+        empty="The audit chain has no entry yet.",
+    )
     records = [entry.model_dump(mode="json") for entry in entries]
     return Output({"name": promotion.model, "folder": str(promotion.chain.folder), "entries": records})
 

@@ -141,7 +141,7 @@ def deploy(
         for entry in record["deployments"]
     ]
     print_table(("deployment", "pool", "schedule", "profile", "home"), rows)
-    pools = sorted({entry["pool"] for entry in record["deployments"]})
-    starts = ", ".join(f"prefect worker start --pool {name}" for name in pools)
+    pools = {entry["pool"] for entry in record["deployments"]}
+    starts = ", ".join(f"prefect worker start --pool {name}" for name in sorted(pools))
     print_line(f"start a worker on the machines of each pool: {starts}")
     return Output(record)

@@ -70,7 +70,7 @@ def line_chart(
                 f'<circle class="dot {line.colour}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.6"/>'
                 for a, b in zip(line.xs, line.ys, strict=True)
             ]
-    return _svg(parts, f"{y_label} by {x_label}") + legend([(line.label, line.colour) for line in series])
+    return _chart(parts, f"{y_label} by {x_label}", [(line.label, line.colour) for line in series])
 
 
 def stacked_shares(
@@ -99,10 +99,9 @@ def stacked_shares(
         areas.append(f'<polygon class="area {colour}" points="{outline}"/>')
         floor = top
     ticks = [(value, f"{value:.0%}") for value in (0, 0.25, 0.5, 0.75, 1)]
-    parts = areas + _axes(x, y, _ticks(min(xs), max(xs), whole=True), ticks, x_label, "share of trajectories")
-    return _svg(parts, "milestone shares by step") + legend(
-        [(label, colour) for label, (colour, _) in shares.items()]
-    )
+    axes = _axes(x, y, _ticks(min(xs), max(xs), whole=True), ticks, x_label, "share of trajectories")
+    labels = [(label, colour) for label, (colour, _) in shares.items()]
+    return _chart([*areas, *axes], "milestone shares by step", labels)
 
 
 def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
@@ -133,7 +132,7 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
     ]
     axes = _axes(x, y, x_ticks, _ticks(0, top, whole=True), x_label, "tasks")
     even = f'<line class="even" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    return _svg([*axes, *bars, even], x_label) + legend([(label, colour) for label, colour, _ in groups])
+    return _chart([*axes, *bars, even], x_label, [(label, colour) for label, colour, _ in groups])
 
 
 def whisker(estimate: float, low: float, high: float) -> Markup:
@@ -155,11 +154,6 @@ def whisker(estimate: float, low: float, high: float) -> Markup:
     )
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    items = "".join(f'<span><i class="key {colour}"></i>{escape(label)}</span>' for label, colour in entries)
-    return Markup(f'<div class="legend">{items}</div>')
-
-
 Scale = Callable[[float], float]
 
 
@@ -172,19 +166,17 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> list[tuple[float, str]]:
-    """Return about `about` round numbers between low and high for the ticks of an axis, with their labels.
+def _ticks(low: float, high: float, *, whole: bool = False) -> list[tuple[float, str]]:
+    """Return about five round numbers between low and high for the ticks of an axis, with their labels.
 
     With `whole`, the distance between the ticks is a whole number.
     """
-    span = high - low or 1.0
-    raw = span / about
+    raw = (high - low or 1.0) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
     step = max(1.0, round(step)) if whole else step
-    first = math.ceil(low / step - 1e-9)
-    values = [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-    return [(value, f"{value:.10g}") for value in values]
+    indices = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [(index * step, f"{index * step:.10g}") for index in indices]
 
 
 def _axes(
@@ -221,8 +213,10 @@ def _points(x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float]) -> str
     return " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, ys, strict=True))
 
 
-def _svg(parts: Sequence[str], title: str) -> Markup:
+def _chart(parts: Sequence[str], title: str, labels: Sequence[tuple[str, str]]) -> Markup:
+    """Return an SVG of `parts`, followed by its legend; `labels` are the labels with their colours."""
+    keys = "".join(f'<span><i class="key {colour}"></i>{escape(label)}</span>' for label, colour in labels)
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'{"".join(parts)}</svg><div class="legend">{keys}</div>'
     )
