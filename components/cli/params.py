@@ -102,8 +102,13 @@ def plan(
         rows.append(
             (name, str(stage["steps"]), *(f"{value:,.0f}" for value in times), busy, stage["bottleneck"])
         )
-    times_of_step = ("s a step", "rollout", "update", "half done", "p99", "last")
-    print_table(("stage", "steps", *times_of_step, "judges busy", "bottleneck"), rows)
+    print_table(
+        (
+            *("stage", "steps", "s a step", "rollout", "update", "half done", "p99", "last"),
+            *("judges busy", "bottleneck"),
+        ),
+        rows,
+    )
     judges = record["judges"]
     print_line(f"judges: {judges['needed']} keep the trainer busy, {judges['given']} are given")
     print_line(
@@ -111,8 +116,9 @@ def plan(
         f"cost {record['cost']:,.0f}"
     )
     for origin in ("measured", "assumed"):
-        items = record["inputs"].items()
-        values = [f"{name} {item['value']:g}" for name, item in items if item["origin"] == origin]
+        values = [
+            f"{name} {item['value']:g}" for name, item in record["inputs"].items() if item["origin"] == origin
+        ]
         print_line(f"{origin}: {', '.join(values) or 'nothing'}")
     print_line(f"left out: {record['left_out']}")
     return Output(record)

@@ -35,7 +35,6 @@ from components.evaluation.metrics import (
     Baseline,
     Evaluation,
     Interval,
-    TaskResult,
     changes,
     load_evaluation,
 )
@@ -180,10 +179,10 @@ def write_report(path: Path, data: ReportData) -> None:
         curves=[chart for stage in data.stages if (chart := _curves(stage)) is not None],
         distributions=_distributions(before, after),
         fast_p=_fast_p(before, after),
-        rows=_task_rows(before, after.tasks),
-        best=_task_rows(before, tables.best(after.tasks)),
-        worst=_task_rows(before, tables.worst(after.tasks)),
-        degenerate=_task_rows(before, [row for row in after.tasks if row.degenerate]),
+        earlier={row.task_id: row for row in before.tasks} if before is not None else {},
+        best=tables.best(after.tasks),
+        worst=tables.worst(after.tasks),
+        degenerate=[row for row in after.tasks if row.degenerate],
         environment=environment,
         cost=data.cost | ({"together": sum(data.cost.values())} if len(data.cost) > 1 else {}),
         script=Markup(script),
@@ -199,7 +198,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {"pretty": pretty, "figure": figure, "interval": interval, "signed": signed}
     environment.globals |= {
-        **{"HEADLINE": HEADLINE, "FIGURES": tables.FIGURES},
+        **{"HEADLINE": HEADLINE, "FIGURES": tables.FIGURES, "MILESTONES": MILESTONES},
         **{"figure_of": figure_of, "whisker": whisker},
     }
     return environment.from_string(TEMPLATE.read_text())
@@ -394,28 +393,3 @@ def _fast_p_line(baseline: Baseline, label: str, colour: str, side: Evaluation) 
         for i, v in zip(intervals, values, strict=True)
     ]
     return Series(label, colour, curve.p, values, band)
-
-
-def _task_rows(before: Evaluation | None, rows: Sequence[TaskResult]) -> list[dict[str, Any]]:
-    earlier = {row.task_id: row for row in before.tasks} if before is not None else {}
-    return [
-        {
-            "task": row,
-            "title": row.name or " → ".join(row.ops) or row.task_id,
-            "milestone": MILESTONES[row.milestone][0],
-            "colour": MILESTONES[row.milestone][1] if not row.error else "muted",
-            "before": _outcome(earlier.get(row.task_id)),
-            "ratios": [row.speedup.eager, row.speedup.compile] if row.correct else [None, None],
-            "passed": f"{sum(a.status == 'correct' for a in row.attempts)} of {len(row.attempts)}"
-            if row.attempts
-            else "–",
-        }
-        for row in rows
-    ]
-
-
-def _outcome(row: TaskResult | None) -> dict[str, Any]:
-    if row is None or row.error:
-        return {"text": "–" if row is None else "not measured", "order": -2}
-    text = MILESTONES[row.milestone][0] if row.correct else row.status.replace("_", " ")
-    return {"text": text, "order": row.milestone}

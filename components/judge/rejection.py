@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from components.judge.verdict import Status
 from components.sandbox.runner_process import RunnerError
@@ -39,14 +40,13 @@ LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
 }
 
 
+@dataclass(eq=False)
 class Rejected(Exception):
     """Exception for a candidate that fails, with the status, reason and log of its verdict."""
 
-    def __init__(self, status: Status, reason: str, log: str):
-        super().__init__(f"{status}: {reason}")
-        self.status = status
-        self.reason = reason
-        self.log = log
+    status: Status
+    reason: str
+    log: str
 
 
 @contextlib.contextmanager

@@ -100,5 +100,9 @@ def _vendor_flags(name: str, paths: PathMap) -> list[str]:
     if not libraries:
         return [f"-l{name}"]
     folder = libraries[0].parent
-    include = f"-I{paths.inside(folder.parent)}/include"
-    return [include, f"-L{paths.inside(folder)}", "-Xlinker", f"-l:{libraries[0].name}"]
+    return [
+        f"-I{paths.inside(folder.parent)}/include",
+        f"-L{paths.inside(folder)}",
+        "-Xlinker",
+        f"-l:{libraries[0].name}",
+    ]
