@@ -84,8 +84,11 @@ class CommonOptions:
         from components.core.config import PROJECT, resolve
 
         home = (f"home={json.dumps(self.home)}",) if self.home else ()
-        file = self.params_file or PROJECT / "params.yaml"
-        return resolve(self.profile, (*defaults, *(self.sets or ()), *overrides, *home), file)
+        return resolve(
+            self.profile,
+            (*defaults, *(self.sets or ()), *overrides, *home),
+            self.params_file or PROJECT / "params.yaml",
+        )
 
     def resolve_for_judging(self, *overrides: str, defaults: tuple[str, ...] = ()) -> Resolved:
         """Return the parameters after checking that this machine can isolate candidates.
@@ -228,5 +231,6 @@ def print_table(
     """Print a table on standard error, or the text `empty` if it is given and there are no rows."""
     from components.core.progress_view import plain_table
 
-    table = plain_table(columns, rows, show_header=show_header)
-    stderr_console().print(empty if empty and not rows else table, markup=markup)
+    stderr_console().print(
+        empty if empty and not rows else plain_table(columns, rows, show_header=show_header), markup=markup
+    )

@@ -69,8 +69,10 @@ def doctor(options: CommonOptions) -> Output:
     print_table(("", "what", "found", "what its absence costs"), rows)
     missing = [finding.name for finding in findings if finding.needed and not finding.here]
     code = ExitCode.NO_ISOLATION if missing == [ISOLATION] else ExitCode.BAD_INPUT
-    record = {"findings": [asdict(finding) for finding in findings], "missing": missing}
-    return Output(record, code if missing else ExitCode.DONE)
+    return Output(
+        {"findings": [asdict(finding) for finding in findings], "missing": missing},
+        code if missing else ExitCode.DONE,
+    )
 
 
 def _mark(finding: Finding) -> str:

@@ -57,8 +57,13 @@ def models_list(options: CommonOptions) -> Output:
         rows,
         empty=f"{promotion.model} has no version yet.",
     )
-    aliases = models.aliases(promotion.client, promotion.model)
-    return Output({"name": promotion.model, "aliases": aliases, "versions": versions})
+    return Output(
+        {
+            "name": promotion.model,
+            "aliases": models.aliases(promotion.client, promotion.model),
+            "versions": versions,
+        }
+    )
 
 
 @models_app.command("show")

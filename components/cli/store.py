@@ -43,10 +43,14 @@ def store_list(options: CommonOptions, prefix: Prefix = "") -> Output:
     for entry in entries:
         print_line(f"{entry.bytes:>14,}  {entry.modified:%Y-%m-%d %H:%M}  {entry.key}")
     print_line(f"{len(entries)} objects, {sum(entry.bytes for entry in entries):,} bytes")
-    objects = [
-        {"key": entry.key, "bytes": entry.bytes, "modified": entry.modified.isoformat()} for entry in entries
-    ]
-    return Output({"objects": objects})
+    return Output(
+        {
+            "objects": [
+                {"key": entry.key, "bytes": entry.bytes, "modified": entry.modified.isoformat()}
+                for entry in entries
+            ]
+        }
+    )
 
 
 @store_app.command("get")

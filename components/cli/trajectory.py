@@ -101,8 +101,11 @@ def trajectory_replay(options: CommonOptions, folder: Folder, number: Number = 0
         print_line(f"  recorded: {difference.recorded}\n  replayed: {difference.replayed}")
     plural = "" if len(differences) == 1 else "s"
     print_line(f"trajectory {number}: {calls} calls, {len(differences)} difference{plural}")
-    records = [dataclasses.asdict(difference) for difference in differences]
     return Output(
-        {"trajectory": number, "calls": calls, "differences": records},
+        {
+            "trajectory": number,
+            "calls": calls,
+            "differences": [dataclasses.asdict(difference) for difference in differences],
+        },
         ExitCode.FAILED if differences else ExitCode.DONE,
     )

@@ -166,8 +166,10 @@ def write_report(path: Path, data: ReportData) -> None:
     before, after = data.before, data.after
     environment = tables.environment(after.tasks) | dict(data.meta.get("environment", {}))
     meta = {key: value for key, value in data.meta.items() if key != "environment"}
-    figures = tables.as_json(before, after, data.cost, environment, list(data.gates), meta)
-    write_json(path.with_suffix(".json"), figures)
+    write_json(
+        path.with_suffix(".json"),
+        tables.as_json(before, after, data.cost, environment, list(data.gates), meta),
+    )
     text = _template().render(
         data=data,
         meta=data.meta,

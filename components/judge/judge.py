@@ -203,8 +203,11 @@ class Judge:
             "eager": bench.baselines.get(EAGER),
             "noop": bench.baselines.get(NOOP),
         }
-        python = {"model_new.py": files["model_new.py"]}  # only screened files can be imported
-        header: RoleHeader = {"role": "candidate", "files": python, "suffix": EXTENSION_SUFFIX}
+        header: RoleHeader = {
+            "role": "candidate",
+            "files": {"model_new.py": files["model_new.py"]},  # only screened files can be imported
+            "suffix": EXTENSION_SUFFIX,
+        }
         with rejecting(LOAD_ERRORS):
             candidate = TimedRunner(
                 bench.reference, bench.processes, header, library, seconds=self.params.sandbox.run_seconds
@@ -275,8 +278,10 @@ class Judge:
             start_modes(bench)
             with self.scheduler.measuring():
                 runner, best, seconds = fastest_mode(bench)
-            by_mode = {baseline.mode: took for baseline, took in seconds.items()}
-            evidence: dict[str, Any] = {"compile_mode": best.mode, "compile_seconds": by_mode}
+            evidence: dict[str, Any] = {
+                "compile_mode": best.mode,
+                "compile_seconds": {baseline.mode: took for baseline, took in seconds.items()},
+            }
         else:
             runner, evidence = bench.baselines.get(COMPILE), {"compile_mode": COMPILE.mode}
         candidate.extend_deadline(time.monotonic() - began)

@@ -46,8 +46,7 @@ def paired_ratio(
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
     block = max(2, math.isqrt(count))
-    generator = np.random.default_rng(0)
-    starts = generator.integers(0, count, size=(resamples, -(-count // block)))
+    starts = np.random.default_rng(0).integers(0, count, size=(resamples, -(-count // block)))
     index = ((starts[:, :, None] + np.arange(block)) % count).reshape(resamples, -1)[:, :count]
     middle = float(np.median(logs))
     low, high = (float(edge) for edge in np.quantile(np.median(logs[index], axis=1), [0.025, 0.975]))

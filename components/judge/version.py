@@ -18,5 +18,4 @@ WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "
 
 def protocol_digest(params: Params) -> str:
     """Return the digest of all parameters that a verdict depends on."""
-    settings = params.sandbox.model_dump(exclude=WITHOUT_EFFECT)
-    return digest_json([params.device, params.precision, settings])
+    return digest_json([params.device, params.precision, params.sandbox.model_dump(exclude=WITHOUT_EFFECT)])

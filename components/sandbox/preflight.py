@@ -205,8 +205,9 @@ def _runner_failure(sandbox: Sandbox, device: Device) -> str:
 
 
 def _probe(runner_factory: RunnerFactory) -> str:
-    spawned = runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
-    with contextlib.closing(spawned) as runner:
+    with contextlib.closing(
+        runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
+    ) as runner:
         addresses = runner.receive_addresses(1)
         memory = ctypes.create_string_buffer(PROBE_BYTES)
         try:
