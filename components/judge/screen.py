@@ -68,9 +68,9 @@ def _call_reason(call: ast.Call, in_init: bool) -> str | None:
     name = _dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
-    if root == "cuda_extension" or name in BUILTINS or root in ("math", "super", "self"):
+    if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
         return None
-    if name == "?" or root == "?":
+    if root == "?":
         return (
             None
             if last in TENSOR_METHODS or last == "__init__" or in_init
@@ -80,10 +80,8 @@ def _call_reason(call: ast.Call, in_init: bool) -> str | None:
         return None
     if root in ("torch", "nn", "F"):
         return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
-    if not head:
-        # A function of the file is allowed, because its body is checked too. Other names fail when called.
-        return None
-    return None if last in TENSOR_METHODS else f"call:{name}"
+    # A function of the file is allowed, because its body is checked too. Other names fail when called.
+    return None if not head or last in TENSOR_METHODS else f"call:{name}"
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
