@@ -35,9 +35,6 @@ from components.judge.resident_client import (
 )
 from components.judge.version import VERSION, protocol_digest
 
-# Kind of a message of a reply, and its content.
-Message = tuple[str, Any]
-
 
 class Judges:
     """The judges of one device, each for one set of parameters and started at its first use.
@@ -83,7 +80,7 @@ def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
     app = FastAPI(title="CUDA Agent resident judge", version=VERSION)
 
     def stream(measure: Callable[[Report], Any]) -> StreamingResponse:
-        messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
