@@ -200,8 +200,11 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {"pretty": pretty, "figure": figure, "interval": interval, "signed": signed}
     environment.globals |= {
-        **{"HEADLINE": HEADLINE, "FIGURES": tables.FIGURES, "MILESTONES": MILESTONES},
-        **{"figure_of": figure_of, "whisker": whisker},
+        "HEADLINE": HEADLINE,
+        "FIGURES": tables.FIGURES,
+        "MILESTONES": MILESTONES,
+        "figure_of": figure_of,
+        "whisker": whisker,
     }
     return environment.from_string(TEMPLATE.read_text())
 
