@@ -9,8 +9,7 @@ import json
 from concurrent.futures import as_completed
 from typing import Any
 
-from components.agent.episode import SHORTENED, Episode, episode_threads
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import SHORTENED, Episode, RolloutRequest, episode_threads
 from components.agent.tool_parser import native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory
@@ -33,8 +32,7 @@ class ChatEpisode(Episode):
     """Episode whose policy is a chat server, with which it exchanges messages."""
 
     def __init__(self, task: KernelTask, request: RolloutRequest, chat: ChatClient):
-        super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
-        self.request = request
+        super().__init__(task, request)
         self.chat = chat
         self.native = True
         self.messages: list[dict[str, Any]] = [self.first_message()]

@@ -1,12 +1,15 @@
-"""This module has the part of an episode that does not depend on how the policy is sampled.
+"""This module has the parts of a rollout that do not depend on how the policy is sampled.
 
-An episode has a workspace and tools, runs the tool calls of each turn, and ends with a verdict on its files.
-The subclasses of `Episode` in chat_rollout.py and token_rollout.py add the sampling.
+A `RolloutRequest` has the arguments of a rollout. An `Episode` has a workspace and tools, runs the tool calls
+of each turn, and ends with a verdict on its files. The subclasses of `Episode` in chat_rollout.py and
+token_rollout.py add the sampling.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from components.agent.tool_parser import Request
 from components.agent.tools import Tools
@@ -24,23 +27,63 @@ MAX_PARALLEL = 64
 SHORTENED = "[an older observation, shortened]"
 
 
-class Episode:
-    """One attempt of a policy at one task, which is returned as a trajectory when it ends.
+def _ignore(*_: object) -> None:
+    return
 
-    `epoch` is part of the key under which the judge keeps its verdicts, so equal files share one measurement
-    only within one epoch. `in_turns` says whether several turns are allowed.
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Tasks, judge pool and limits of one rollout.
+
+    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is part
+    of the key under which the judge keeps its verdicts, so equal candidates for a task share one measurement
+    only within one epoch.
     """
 
-    def __init__(self, task: KernelTask, params: Params, pool: JudgePool, epoch: str, *, in_turns: bool):
+    tasks: Sequence[KernelTask]
+    params: Params
+    pool: JudgePool
+    epoch: str
+    seed: int
+    # Largest number of turns of one trajectory. If it is 1, the first answer is final.
+    max_turns: int
+    # Largest number of tokens that are sampled in one turn.
+    max_new_tokens: int
+    temperature: float
+    # Value of `time.monotonic()` after which no further turn begins. None means that there is no limit.
+    deadline: float | None = None
+    # Whether a token rollout shortens old observations when the context window is full. It is off in
+    # training, because a trajectory that is trained on must be one sequence of tokens. A chat rollout always
+    # shortens old observations.
+    shorten_history: bool = False
+    # Function that is called with the number of finished trajectories and the number of all trajectories.
+    on_progress: Callable[[int, int], None] = _ignore
+    # Function that is called with each candidate that was judged and its verdict, in the episode's thread.
+    on_verdict: Callable[[Candidate, Verdict], None] = _ignore
+
+    @property
+    def multi_turn(self) -> bool:
+        return self.max_turns > 1
+
+    def is_out_of_time(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+class Episode:
+    """One attempt of a policy at one task, which is returned as a trajectory when it ends."""
+
+    def __init__(self, task: KernelTask, request: RolloutRequest):
         self.task = task
-        self.params = params
-        self.pool = pool
-        self.epoch = epoch
-        self.in_turns = in_turns
+        self.request = request
+        self.params = request.params
         self.workspace = Workspace(task)
         self.start = dict(self.workspace.files)
         self.tools = Tools(
-            self.workspace, params.sandbox, self.judge, context=params.policy.context, read_first=in_turns
+            self.workspace,
+            self.params.sandbox,
+            self.judge,
+            context=self.params.policy.context,
+            read_first=request.multi_turn,
         )
         self.turns: list[Turn] = []
         self.finish_reason = ""
@@ -57,7 +100,7 @@ class Episode:
         policy, code = self.params.policy, self.task.code
         if policy.prompt == "compact":
             code = canonicalize(code) or code
-        content = user_message(policy, code, in_turns=self.in_turns, device=self.params.device)
+        content = user_message(policy, code, in_turns=self.request.multi_turn, device=self.params.device)
         return {"role": "user", "content": content}
 
     def judge(self) -> Verdict:
@@ -66,10 +109,13 @@ class Episode:
         If the same files were already judged in the epoch of this episode, the earlier verdict is returned.
         Raises CancelledError if the episode is abandoned.
         """
-        future = self.pool.submit(Job(self.task, Candidate.of(self.workspace.files), self.epoch))
+        candidate = Candidate.of(self.workspace.files)
+        future = self.request.pool.submit(Job(self.task, candidate, self.request.epoch))
         if self.abandoned:  # submitted after `abandon` cancelled the waiting jobs
             future.cancel()
-        return future.result()
+        verdict = future.result()
+        self.request.on_verdict(candidate, verdict)
+        return verdict
 
     def perform(
         self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0
@@ -115,7 +161,7 @@ class Episode:
             start=self.start,
             settings={
                 "device": self.params.device,
-                "in_turns": self.in_turns,
+                "in_turns": self.request.multi_turn,
                 "context": self.params.policy.context,
             },
         )

@@ -5,14 +5,13 @@ second measurement of each chooses one of these kernels, and a third measurement
 runners, is reported. The reported speed-up is thus not biased upwards by the choice of the best kernel.
 """
 
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
-from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
 from components.core.errors import UserError
@@ -80,39 +79,6 @@ def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: fl
         turns or (params.evaluation.max_turns if compact else FULL_TURNS),
         seconds or None,
     )
-
-
-class RecordingPool:
-    """A judge pool that passes all calls on to another pool and keeps the verdict on every candidate."""
-
-    def __init__(self, pool: JudgePool):
-        self.pool = pool
-        self.lock = threading.Lock()
-        self.futures: dict[Candidate, Future[Verdict]] = {}
-
-    def prepare(self) -> None:
-        self.pool.prepare()
-
-    def submit(self, job: Job) -> Future[Verdict]:
-        with self.lock:
-            self.futures[job.candidate] = future = self.pool.submit(job)
-        return future
-
-    @property
-    def judged(self) -> dict[Candidate, Verdict]:
-        """The verdicts of all candidates that have been judged so far."""
-        with self.lock:
-            return {
-                candidate: future.result()
-                for candidate, future in self.futures.items()
-                if future.done() and not future.cancelled()
-            }
-
-    def drop(self) -> None:
-        self.pool.drop()
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 @dataclass(frozen=True)
@@ -196,12 +162,12 @@ def optimize(
     if params.policy.prompt == "compact" and canonicalize(task.code) is None:
         notes.append(NOT_LEARNED)
     epoch = digest_json([task.task_id, policy.version, str(budget.turns), str(params.seed)])[:16]
-    recorder = RecordingPool(pool)
+    judged: dict[Candidate, Verdict] = {}
     trajectories = policy.sample(
         RolloutRequest(
             tasks=[task] * budget.attempts,
             params=params,
-            pool=recorder,
+            pool=pool,
             epoch=f"optimize/{epoch}",
             seed=params.seed,
             max_turns=budget.turns,
@@ -210,12 +176,13 @@ def optimize(
             deadline=None if budget.seconds is None else begun + budget.seconds,
             shorten_history=True,
             on_progress=lambda done, total: progress.update(
-                "attempts", done, total, correct=float(len(_correct(recorder)))
+                "attempts", done, total, correct=float(len(_correct(judged)))
             ),
+            on_verdict=judged.__setitem__,
         )
     )
-    notes += _failures(trajectories, recorder)
-    chosen, verdict = _measure_again(task, recorder, pool, epoch, progress)
+    notes += _failures(trajectories, judged)
+    chosen, verdict = _measure_again(task, judged, pool, epoch, progress)
     eager = verdict.speedup.eager if verdict is not None and verdict.status == "correct" else None
     return Outcome(
         task=task,
@@ -223,13 +190,13 @@ def optimize(
         verdict=verdict,
         files=dict(chosen.files) if chosen is not None else {},
         trajectories=tuple(trajectories),
-        judged=tuple(recorder.judged.values()),
+        judged=tuple(judged.values()),
         notes=tuple(notes),
         seconds=time.monotonic() - begun,
     )
 
 
-def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[str]:
+def _failures(trajectories: list[Trajectory], judged: dict[Candidate, Verdict]) -> list[str]:
     """Return notes on failures of the policy's server and of the judge.
 
     Raises UserError if the server answered no turn of any trajectory.
@@ -242,7 +209,7 @@ def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[s
         notes.append(
             f"The policy's server failed in {len(failed)} of {len(trajectories)} attempts: {failed[0]}."
         )
-    broken = sum(verdict.status == "infrastructure" for verdict in recorder.judged.values())
+    broken = sum(verdict.status == "infrastructure" for verdict in judged.values())
     if broken:
         notes.append(
             f"The judge itself failed on {broken} candidates; they count as neither right nor wrong."
@@ -251,9 +218,13 @@ def _failures(trajectories: list[Trajectory], recorder: RecordingPool) -> list[s
 
 
 def _measure_again(
-    task: KernelTask, recorder: RecordingPool, pool: JudgePool, epoch: str, progress: Progress
+    task: KernelTask,
+    judged: dict[Candidate, Verdict],
+    pool: JudgePool,
+    epoch: str,
+    progress: Progress,
 ) -> tuple[Candidate | None, Verdict | None]:
-    """Choose the best of the kernels in `recorder`, and return it with the verdict that is reported.
+    """Choose the best of the kernels in `judged`, and return it with the verdict that is reported.
 
     The fastest `FINALISTS` correct kernels are measured a second time. The fastest of them in this second
     measurement is chosen and measured a third time, and the third verdict is returned. Returns (None, None)
@@ -264,7 +235,7 @@ def _measure_again(
         job = Job(task, candidate, f"evaluation/{purpose}/{epoch}", compare_compile=True)
         return pool.submit(job).result()
 
-    finalists = sorted(_correct(recorder).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
+    finalists = sorted(_correct(judged).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
     again: dict[Candidate, float] = {}
     for number, (candidate, _) in enumerate(finalists):
         progress.update("measuring anew", number, len(finalists) + 1)
@@ -279,10 +250,9 @@ def _measure_again(
     return chosen, reported
 
 
-def _correct(recorder: RecordingPool) -> dict[Candidate, Verdict]:
-    return {
-        candidate: verdict for candidate, verdict in recorder.judged.items() if verdict.status == "correct"
-    }
+def _correct(judged: dict[Candidate, Verdict]) -> dict[Candidate, Verdict]:
+    # Episodes may add verdicts at the same time, so a copy is iterated.
+    return {candidate: verdict for candidate, verdict in judged.copy().items() if verdict.status == "correct"}
 
 
 def _speed(verdict: Verdict) -> float:

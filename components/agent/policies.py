@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.agent.chat_rollout import run_chats
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError

@@ -8,7 +8,7 @@ are reported, even in output that changes with every execution, such as a date.
 import re
 from dataclasses import dataclass
 
-from components.agent.episode import Episode
+from components.agent.episode import Episode, RolloutRequest
 from components.agent.tool_parser import Request
 from components.agent.tools import FAILURE
 from components.agent.trajectory import Trajectory
@@ -52,9 +52,18 @@ def replay(trajectory: Trajectory, params: Params, pool: JudgePool, *, epoch: st
     params = params.model_copy(
         update={"policy": params.policy.model_copy(update={"context": trajectory.settings["context"]})}
     )
-    episode = Episode(
-        KernelTask(code=trajectory.task), params, pool, epoch, in_turns=trajectory.settings["in_turns"]
+    task = KernelTask(code=trajectory.task)
+    request = RolloutRequest(
+        tasks=[task],
+        params=params,
+        pool=pool,
+        epoch=epoch,
+        seed=0,
+        max_turns=2 if trajectory.settings["in_turns"] else 1,
+        max_new_tokens=0,
+        temperature=0.0,
     )
+    episode = Episode(task, request)
     episode.workspace.files = dict(trajectory.start)
     differences = []
     try:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from components.agent.episode import SHORTENED, Episode, episode_threads
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import SHORTENED, Episode, RolloutRequest, episode_threads
 from components.agent.tool_parser import parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory
@@ -59,7 +58,7 @@ class TokenEpisode(Episode):
     """Episode whose policy is sampled as token ids, all of which are recorded."""
 
     def __init__(self, task: KernelTask, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase):
-        super().__init__(task, request.params, request.pool, request.epoch, in_turns=request.multi_turn)
+        super().__init__(task, request)
         self.tokenizer = tokenizer
         # A policy with the compact prompt knows its tools. For others, the chat template describes the tools.
         described = self.params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)

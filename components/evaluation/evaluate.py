@@ -20,8 +20,8 @@ from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
+from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
-from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core import params
 from components.core.errors import UserError

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cli.serve import Serve
 
 from components.agent.chat_rollout import run_chats
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.bootstrap.cold_start import new_model
 from components.bootstrap.tokenizer import train_tokenizer

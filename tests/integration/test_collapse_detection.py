@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from training_fixtures import episodes, params, stage
 
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file, digest_json, read_json, write_json

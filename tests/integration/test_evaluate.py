@@ -15,8 +15,8 @@ import pytest
 from agent_fixtures import TASK, ScriptedPool, completion, kernel, server
 from typer.testing import CliRunner
 
+from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy, checkpoint_policy
-from components.agent.rollout import RolloutRequest
 from components.agent.trajectory import Trajectory, Turn
 from components.cli.main import app
 from components.cli.policies import find_policy

@@ -24,10 +24,10 @@ from agent_fixtures import (
     write,
 )
 
+from components.agent.episode import RolloutRequest
 from components.agent.export import check_output_folder, drop_in, export, headline
 from components.agent.optimize import NOT_LEARNED, Outcome, SearchBudget, optimize, search_budget
 from components.agent.policies import folder_policy, with_policy_settings
-from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.agent.user_module import user_task

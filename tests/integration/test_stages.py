@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_fixtures import episodes, params, stage
 
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import RolloutRequest
 from components.agent.trajectory import ToolCall, Trajectory, Turn, load_trajectories, save_trajectories
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file

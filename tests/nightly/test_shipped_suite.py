@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, Turn
 from components.core.config import resolve
 from components.core.progress import Quiet

@@ -26,8 +26,7 @@ from agent_fixtures import (
 )
 
 from components.agent.chat_rollout import run_chats
-from components.agent.episode import SHORTENED
-from components.agent.rollout import RolloutRequest
+from components.agent.episode import SHORTENED, RolloutRequest
 from components.agent.token_rollout import run_episodes, suffix_ids
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.bootstrap.canonicalize import canonicalize

@@ -9,8 +9,8 @@ import pytest
 from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, params, tokenizer, write
 
 from components.agent import trajectory_viewer
+from components.agent.episode import RolloutRequest
 from components.agent.replay import replay
-from components.agent.rollout import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory, save_trajectories
 from components.core.errors import UserError
