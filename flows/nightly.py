@@ -20,7 +20,7 @@ from components.judge.pool import open_pool, with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
-from components.training.stage_checks import check_stages
+from components.training.stage import check_stages
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.progress import DiskGuard, MetricsProgress

@@ -10,11 +10,12 @@ If no faster kernel was found, model.py takes the place of model_new.py and work
 """
 
 import ast
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Template
 
 from components.agent.optimize import Outcome
 from components.agent.trajectory import save_trajectories
@@ -22,7 +23,7 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import atomic_folder, write_json
 from components.core.params import Params
-from components.judge.verdict import Ratio, Seconds, Speedup, Verdict
+from components.judge.verdict import Seconds, Speedup
 from components.sandbox.build import Builder
 
 RESULT = "result.json"
@@ -164,94 +165,19 @@ def headline(outcome: Outcome) -> str:
     return text if compiled.low > 1 else f"{text} Against torch.compile that may be noise."
 
 
-def _interval(ratio: Ratio | None) -> str:
-    return "not measured" if ratio is None else f"{ratio.estimate:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-
-
-def _microseconds(seconds: float | None) -> str:
-    return "not measured" if seconds is None else f"{seconds * 1e6:.1f}"
-
-
 def report(outcome: Outcome, params: Params, policy: str) -> str:
     """Return the text of report.md."""
-    lines = [f"# {outcome.task.name or 'Module'}: {headline(outcome)}", ""]
-    verdict = outcome.verdict
-    if verdict is not None and verdict.status == "correct":
-        lines += _figures(verdict, params)
-    if outcome.found:
-        lines += _use(outcome, params)
-    lines += [
-        "## What was tried",
-        "",
-        f"Policy: {policy}. {len(outcome.trajectories)} attempts, {outcome.turns} turns, "
-        f"{outcome.seconds:.0f} s.",
-        "",
-        "| attempt | turns | kernels judged | best | fastest against eager | ended by |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for number, trajectory in enumerate(outcome.trajectories, 1):
-        correct = [v for v in trajectory.verdicts if v.status == "correct" and v.speedup.eager is not None]
-        fastest = max((v.speedup.eager.estimate for v in correct if v.speedup.eager), default=None)
-        best = (
-            "correct"
-            if correct
-            else ": ".join(filter(None, (trajectory.final.status, trajectory.final.reason)))
-        )
-        speed = "–" if fastest is None else f"{fastest:.2f}"
-        lines.append(
-            f"| {number} | {len(trajectory.turns)} | {len(trajectory.verdicts)} | {best} | {speed} | "
-            f"{trajectory.finish_reason} |"
-        )
-    counts = Counter((v.status, v.reason) for v in outcome.judged)
-    lines += [
-        "",
-        f"{len(outcome.judged)} different candidates: "
-        + "; ".join(f"{n} {s}{f' ({r})' if r else ''}" for (s, r), n in counts.most_common())
-        + ".",
-    ]
-    if outcome.notes:
-        lines += ["", "## To know", "", *(f"- {note}" for note in outcome.notes)]
-    return "\n".join(lines) + "\n"
-
-
-def _figures(verdict: Verdict, params: Params) -> list[str]:
-    evidence = verdict.evidence
-    clock = "CPU time of one thread" if evidence.get("clock") == "cpu" else "wall time on the device"
-    return [
-        "| | us a call | times as fast (95 % interval) |",
-        "| --- | --- | --- |",
-        f"| this kernel | {_microseconds(verdict.seconds.candidate)} | |",
-        f"| eager PyTorch | {_microseconds(verdict.seconds.eager)} | {_interval(verdict.speedup.eager)} |",
-        f"| torch.compile | {_microseconds(verdict.seconds.compile)} | "
-        f"{_interval(verdict.speedup.compile)} |",
-        "",
-        f"Measured by {clock} on {evidence.get('device', verdict.device)}, torch "
-        f"{evidence.get('torch', '?')}, {verdict.precision}, {params.sandbox.rounds} "
-        f"rounds of each, alternating, on fresh inputs; the outputs of every round were checked. This "
-        f"measurement chose nothing: the kernel was picked by "
-        f"earlier ones. Isolation: {evidence.get('isolation', params.sandbox.isolation)}.",
-        "",
-    ]
-
-
-def _use(outcome: Outcome, params: Params) -> list[str]:
-    shapes = ", ".join(
-        f"{json.dumps(item['shape'])} {item['dtype']}" for item in outcome.task.evidence["inputs"]
+    template: Template = Template(
+        Path(__file__).with_name("report.md.j2").read_text(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    machine = "a processor like this one" if params.device == "cpu" else "a GPU like this one"
-    return [
-        "## Use it",
-        "",
-        "```python",
-        "from model_new import ModelNew  # with this folder on sys.path",
-        "",
-        "new = ModelNew(...)  # the constructor of your module",
-        "new.load_state_dict(old.state_dict())",
-        "```",
-        "",
-        f"It was checked with inputs {shapes}: other dtypes do not work, other shapes are unchecked. "
-        f"Tensors must be contiguous. It has no backward pass.",
-        f"The library in workspace/ runs on {machine}; `bash utils/compile.sh` there builds it anew, "
-        f"`python3 -m utils.profiling` measures it again.",
-        "",
-    ]
+    return template.render(
+        outcome=outcome,
+        verdict=outcome.verdict,
+        headline=headline(outcome),
+        counts=Counter((verdict.status, verdict.reason) for verdict in outcome.judged).most_common(),
+        params=params,
+        policy=policy,
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
 from components.agent.tool_parser import BLOCK
 from components.agent.trajectory import ToolCall, Trajectory, load_trajectories
@@ -186,14 +186,14 @@ def plot(trajectory: Trajectory) -> dict[str, Any]:
 
 def page(trajectory: Trajectory, name: str) -> str:
     """Return the text of a self-contained HTML page with the heading `name` that shows the trajectory."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+    template: Template = Template(
+        Path(__file__).with_name("timeline.html.j2").read_text(),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("timeline.html.j2").render(
+    return template.render(
         name=name,
         trajectory=trajectory,
         steps=steps(trajectory),

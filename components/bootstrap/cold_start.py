@@ -6,21 +6,20 @@ and the processes sum their gradients with gloo. The training state is stored on
 continues and gives the same numbers as an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 from torch.multiprocessing import get_context
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan_batches
 from components.bootstrap.muon import Muon
@@ -29,9 +28,6 @@ from components.core.params import Params
 from components.core.progress import Progress, Quiet
 from components.core.task import KernelTask
 from components.policy.checkpoint import Manifest, save_checkpoint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Minimum time between two saves of the training state.
 SAVE_SECONDS = 60.0
@@ -120,8 +116,6 @@ def new_model(
     The vocabulary is padded to a multiple of 64. `tokenizer` provides the ids of the special tokens.
     """
     policy = params.policy
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(
         vocab_size=-(-vocabulary // 64) * 64,
         hidden_size=policy.hidden,

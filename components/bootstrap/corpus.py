@@ -1,17 +1,15 @@
 """The training text of a policy that is made from scratch, and its division into micro-batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import Message, pieces, train_tokenizer
@@ -21,9 +19,6 @@ from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Number of demonstrations of each task. It is larger than 1, because composing a task takes about ten times
 # as long as writing a demonstration.

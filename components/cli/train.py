@@ -56,7 +56,7 @@ def train(
 
     The same command continues an interrupted stage.
     """
-    from components.training.stage_checks import check_stages
+    from components.training.stage import check_stages
 
     resolved = options.resolve()
     check_stages(resolved.params, (stage,))

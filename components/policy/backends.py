@@ -1,7 +1,7 @@
 """Functions that open the sampling backend which `policy.backend` names.
 
 Evaluation and `cuda-agent optimize` call `open_sampler` for a checkpoint whose weights do not change.
-Training, which changes the weights between samples, uses `components.training.weight_sync`.
+Training, which changes the weights between samples, uses `components.training.rollouts.TrainedPolicy`.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from components.agent.reward import training_reward
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.params import Ppo
@@ -284,6 +284,19 @@ def update(
             norms.append(train_step(engine, experience, rows, loss, sums, learning_rate=learning_rate))
     figures = sums.means(engine.world, experience.tokens * ppo.epochs)
     return figures | {"gradient_norm": sum(norms) / len(norms)}
+
+
+def training_reward(trajectory: Trajectory, shape: Literal["milestone", "speedup"]) -> float:
+    """Return the reward of a trajectory that PPO maximises: its milestone or its speed-up over eager.
+
+    `shape` selects one of them; the ablation of the CUDA Agent paper uses the speed-up in place of the
+    milestone. The speed-up is replaced by -1 if the final candidate is not correct or its speed-up was not
+    measured.
+    """
+    if shape == "milestone":
+        return trajectory.reward
+    speedup = trajectory.final.speedup.eager if trajectory.final.status == "correct" else None
+    return -1.0 if speedup is None else speedup.estimate
 
 
 def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:

@@ -31,8 +31,7 @@ from components.training.rollouts import (
     reward_figures,
     trainable,
 )
-from components.training.stage import Stage, StageResult
-from components.training.stage_checks import replayed_rows
+from components.training.stage import Stage, StageResult, replayed_rows
 from components.training.training_loop import StepRecord, finish, fit, resume
 
 # Token ids and action mask of a trajectory or demonstration.
@@ -164,7 +163,7 @@ def schedule(
     """Return the rows of every optimizer step, made by shuffled passes over the kept trajectories.
 
     rejection.replay_share sets the share of demonstrations that are added to each batch. `replay`, which
-    makes them, may be None only if that share gives no demonstrations; `stage_checks` enforces this.
+    makes them, may be None only if that share gives no demonstrations; `check_stages` enforces this.
     """
     replayed = replayed_rows(rejection)
     kept_rows = max(1, rejection.batch - replayed)
@@ -175,7 +174,7 @@ def schedule(
         batches += [list(order[first : first + kept_rows]) for first in range(0, len(order), kept_rows)]
     if not replayed:
         return batches
-    assert replay is not None, "stage_checks refuses the parameters before"
+    assert replay is not None, "check_stages refuses the parameters before"
     # A smaller last batch of a pass gets fewer demonstrations, so that their share stays the same.
     counts = [math.ceil(replayed * len(batch) / kept_rows) for batch in batches]
     demonstrations = iter(replay(sum(counts)))

@@ -1,37 +1,36 @@
-"""This module chooses the tasks of a training step and samples its trajectories.
+"""This module chooses the tasks of a training step, publishes the newest weights and samples trajectories.
 
 The trajectories are stored, so a step that is repeated after a kill does not sample them again.
 """
 
-from __future__ import annotations
-
+import copy
 import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
 
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core import params
 from components.core.errors import UserError
-from components.core.files import digest_json
+from components.core.files import atomic_folder, digest_json
 from components.core.task import KernelTask
+from components.policy.backends import open_vllm_sampler
 from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
+from components.policy.transformers_sampler import TransformersSampler
+from components.policy.vllm_sampler import VllmSampler
 from components.training.engine import DTYPES, DeepSpeedEngine, join_world
 from components.training.metrics_file import Figures
 from components.training.stage import Stage
-from components.training.weight_sync import open_policy_sampler
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 # Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop. They return one
 # trajectory for each task of the request, in order.
-RunEpisodes = Callable[[RolloutRequest, Sampler, "PreTrainedTokenizerBase"], list[Trajectory]]
+RunEpisodes = Callable[[RolloutRequest, Sampler, PreTrainedTokenizerBase], list[Trajectory]]
 
 
 def derived_seed(*parts: object) -> int:
@@ -47,7 +46,7 @@ class SolveRateTracker:
     solved: dict[str, list[bool]] = field(default_factory=dict)
 
     @classmethod
-    def before(cls, out: Path, step: int) -> SolveRateTracker:
+    def before(cls, out: Path, step: int) -> Self:
         """Return the tracker of a stage that will run `step` next, made from its stored trajectories."""
         tracker = cls()
         for earlier in range(step):
@@ -111,7 +110,12 @@ def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: i
 
 
 class TrainedPolicy:
-    """The policy that a stage trains, with its tokenizer and the sampler of its current weights."""
+    """The policy that a stage trains, with its tokenizer and the sampler of its newest weights.
+
+    With the backend transformers, the sampler uses the trained weights themselves. Under ZeRO 3, which shards
+    the weights, it has a full copy of them instead. With vLLM, rank 0 sends the weights to the sampler after
+    every update. The other ranks have no sampler and only help to gather the weights.
+    """
 
     def __init__(self, stage: Stage, rollouts: params.Rollouts, run_episodes: RunEpisodes):
         """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
@@ -120,29 +124,41 @@ class TrainedPolicy:
         shard the weights, and the sampler may copy them here.
         """
         params = stage.params
-        digest = verify_checkpoint(stage.actor, params.device).digest
+        self.digest = verify_checkpoint(stage.actor, params.device).digest
         self.stage, self.rollouts, self.run_episodes = stage, rollouts, run_episodes
         self.world = join_world(params.device, params.engine.collective_seconds)
         self.tokenizer = load_tokenizer(stage.actor)
         self.model = load_model(stage.actor, dtype=DTYPES[params.engine.dtype], device=params.device)
-        self.backend = open_policy_sampler(
-            self.model,
-            self.tokenizer,
-            params,
-            self.world,
-            checkpoint=stage.actor,
-            digest=digest,
-            out=stage.out,
-        )
-        self.sampler: Sampler | None = None
+        self.sampler: TransformersSampler | VllmSampler | None = None
+        if params.policy.backend == "transformers":
+            model = copy.deepcopy(self.model) if params.engine.zero_stage == 3 else self.model
+            self.sampler = TransformersSampler(
+                model, self.tokenizer, batch=params.policy.batch, device=params.device, version=self.digest
+            )
+        elif self.world.rank == 0:
+            self.sampler = open_vllm_sampler(params, stage.actor, self.tokenizer, version=self.digest)
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
         """Give the sampler the present weights of `engine`; every rank must call this.
 
-        `updates` is the number of steps that the stage has trained so far. It becomes part of the version
-        that the trajectories record.
+        `updates` is the number of steps that the stage has trained so far. Trajectories record it in the name
+        of the weights that sampled them, after the first digits of the digest of the checkpoint that the
+        stage started from, such as 0123456789abcdef+3.
         """
-        self.sampler = self.backend.publish(engine, updates)
+        version = f"{self.digest[:16]}+{updates}"
+        with engine.gathered_parameters():
+            if isinstance(self.sampler, TransformersSampler):
+                if self.sampler.model is not self.model:
+                    self.sampler.model.load_state_dict(self.model.state_dict())
+                self.sampler.model.eval()
+                self.sampler.version = version
+            elif self.sampler is not None:
+                folder = self.stage.out / "published"
+                if self.sampler.settings.weight_transfer == "disk":
+                    with atomic_folder(folder) as temporary:
+                        self.model.save_pretrained(temporary)
+                weights = list(self.model.named_parameters())
+                self.sampler.push(weights, version=version, folder=folder)
 
     def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
         """Return the trajectories of step `step` of `steps`; every rank must call this.
@@ -154,7 +170,7 @@ class TrainedPolicy:
         stage, rollouts = self.stage, self.rollouts
         folder = step_folder(stage.out, step)
         if self.world.rank == 0 and not folder.is_dir():
-            assert self.sampler is not None, "rank 0 samples, and its weights are published before"
+            assert self.sampler is not None, "rank 0 has a sampler"
             request = RolloutRequest(
                 tasks=[task for task in tasks for _ in range(samples)],
                 params=stage.params,
@@ -172,7 +188,8 @@ class TrainedPolicy:
             trainable(sampled)
             save_trajectories(folder, sampled)
         self.world.barrier()
-        self.backend.sleep()
+        if isinstance(self.sampler, VllmSampler):
+            self.sampler.sleep()
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.
         return load_trajectories(folder)

@@ -15,8 +15,7 @@ from components.core.errors import StageFailed
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
-from components.training.stage import Stage, StageResult, finished_result
-from components.training.stage_checks import check_stages
+from components.training.stage import Stage, StageResult, check_stages, finished_result
 
 if TYPE_CHECKING:
     from components.training.rejection import Row

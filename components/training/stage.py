@@ -9,13 +9,14 @@ state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from components.core.errors import UserError
 from components.core.files import MANIFEST, read_json
-from components.core.params import Params
+from components.core.params import Params, Rejection
 from components.core.progress import Progress
 from components.core.records import FrozenModel
 from components.core.task import KernelTask, dataset_version, read_tasks
@@ -130,3 +131,31 @@ def finished_result(stage: Stage) -> StageResult | None:
             "give another folder, or delete it first."
         )
     return result
+
+
+def replayed_rows(rejection: Rejection) -> int:
+    """Return the number of cold-start demonstrations in a full batch of stage 2, rejection fine-tuning."""
+    return round(rejection.batch * rejection.replay_share)
+
+
+def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
+    """Raise UserError, which names the parameter, if one of `stages` cannot run with `params`.
+
+    A run of only stage 3 (value pretraining) is never refused here, because it samples nothing.
+    """
+    if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
+        raise UserError(
+            "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
+        )
+    # Only a policy that the cold start made has demonstrations.
+    if "rejection" in stages and params.policy.source != "scratch" and replayed_rows(params.rejection):
+        raise UserError(
+            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0."
+        )
+    tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
+    if set(stages) == set(STAGES) and max(tasks) < 2 and not params.warmup.solve_rate_share:
+        # Both stages then sample the same task, so stage 3 would get trajectories of only one task.
+        raise UserError(
+            "warmup.rollouts.tasks: stages 1 and 2 sample a single task, and stage 3 cannot hold one out; "
+            "raise it to 2 or more."
+        )

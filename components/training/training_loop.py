@@ -5,13 +5,13 @@ A stage builds its engines, calls `resume` on them, then `fit` with a function t
 with bitwise the same weights as one that was never interrupted.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.core.files import read_json, write_json
 from components.core.task import dataset_version
@@ -21,10 +21,6 @@ from components.training.collapse_detection import Collapsed, Terminated, sigter
 from components.training.engine import DeepSpeedEngine, NotFinite, World
 from components.training.metrics_file import Figures, MetricsFile
 from components.training.stage import CHECKPOINT, RESULT, TASKS, Stage, StageResult
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Number of states kept on disk. It is 2 because the newest weights may turn out to be collapsed in the next
 # step, which then needs older ones.

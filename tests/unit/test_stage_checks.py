@@ -10,7 +10,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.training.stage_checks import check_stages
+from components.training.stage import check_stages
 from flows import nightly
 
 
