@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from components.bootstrap.demonstrations import make_demonstration
-from components.bootstrap.tokenizer import Message, pieces, train_tokenizer
+from components.bootstrap.tokenizer import Message, encode_conversations, train_tokenizer
 from components.core.errors import UserError
 from components.core.files import atomic_folder
 from components.core.params import Params
@@ -64,8 +64,8 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
     sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
     tokenizer = train_tokenizer(sample, params.policy.vocabulary, context)
     rows = [
-        (ids, mask)
-        for ids, mask in _tokenize(tokenizer, conversations[: params.coldstart.demonstrations])
+        (torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool))
+        for ids, mask in encode_conversations(tokenizer, conversations[: params.coldstart.demonstrations])
         if len(ids) <= context
     ]
     if not rows:
@@ -102,25 +102,6 @@ def _write_conversations(
         )
     rng.shuffle(conversations)
     return conversations
-
-
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the ids (int32) and the action_mask (bool) of each conversation.
-
-    Equal pieces of text are tokenised only once.
-    """
-    split = [pieces(conversation) for conversation in conversations]
-    texts = sorted({text for conversation in split for text, _ in conversation})
-    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
-    return [
-        (
-            torch.tensor([token for text, _ in conversation for token in ids[text]], dtype=torch.int32),
-            torch.tensor([sampled for text, sampled in conversation for _ in ids[text]], dtype=torch.bool),
-        )
-        for conversation in split
-    ]
 
 
 def load_corpus(folder: Path) -> Corpus:

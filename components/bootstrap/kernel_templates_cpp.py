@@ -6,9 +6,10 @@ tokens.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from components.bootstrap.chain_parser import Step
+from components.bootstrap.chain_parser import OperatorChain, Step
 
 ELEMENTWISE = {
     "relu": "v = v < 0 ? 0 : v;",
@@ -156,6 +157,51 @@ CUDA_MATH |= {"vsqrt": "sqrtf", "vabs": "fabsf", "vmax": "fmaxf", "vmin": "fminf
 
 def elementwise(step: Step) -> str:
     return ELEMENTWISE[step.name].format(*step.constants)
+
+
+@dataclass(frozen=True)
+class FusedRow:
+    """C++ code of a chain with row operators, for one row in the array `a`.
+
+    `lines` are the loops of all sweeps. After them, the array `source` contains the row. If the chain ends
+    with one value for each row, `tail` are the lines that compute it as `v`. Otherwise `pending` are the
+    lines that are still to be computed for every element `v`.
+    """
+
+    lines: list[str]
+    source: str
+    pending: list[str]
+    tail: list[str]
+
+
+def fuse_row(chain: OperatorChain, write_sweep: Callable[[Reduction, str, list[str]], list[str]]) -> FusedRow:
+    """Fuse the operators of a chain, so that elementwise operators are computed in the row's next loop.
+
+    `write_sweep` returns the lines of one sweep from the sweep, the array that contains the row, and the
+    lines for each element. A changed row is stored in the array `b`, unless no later loop reads it.
+    """
+    lines: list[str] = []
+    pending: list[str] = []
+    tail: list[str] = []
+    source = "a"
+    for step in chain.steps:
+        if step.name not in ROW:
+            (tail or pending).append(elementwise(step).replace("y[i]", "s[i]"))
+            continue
+        operator = ROW[step.name]
+        for sweep in operator.sweeps:
+            rewrites = "b[i] = v;" in sweep.each
+            last = operator.result and sweep is operator.sweeps[-1]
+            store = ["b[i] = v;"] if pending and not rewrites and not last else []
+            lines += write_sweep(sweep, source, [*pending, *store, *sweep.each])
+            if store or rewrites:
+                source = "b"
+            pending = []
+        if operator.result:
+            tail = [f"float v = {operator.result};"]
+        else:
+            pending = [operator.apply]
+    return FusedRow(lines, source, pending, tail)
 
 
 def replace_functions(text: str, names: dict[str, str]) -> str:

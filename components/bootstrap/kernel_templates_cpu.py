@@ -4,8 +4,17 @@ The styles are one loop for each operator (`passes`), fused loops (`fused`), and
 (`simd`).
 """
 
+from functools import partial
+
 from components.bootstrap.chain_parser import OperatorChain, Step
-from components.bootstrap.kernel_templates_cpp import LIBM, ROW, elementwise, replace_functions
+from components.bootstrap.kernel_templates_cpp import (
+    LIBM,
+    ROW,
+    Reduction,
+    elementwise,
+    fuse_row,
+    replace_functions,
+)
 
 COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
 
@@ -50,49 +59,34 @@ def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[st
     ]
 
 
-def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
-    """Return the C++ lines of fused loops for a chain with row operators.
+def sweep_lines(sweep: Reduction, source: str, body: list[str], vectorised: bool) -> list[str]:
+    """Return the C++ lines of one sweep over the row in the array `source`, with the lines `body`."""
+    return [
+        *(f"    {line}" for line in sweep.declare),
+        *loop(sweep.clause, source, body, vectorised),
+        *(f"    {line}" for line in sweep.finish),
+    ]
 
-    Elementwise operators are computed in the next loop over the row.
-    """
-    lines, pending, source, touched = [], [], "a", False
-    tail: list[str] = []
-    for step in chain.steps:
-        if tail:
-            tail.append(elementwise(step))
-        elif step.name not in ROW:
-            pending.append(elementwise(step))
-        else:
-            operator = ROW[step.name]
-            for sweep in operator.sweeps:
-                rewrites = "b[i] = v;" in sweep.each
-                # The changed row is stored unless no later loop reads it.
-                last = operator.result and sweep is operator.sweeps[-1]
-                store = ["b[i] = v;"] if pending and not rewrites and not last else []
-                lines += [f"    {line}" for line in sweep.declare]
-                lines += loop(sweep.clause, source, [*pending, *store, *sweep.each], vectorised)
-                lines += [f"    {line}" for line in sweep.finish]
-                if store or rewrites:
-                    source, touched = "b", True
-                pending = []
-            if operator.result:
-                tail = [f"float v = {operator.result};"]
-            else:
-                pending = [operator.apply]
-    if tail:
-        lines += [*(f"    {line}" for line in tail), "    out[r] = v;"]
+
+def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
+    """Return the C++ lines of fused loops for a chain with row operators."""
+    row = fuse_row(chain, partial(sweep_lines, vectorised=vectorised))
+    buffered = row.tail and row.source == "b"
+    if row.tail:
+        end = [*(f"    {line}" for line in row.tail), "    out[r] = v;"]
     else:
-        lines += loop("", source, [*pending, "b[i] = v;"], vectorised)
-    head = ["    const float* a = x + r * cols;"]
-    if touched and tail:
-        head.append("    float* b = row.data();")
-    elif not tail:
-        head.append("    float* b = out + r * cols;")
-    buffer = ["  std::vector<float> row(cols);"] if touched and tail else []
-    if "y" in chain.tensors:
-        head.append("    const float* s = y + r * cols;")
-    lines = [line.replace("y[i]", "s[i]") for line in lines]
-    return [*buffer, "  for (int64_t r = 0; r < rows; ++r) {", *head, *lines, "  }"]
+        end = loop("", row.source, [*row.pending, "b[i] = v;"], vectorised)
+    return [
+        *(["  std::vector<float> row(cols);"] if buffered else []),
+        "  for (int64_t r = 0; r < rows; ++r) {",
+        "    const float* a = x + r * cols;",
+        *(["    float* b = row.data();"] if buffered else []),
+        *([] if row.tail else ["    float* b = out + r * cols;"]),
+        *(["    const float* s = y + r * cols;"] if "y" in chain.tensors else []),
+        *row.lines,
+        *end,
+        "  }",
+    ]
 
 
 def separate_loops(chain: OperatorChain) -> list[str]:
@@ -120,9 +114,7 @@ def row_operator_loops(step: Step) -> list[str]:
     operator = ROW[step.name]
     lines = ["  for (int64_t r = 0; r < rows; ++r) {", "    float* b = &a[r * cols];"]
     for sweep in operator.sweeps:
-        lines += [f"    {line}" for line in sweep.declare]
-        lines += loop("", "b", list(sweep.each), vectorised=False)
-        lines += [f"    {line}" for line in sweep.finish]
+        lines += sweep_lines(sweep, "b", list(sweep.each), vectorised=False)
     if operator.result:
         lines += [f"    a[r] = {operator.result};", "  }", "  a.resize(rows);"]
     else:

@@ -6,8 +6,15 @@ wide memory accesses (`vector`).
 
 import re
 
-from components.bootstrap.chain_parser import OperatorChain, Step
-from components.bootstrap.kernel_templates_cpp import CUDA_MATH, ROW, elementwise, replace_functions
+from components.bootstrap.chain_parser import OperatorChain
+from components.bootstrap.kernel_templates_cpp import (
+    CUDA_MATH,
+    ROW,
+    Reduction,
+    elementwise,
+    fuse_row,
+    replace_functions,
+)
 
 BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
   __shared__ float part[256];
@@ -103,30 +110,19 @@ def loop(source: str, body: list[str]) -> list[str]:
     ]
 
 
-def row_operator_loops(step: Step, pending: list[str], source: str, stored: bool) -> tuple[list[str], str]:
-    """Return the CUDA lines of a row operator, and the name of the array that then contains the row.
+def sweep_lines(sweep: Reduction, source: str, body: list[str]) -> list[str]:
+    """Return the CUDA lines of one sweep of a block over its row in the array `source`.
 
-    Each block of threads computes one row. `pending` are lines for each element that have to be computed
-    before, `source` is the array that contains the row, and `stored` is whether later lines read the row.
+    `body` are the lines for each element. The accumulators of the threads are combined after the loop.
     """
-    operator, lines = ROW[step.name], []
-    for sweep in operator.sweeps:
-        rewrites = "b[i] = v;" in sweep.each
-        store = (
-            ["b[i] = v;"] if pending and not rewrites and (stored or sweep is not operator.sweeps[-1]) else []
-        )
-        kind, names = sweep.clause.split(" : ")
-        each = [line.replace("(double)", "") for line in sweep.each]
-        lines += [f"  {line.replace('double', 'float')}" for line in sweep.declare]
-        lines += loop(source, [*pending, *store, *each])
-        lines += [
-            f"  {name} = block_{'max' if kind == 'max' else 'sum'}({name});" for name in names.split(", ")
-        ]
-        lines += [f"  {line}" for line in sweep.finish]
-        if store or rewrites:
-            source = "b"
-        pending = []
-    return lines, source
+    kind, names = sweep.clause.split(" : ")
+    function = "block_max" if kind == "max" else "block_sum"
+    return [
+        *(f"  {line.replace('double', 'float')}" for line in sweep.declare),
+        *loop(source, [line.replace("(double)", "") for line in body]),
+        *(f"  {name} = {function}({name});" for name in names.split(", ")),
+        *(f"  {line}" for line in sweep.finish),
+    ]
 
 
 def block_functions(text: str, template: str) -> list[str]:
@@ -140,34 +136,18 @@ def row_kernel(chain: OperatorChain, template: str) -> list[str]:
     `template` is the template of the functions that reduce values over a block, which is BLOCK_OPERATION or
     WARP_OPERATION.
     """
-    lines: list[str] = []
-    pending: list[str] = []
-    tail: list[str] = []
-    source = "a"
-    for step in chain.steps:
-        line = "" if step.name in ROW else elementwise(step).replace("y[i]", "s[i]")
-        if step.name in ROW:
-            operator = ROW[step.name]
-            added, source = row_operator_loops(step, pending, source, not operator.result)
-            lines += added
-            pending = [operator.apply]
-            if operator.result:
-                tail = [f"  float v = {operator.result};"]
-        elif tail:
-            tail.append(f"  {line}")
-        else:
-            pending.append(line)
-    lines += (
-        [*tail, "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
-        if tail
-        else loop(source, [*pending, "out[blockIdx.x * cols + i] = v;"])
-    )
+    row = fuse_row(chain, sweep_lines)
+    if row.tail:
+        end = [*(f"  {line}" for line in row.tail), "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
+    else:
+        end = loop(row.source, [*row.pending, "out[blockIdx.x * cols + i] = v;"])
     kernel = [
         f"__global__ void rows({parameters(chain)}) {{",
         "  extern __shared__ float b[];",
         "  const float* a = x + blockIdx.x * cols;",
         *(["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []),
-        *lines,
+        *row.lines,
+        *end,
         "}",
     ]
     call = launch(chain, "rows", "t[0].size[0]", "t[0].size[1] * sizeof(float)")

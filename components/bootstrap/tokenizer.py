@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -101,17 +101,18 @@ def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
     return texts if before == "\n" else [*texts, (before.removesuffix("\n"), False)]
 
 
-def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
-) -> tuple[list[int], list[int]]:
-    """Return the ids of a conversation, and a mask that is 1 on the ids of the assistant's turns.
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the ids of each conversation, and a mask that is 1 on the ids of the assistant's turns.
 
-    A turn includes its end-of-turn token.
+    A turn includes its end-of-turn token. Equal pieces of text are tokenised only once.
     """
-    ids: list[int] = []
-    mask: list[int] = []
-    for text, sampled in pieces(messages):
-        piece = tokenizer.encode(text, add_special_tokens=False)
-        ids += piece
-        mask += [int(sampled)] * len(piece)
-    return ids, mask
+    split = [pieces(conversation) for conversation in conversations]
+    texts = sorted({text for conversation in split for text, _ in conversation})
+    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    for conversation in split:
+        yield (
+            [token for text, _ in conversation for token in ids[text]],
+            [int(sampled) for text, sampled in conversation for _ in ids[text]],
+        )

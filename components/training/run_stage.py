@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.bootstrap.demonstrations import make_demonstration
-from components.bootstrap.tokenizer import encode_messages
+from components.bootstrap.tokenizer import encode_conversations
 from components.core.errors import StageFailed
 from components.core.params import Params
 from components.core.task import KernelTask
@@ -101,9 +101,9 @@ def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] |
         tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
         # With another seed the tasks differ from the tasks of the cold start.
         sources = islice(training_sources(params, params.coldstart.seed + 1), count)
-        return [
-            encode_messages(tokenizer, make_demonstration(source, rng, params.coldstart, params.device))
-            for source in sources
-        ]
+        conversations = (
+            make_demonstration(source, rng, params.coldstart, params.device) for source in sources
+        )
+        return list(encode_conversations(tokenizer, conversations))
 
     return rows

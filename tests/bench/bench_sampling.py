@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.bootstrap.cold_start import new_model
-from components.bootstrap.tokenizer import encode_messages, train_tokenizer
+from components.bootstrap.tokenizer import encode_conversations, train_tokenizer
 from components.core.config import resolve
 from components.core.params import Params
 from components.policy.checkpoint import load_model, load_tokenizer
@@ -76,7 +76,7 @@ def policy(
     return (
         load_model(checkpoint),
         tokenizer,
-        [encode_messages(tokenizer, message)[0] + heading for message in messages],
+        [next(encode_conversations(tokenizer, [message]))[0] + heading for message in messages],
     )
 
 

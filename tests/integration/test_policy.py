@@ -13,7 +13,7 @@ from components.bootstrap import cold_start
 from components.bootstrap.corpus import plan_batches
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.muon import Muon
-from components.bootstrap.tokenizer import encode_messages, train_tokenizer
+from components.bootstrap.tokenizer import encode_conversations, train_tokenizer
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
@@ -80,7 +80,8 @@ def prompts(
     tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], count: int
 ) -> list[list[int]]:
     return [
-        encode_messages(tokenizer, conversation[:1])[0] for conversation in conversations[: 3 * count : 3]
+        next(encode_conversations(tokenizer, [conversation[:1]]))[0]
+        for conversation in conversations[: 3 * count : 3]
     ]
 
 
@@ -121,7 +122,7 @@ def test_conversation_is_the_chat_template_and_the_mask_what_the_assistant_says(
     tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]]
 ) -> None:
     for conversation in conversations:
-        ids, mask = encode_messages(tokenizer, conversation)
+        ids, mask = next(encode_conversations(tokenizer, [conversation]))
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
             conversation, tokenize=False
         ).removesuffix("\n")
@@ -139,7 +140,7 @@ def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(
     pieces = [f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", f"{turn}<|im_end|>"]
     pieces.append(f"\n<|im_start|>tool\n{tool}<|im_end|>\n<|im_start|>assistant\n")
     grown = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
-    assert encode_messages(tokenizer, conversation)[0][: len(grown)] == grown
+    assert next(encode_conversations(tokenizer, [conversation]))[0][: len(grown)] == grown
 
 
 def test_tokenizer_is_the_same_after_saving(
@@ -147,7 +148,9 @@ def test_tokenizer_is_the_same_after_saving(
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert encode_messages(loaded, conversations[0]) == encode_messages(tokenizer, conversations[0])
+    assert next(encode_conversations(loaded, [conversations[0]])) == next(
+        encode_conversations(tokenizer, [conversations[0]])
+    )
     assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == "<|im_end|>"
 
 
