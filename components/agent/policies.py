@@ -18,7 +18,6 @@ from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
 from components.core.params import Params
-from components.policy.backends import open_sampler
 from components.policy.chat_client import ChatClient
 from components.policy.checkpoint import explain_load_errors, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
@@ -59,6 +58,8 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
 
     @functools.cache
     def loaded() -> tuple[Sampler, PreTrainedTokenizerBase]:
+        from components.policy.backends import open_sampler  # imports torch
+
         tokenizer = load_tokenizer(folder)
         return open_sampler(params, folder, tokenizer, version=digest), tokenizer
 
@@ -78,9 +79,9 @@ def checkpoint_policy(folder: Path, params: Params) -> Policy:
             f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging "
             f"Face folder."
         )
-    if (folder / MANIFEST).is_file():
-        return _folder_policy(folder, params, verify_checkpoint(folder).digest)
-    return _folder_policy(folder, params, digest_json(digest_tree(folder)))
+    has_manifest = (folder / MANIFEST).is_file()
+    digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
+    return _folder_policy(folder, params, digest)
 
 
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Policy:

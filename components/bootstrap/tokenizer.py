@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -102,7 +102,7 @@ def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
 
 
 def encode_conversations(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+    tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Sequence[Message]]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the ids of each conversation, and a mask that is 1 on the ids of the assistant's turns.
 

@@ -1,22 +1,18 @@
-"""Functions that open the sampling backend which `policy.backend` names.
+"""A function that opens the sampling backend which `policy.backend` names.
 
-Evaluation and `cuda-agent optimize` call `open_sampler` for a checkpoint whose weights do not change.
-Training, which changes the weights between samples, uses `components.training.rollouts.TrainedPolicy`.
+Evaluation and `cuda-agent optimize` call it for a checkpoint whose weights do not change. Training, which
+changes the weights between samples, uses `components.training.rollouts.TrainedPolicy`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from components.core.params import Params
 from components.policy.checkpoint import load_model
 from components.policy.sampler import Sampler
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from components.policy.vllm_sampler import VllmSampler
+from components.policy.transformers_sampler import TransformersSampler
+from components.policy.vllm_sampler import open_vllm_sampler
 
 
 def open_sampler(
@@ -28,8 +24,6 @@ def open_sampler(
     """
     settings, dtype = params.policy, params.engine.dtype
     if settings.backend == "transformers":
-        from components.policy.transformers_sampler import TransformersSampler
-
         model = load_model(folder, dtype=dtype, device=params.device)
         return TransformersSampler(
             model, tokenizer, batch=settings.batch, device=params.device, version=version
@@ -40,24 +34,3 @@ def open_sampler(
         weights = load_model(folder, dtype=dtype, device=device)
         sampler.push(list(weights.named_parameters()), version=version, folder=folder)
     return sampler
-
-
-def open_vllm_sampler(
-    params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
-) -> VllmSampler:
-    """Return a sampler that uses vLLM.
-
-    If the backend is `vllm-server`, it uses the server `policy.server`. Otherwise it loads the model in
-    `folder` into a vLLM of this process.
-    """
-    from components.policy.vllm_local import LocalVllm
-    from components.policy.vllm_sampler import VllmSampler
-    from components.policy.vllm_server import VllmServer
-
-    settings = params.policy
-    vllm = (
-        VllmServer(settings.server)
-        if settings.backend == "vllm-server"
-        else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed)
-    )
-    return VllmSampler(vllm, tokenizer, settings, version=version)

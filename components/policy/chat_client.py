@@ -6,6 +6,7 @@ server does not answer within `REQUEST_SECONDS`. The API key is read from the en
 OPENAI_API_KEY and not written to any file.
 """
 
+import json
 import os
 import random
 import re
@@ -195,7 +196,10 @@ class ChatClient:
                 continue
             status = response.status_code
             if status == 200:
-                return _json(response, text)
+                try:
+                    return json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise ServerFailed(f"the server's answer is not JSON ({text[:80]!r})") from error
             fault = f"the server answers {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
             if status == 429 or status >= 500:
                 header = response.headers.get("retry-after", "")
@@ -225,10 +229,3 @@ def _read(response: httpx.Response) -> bytes:
         if len(text) > MAX_REPLY_BYTES:
             raise ServerFailed(f"the server's answer is longer than {MAX_REPLY_BYTES} bytes")
     return bytes(text)
-
-
-def _json(response: httpx.Response, text: bytes) -> Any:
-    try:
-        return httpx.Response(200, content=text).json()
-    except (ValueError, RecursionError) as error:
-        raise ServerFailed(f"the server's answer is not JSON ({text[:80]!r})") from error

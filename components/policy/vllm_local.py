@@ -8,8 +8,9 @@ from typing import Any
 from components.core.errors import UserError
 from components.core.params import Policy
 from components.policy.sampler import Completion
-from components.policy.vllm_sampler import WORKER_EXTENSION, Request
-from components.policy.vllm_server import check_completion
+from components.policy.vllm_server import Request, check_completion
+
+WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
 
 
 class LocalVllm:

@@ -6,43 +6,21 @@ weights to it with vLLM's weight transfer, and then checks with a fingerprint th
 weights. The names of calls, routes and fields are those of vLLM 0.24.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from components.core.errors import UserError
-from components.core.params import Policy
+from components.core.params import Params, Policy
 from components.policy.sampler import Completion
+from components.policy.vllm_local import LocalVllm
+from components.policy.vllm_server import Request, VllmServer
 from components.policy.weights import fingerprint, ipc_update_info
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from components.policy.vllm_local import LocalVllm
-    from components.policy.vllm_server import VllmServer
-
-WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A sequence to complete until the token `stop`, with at most `max_tokens` tokens.
-
-    At temperature 0, each token is the most probable one.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-    stop: int
 
 
 class VllmSampler:
@@ -93,7 +71,7 @@ class VllmSampler:
         """
         started = time.monotonic()
         self.wake_up()
-        before = self._fingerprints()
+        before = self.vllm.collective_rpc("weight_fingerprint", {})
         if self.settings.weight_transfer == "disk":
             assert folder is not None, "a transfer by disk needs the folder"
             self.vllm.collective_rpc("reload_weights", {"weights_path": str(folder.resolve())})
@@ -111,9 +89,6 @@ class VllmSampler:
         self.version = version
         self.push_seconds = time.monotonic() - started
 
-    def _fingerprints(self) -> list[dict[str, Any]]:
-        return self.vllm.collective_rpc("weight_fingerprint", {})
-
     def _check(self, before: list[dict[str, Any]], weights: Sequence[Tensor]) -> None:
         """Raise UserError unless the workers have the weights.
 
@@ -121,7 +96,7 @@ class VllmSampler:
         of which has a part of the weights, the fingerprint of every worker must differ from that in `before`,
         the fingerprints of the workers before the weights were sent.
         """
-        after = self._fingerprints()
+        after = self.vllm.collective_rpc("weight_fingerprint", {})
         expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))
         is_single = len(after) == 1
         arrived = (
@@ -146,3 +121,20 @@ class VllmSampler:
         if self.asleep:
             self.vllm.wake_up()
             self.asleep = False
+
+
+def open_vllm_sampler(
+    params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
+) -> VllmSampler:
+    """Return a sampler that uses vLLM.
+
+    If the backend is `vllm-server`, it uses the server `policy.server`. Otherwise it loads the model in
+    `folder` into a vLLM of this process.
+    """
+    settings = params.policy
+    vllm = (
+        VllmServer(settings.server)
+        if settings.backend == "vllm-server"
+        else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed)
+    )
+    return VllmSampler(vllm, tokenizer, settings, version=version)

@@ -7,19 +7,33 @@ docs/training.md has the whole command.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.vllm_sampler import Request
 
 # Largest number of requests that are sent at the same time. Further requests wait in this process.
 MAX_CONNECTIONS = 256
 # Longest wait for one answer, in seconds. It is long, because a turn of 32,768 tokens in a full batch takes
 # minutes.
 TIMEOUT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to complete until the token `stop`, with at most `max_tokens` tokens.
+
+    At temperature 0, each token is the most probable one.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: int
 
 
 class RequestRefused(UserError):

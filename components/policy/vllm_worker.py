@@ -5,15 +5,9 @@ has no call that identifies its weights. This file is imported in vLLM's Python 
 torch.
 """
 
-from typing import Any, Protocol
-
-from torch import nn
+from typing import Any
 
 from components.policy.weights import fingerprint
-
-
-class _Worker(Protocol):
-    def get_model(self) -> nn.Module: ...
 
 
 class Fingerprint:
@@ -23,7 +17,7 @@ class Fingerprint:
     weights, to check that they have arrived.
     """
 
-    def weight_fingerprint(self: _Worker) -> dict[str, Any]:
+    def weight_fingerprint(self: Any) -> dict[str, Any]:
         """Return the fingerprint of this worker's parameters, and the dtype of the largest parameter.
 
         The keys are `fingerprint` and `dtype`.

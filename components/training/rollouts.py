@@ -19,11 +19,10 @@ from components.core import params
 from components.core.errors import UserError
 from components.core.files import atomic_folder, digest_json
 from components.core.task import KernelTask
-from components.policy.backends import open_vllm_sampler
 from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
 from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
-from components.policy.vllm_sampler import VllmSampler
+from components.policy.vllm_sampler import VllmSampler, open_vllm_sampler
 from components.training.engine import DTYPES, DeepSpeedEngine, join_world
 from components.training.metrics_file import Figures
 from components.training.stage import Stage

@@ -41,7 +41,8 @@ from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler
-from components.policy.vllm_sampler import WORKER_EXTENSION, VllmSampler
+from components.policy.vllm_local import WORKER_EXTENSION
+from components.policy.vllm_sampler import VllmSampler
 from components.training.batches import pad
 from components.training.networks import Actor
 
