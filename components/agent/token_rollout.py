@@ -122,9 +122,6 @@ class TokenEpisode(Episode):
             self.mask += [0] * len(suffix)
             self.logprobs += [0.0] * len(suffix)
 
-    def end(self, version: str) -> Trajectory:
-        return self.finish(version, self.ids, self.mask, self.logprobs)
-
 
 def run_episodes(
     request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
@@ -164,4 +161,8 @@ def run_episodes(
                 future.result()
             live = [episode for episode in live if not episode.finish_reason]
             request.on_progress(len(episodes) - len(live), len(episodes))
-        return list(threads.map(lambda episode: episode.end(sampler.version), episodes))
+        ends = [
+            threads.submit(episode.finish, sampler.version, episode.ids, episode.mask, episode.logprobs)
+            for episode in episodes
+        ]
+        return [end.result() for end in ends]

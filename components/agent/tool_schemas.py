@@ -11,12 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 def _decoded(value: Any) -> Any:
     """Parse JSON text: a call in tags carries its lists as text."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError):  # not text, or no JSON
+        return value
 
 
 class Arguments(BaseModel):

@@ -98,13 +98,17 @@ def _assigned_names(statement: ast.stmt) -> Names:
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return {}
     target, value = statement.targets[0], statement.value
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        pairs = list(zip(target.elts, value.elts, strict=True))
-    else:
-        pairs = [(target, value)]
+    pairs = (
+        zip(target.elts, value.elts, strict=True)
+        if isinstance(target, ast.Tuple)
+        and isinstance(value, ast.Tuple)
+        and len(target.elts) == len(value.elts)
+        else [(target, value)]
+    )
     return {name.id: bound for name, bound in pairs if isinstance(name, ast.Name)}
 
 
+@dataclass
 class _Substitution(ast.NodeTransformer):
     """A transformer that replaces names by expressions.
 
@@ -112,8 +116,7 @@ class _Substitution(ast.NodeTransformer):
     has no branches.
     """
 
-    def __init__(self, names: Names):
-        self.names = names
+    names: Names
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         value = self.names.get(node.id)
@@ -159,18 +162,10 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
         raise _NotAChain
     sources: list[str] = []
     ranks: set[int | None] = set()
-    for element in value.elts:
-        if (
-            isinstance(element, ast.Call)
-            and not element.keywords
-            and all(_is_number(size) for size in element.args)
-            and ast.unparse(element.func) in ("torch.randn", "torch.rand")
-        ):
-            element.func = ast.Attribute(ast.Name("torch"), "randn")
-            ranks.add(len(element.args))
-        else:
-            ranks.add(None)
-        sources.append(ast.unparse(element))
+    for source in map(ast.unparse, value.elts):
+        sizes = re.fullmatch(r"torch\.randn?\(([\d, ]+)\)", source)
+        sources.append(f"torch.randn({sizes[1]})" if sizes else source)
+        ranks.add(len(sizes[1].split(",")) if sizes else None)
     return sources, ranks.pop() if len(ranks) == 1 else None
 
 
@@ -262,11 +257,7 @@ class _Speller(ast.NodeTransformer):
             return self._function("square", [node.left], [])
         if not isinstance(node.op, ast.Add | ast.Mult):
             raise _NotAChain
-        left, right = (
-            (node.right, node.left)
-            if self._is_second_operand(node.left) and not self._is_second_operand(node.right)
-            else (node.left, node.right)
-        )
+        left, right = sorted((node.left, node.right), key=self._is_second_operand)
         if isinstance(right, ast.Attribute):
             right = self._renamed(right.attr, "scale" if isinstance(node.op, ast.Mult) else "shift")
         return ast.BinOp(left, node.op, _with_decimal_point(right))
@@ -336,21 +327,15 @@ def _unfold(expression: ast.expr) -> list[str]:
     For example, `F.relu(x * 2.0)` gives ["x * 2.0", "F.relu(x)"]. Raises _NotAChain if a part of the
     expression is not a known operator.
     """
-    lines: list[str] = []
-    while not isinstance(expression, ast.Name):
-        text, inner, line = ast.unparse(expression), _operand(expression), ""
-        while inner is not None:
-            line = text.replace(ast.unparse(inner), "x", 1)
-            if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
-                break
-            inner = _operand(inner)
-        if inner is None:
-            raise _NotAChain
-        lines.insert(0, line)
-        expression = inner
-    if expression.id != "x":
-        raise _NotAChain
-    return lines
+    if isinstance(expression, ast.Name) and expression.id == "x":
+        return []
+    text, inner = ast.unparse(expression), _operand(expression)
+    while inner is not None:
+        line = text.replace(ast.unparse(inner), "x", 1)
+        if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
+            return [*_unfold(inner), line]
+        inner = _operand(inner)
+    raise _NotAChain
 
 
 def _operand(node: ast.expr) -> ast.expr | None:

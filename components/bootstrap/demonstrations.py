@@ -42,9 +42,8 @@ def write_kernel(code: str, style: str, device: Device) -> str | None:
     chain = read_chain(code)
     if chain is None:
         return None
-    if device == "cpu":
-        return kernel_templates_cpu.write_kernel(chain, style)
-    return kernel_templates_cuda.write_kernel(chain, style)
+    write = kernel_templates_cpu.write_kernel if device == "cpu" else kernel_templates_cuda.write_kernel
+    return write(chain, style)
 
 
 def write_call(kernel: str, device: Device) -> str:

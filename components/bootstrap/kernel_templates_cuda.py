@@ -4,8 +4,6 @@ The styles are one launch for each operator (`passes`), one fused kernel (`fused
 wide memory accesses (`vector`).
 """
 
-import re
-
 from components.bootstrap.chain_parser import OperatorChain
 from components.bootstrap.kernel_templates_cpp import (
     CUDA_MATH,
@@ -43,6 +41,8 @@ COMBINE = {
     "sum": "part[threadIdx.x] + part[threadIdx.x + k]",
     "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
 }
+# Lines of a kernel, and the line that launches it.
+Kernel = tuple[list[str], str]
 LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
 
 
@@ -57,10 +57,10 @@ def launch(chain: OperatorChain, name: str, grid: str, shared: str = "0") -> str
     return f"  {name}<<<{grid}, 256, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
 
 
-def element_kernel(chain: OperatorChain) -> list[str]:
-    """Return the CUDA lines of a kernel that computes one element in each thread."""
-    return [
-        f"__global__ void fused({parameters(chain)}) {{",
+def element_kernel(chain: OperatorChain, name: str = "fused") -> Kernel:
+    """Return a CUDA kernel that computes one element in each thread."""
+    kernel = [
+        f"__global__ void {name}({parameters(chain)}) {{",
         "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
         "  if (i < n) {",
         "    float v = x[i];",
@@ -68,20 +68,18 @@ def element_kernel(chain: OperatorChain) -> list[str]:
         "    out[i] = v;",
         "  }",
         "}",
-        "KERNEL(forward) {",
-        launch(chain, "fused", "(t[0].numel + 255) / 256"),
-        "}",
     ]
+    return kernel, launch(chain, name, "(t[0].numel + 255) / 256")
 
 
-def float4_kernel(chain: OperatorChain) -> list[str]:
-    """Return the CUDA lines of a kernel that computes four elements as one float4 in each thread.
+def float4_kernel(chain: OperatorChain) -> Kernel:
+    """Return a CUDA kernel that computes four elements as one float4 in each thread.
 
     This needs no remainder loop, because composed tasks have a multiple of 16 elements.
     """
     names = [name for name in chain.tensors if name in ("x", "y")]
     body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
-    return [
+    kernel = [
         f"__device__ float chain(float v{', float y' if 'y' in names else ''}) {{",
         *(f"  {elementwise(step).replace('y[i]', 'y')}" for step in chain.steps),
         "  return v;",
@@ -95,10 +93,8 @@ def float4_kernel(chain: OperatorChain) -> list[str]:
         "    ((float4*)out)[i] = r;",
         "  }",
         "}",
-        "KERNEL(forward) {",
-        launch(chain, "wide", "(t[0].numel / 4 + 255) / 256"),
-        "}",
     ]
+    return kernel, launch(chain, "wide", "(t[0].numel / 4 + 255) / 256")
 
 
 def loop(source: str, body: list[str]) -> list[str]:
@@ -125,24 +121,15 @@ def sweep_lines(sweep: Reduction, source: str, body: list[str]) -> list[str]:
     ]
 
 
-def block_functions(text: str, template: str) -> list[str]:
-    used = [name for name in ("sum", "max") if f"block_{name}(" in text]
-    return [template.format(name=name, combine=COMBINE[name], lane=LANE[name]) for name in used]
-
-
-def row_kernel(chain: OperatorChain, template: str) -> list[str]:
-    """Return the CUDA lines of a kernel with one block for each row, which is kept in shared memory.
-
-    `template` is the template of the functions that reduce values over a block, which is BLOCK_OPERATION or
-    WARP_OPERATION.
-    """
+def row_kernel(chain: OperatorChain, name: str = "rows") -> Kernel:
+    """Return a CUDA kernel with one block for each row, which is kept in shared memory."""
     row = fuse_row(chain, sweep_lines)
     if row.tail:
         end = [*(f"  {line}" for line in row.tail), "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
     else:
         end = loop(row.source, [*row.pending, "out[blockIdx.x * cols + i] = v;"])
     kernel = [
-        f"__global__ void rows({parameters(chain)}) {{",
+        f"__global__ void {name}({parameters(chain)}) {{",
         "  extern __shared__ float b[];",
         "  const float* a = x + blockIdx.x * cols;",
         *(["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []),
@@ -150,54 +137,47 @@ def row_kernel(chain: OperatorChain, template: str) -> list[str]:
         *end,
         "}",
     ]
-    call = launch(chain, "rows", "t[0].size[0]", "t[0].size[1] * sizeof(float)")
-    return [*block_functions("\n".join(kernel), template), *kernel, "KERNEL(forward) {", call, "}"]
+    return kernel, launch(chain, name, "t[0].size[0]", "t[0].size[1] * sizeof(float)")
 
 
-def separate_kernels(chain: OperatorChain) -> list[str]:
-    """Return the CUDA lines of one kernel for each operator, which pass their results in the output tensor.
+def separate_kernels(chain: OperatorChain) -> list[Kernel]:
+    """Return one CUDA kernel for each operator, which pass their results in the output tensor.
 
     A reduction and the operators before it are one kernel, because the output tensor is too small for rows.
     """
     cut = next(
-        (index + 1 for index, step in enumerate(chain.steps) if ROW.get(step.name) and ROW[step.name].result),
+        (index + 1 for index, step in enumerate(chain.steps) if step.name in ROW and ROW[step.name].result),
         0,
     )
-    groups = (
-        [chain.steps[:cut], *([step] for step in chain.steps[cut:])]
-        if cut
-        else [[step] for step in chain.steps]
-    )
-    kernels, calls = [], []
-    for index, group in enumerate(groups):
-        part = OperatorChain(tuple(group), chain.tensors)
-        source = row_kernel(part, BLOCK_OPERATION) if part.by_row else element_kernel(part)
-        split = source.index("KERNEL(forward) {")
-        text, call = "\n".join(source[:split]), source[split + 1]
-        for helper in block_functions(text, BLOCK_OPERATION):
-            text = text.replace(helper + "\n", "")
-        name = f"pass{index}"
-        text = re.sub(r"\b(fused|rows)\(", f"{name}(", text)
-        call = re.sub(r"\b(fused|rows)<<<", f"{name}<<<", call)
+    groups = [chain.steps[:cut]] if cut else []
+    kernels = []
+    for index, group in enumerate([*groups, *((step,) for step in chain.steps[cut:])]):
+        part = OperatorChain(group, chain.tensors)
+        kernel, call = (row_kernel if part.by_row else element_kernel)(part, f"pass{index}")
         if index:
             call = call.replace("f32(t[0])", f"f32(t[{len(chain.tensors) - 1}])", 1)
             if cut:
                 call = call.replace("t[0].numel", f"t[{len(chain.tensors) - 1}].numel")
-        kernels.append(text)
-        calls.append(call)
-    return [*block_functions("\n".join(kernels), BLOCK_OPERATION), *kernels, "KERNEL(forward) {", *calls, "}"]
+        kernels.append((kernel, call))
+    return kernels
 
 
 def write_kernel(chain: OperatorChain, style: str) -> str:
     """Return the text of kernels/forward.cu for the chain in the style `passes`, `fused` or `vector`."""
     match style:
         case "passes":
-            body = [replace_functions(line, CUDA_MATH) for line in separate_kernels(chain)]
+            kernels, header = separate_kernels(chain), "#include <cmath>"
         case "fused":
-            body = row_kernel(chain, BLOCK_OPERATION) if chain.by_row else element_kernel(chain)
+            kernels, header = [(row_kernel if chain.by_row else element_kernel)(chain)], '#include "vec.h"'
         case "vector":
-            body = row_kernel(chain, WARP_OPERATION) if chain.by_row else float4_kernel(chain)
+            kernels, header = [(row_kernel if chain.by_row else float4_kernel)(chain)], '#include "vec.h"'
         case _:
             raise ValueError(f"unknown style {style}")
-    header = "#include <cmath>" if style == "passes" else '#include "vec.h"'
-    return "\n".join(['#include "binding_registry.h"', header, *body, ""])
+    body = "\n".join(line for kernel, _ in kernels for line in kernel)
+    template = WARP_OPERATION if style == "vector" else BLOCK_OPERATION
+    used = [name for name in ("sum", "max") if f"block_{name}(" in body]
+    functions = [template.format(name=name, combine=COMBINE[name], lane=LANE[name]) for name in used]
+    lines = [*functions, body, "KERNEL(forward) {", *(call for _, call in kernels), "}"]
+    if style == "passes":
+        lines = [replace_functions(line, CUDA_MATH) for line in lines]
+    return "\n".join(['#include "binding_registry.h"', header, *lines, ""])

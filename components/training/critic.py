@@ -179,8 +179,7 @@ def _monte_carlo(batch: Rollout, gamma: float) -> Tensor:
 
 
 def _values(engine: DeepSpeedEngine, batch: Rollout) -> Tensor:
-    (values,) = evaluate(engine.forward, engine.world, batch, engine.settings.tokens_per_microbatch)
-    return values
+    return evaluate(engine.forward, engine.world, batch, engine.settings.tokens_per_microbatch)[0]
 
 
 def _returns(engine: DeepSpeedEngine, batch: Rollout, gamma: float, lam: float) -> Tensor:

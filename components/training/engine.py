@@ -51,15 +51,12 @@ class World:
 
         The sum is exact for elements that are 0 on all ranks but one.
         """
-        if self.size == 1:
-            return tensor
         moved = tensor.to(self.device)
         distributed.all_reduce(moved)
         return moved.to(tensor.device)
 
     def barrier(self) -> None:
-        if self.size > 1:
-            distributed.barrier()
+        distributed.barrier()
 
 
 def join_world(device: params.Device, timeout_seconds: float) -> World:
