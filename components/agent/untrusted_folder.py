@@ -40,11 +40,9 @@ def read_bytes(root: Path, path: str) -> bytes | None:
     Returns None if the file cannot be opened, is not a regular file, or is larger than `MAX_FILE_BYTES`.
     """
     folder, _, name = path.rpartition("/")
-    try:
-        with opened(root / folder, _FOLDER) as above:
-            return _regular(above, name)
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), opened(root / folder, _FOLDER) as above:
+        return _regular(above, name)
+    return None
 
 
 def contents(root: Path, folder: str = "") -> dict[str, bytes]:
@@ -53,23 +51,18 @@ def contents(root: Path, folder: str = "") -> dict[str, bytes]:
     Only the first `MAX_FILES` names in sorted order are read, and only regular files of at most
     `MAX_FILE_BYTES` are included. The result is empty if `folder` cannot be opened or is a symbolic link.
     """
-    try:
-        with opened(root / folder, _FOLDER) as above:
-            files = {name: _regular(above, name) for name in sorted(os.listdir(above))[:MAX_FILES]}
-    except OSError:
-        return {}
-    return {name: data for name, data in files.items() if data is not None}
+    with contextlib.suppress(OSError), opened(root / folder, _FOLDER) as above:
+        files = {name: _regular(above, name) for name in sorted(os.listdir(above))[:MAX_FILES]}
+        return {name: data for name, data in files.items() if data is not None}
+    return {}
 
 
 def _regular(above: int, name: str) -> bytes | None:
-    try:
-        with opened(name, _READ, above) as descriptor:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
-                return None
+    with contextlib.suppress(OSError), opened(name, _READ, above) as descriptor:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES:
             return os.pread(descriptor, status.st_size, 0)
-    except OSError:
-        return None
+    return None
 
 
 def write_text(root: Path, path: str, text: str) -> None:
