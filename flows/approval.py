@@ -65,14 +65,13 @@ def approval(
     number, waiting = promotion.waiting(version)
     report = models.describe(client, promotion.model, number)["tags"].get("report", "none")
     left = (datetime.fromisoformat(waiting.evidence["deadline"]) - datetime.now(UTC)).total_seconds()
-    question = (
-        f"Version {number} of {promotion.model} passed its gates. Report: {report}. "
-        f"Undecided by {waiting.evidence['deadline']} it expires."
-    )
     try:
         # One second longer than the time that is left, so that the deadline has passed when Prefect gives up.
         answer = pause_flow_run(
-            wait_for_input=Answer.with_initial_data(description=question),
+            wait_for_input=Answer.with_initial_data(
+                description=f"Version {number} of {promotion.model} passed its gates. Report: {report}. "
+                f"Undecided by {waiting.evidence['deadline']} it expires."
+            ),
             timeout=max(0, math.ceil(left)) + 1,
             poll_interval=poll_seconds,
         )

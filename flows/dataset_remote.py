@@ -115,8 +115,12 @@ def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: s
     stages = yaml.safe_load(lock.read_text())["stages"].values()
     out = next(out for stage in stages for out in stage.get("outs", ()) if out["path"] == output)
     store = open_store(params.store, home)
-    pointer = yaml.safe_dump({"outs": [out | {"path": "data"}]}, sort_keys=False)
-    _put_text(store, home, _pointer_key(version), pointer)
+    _put_text(
+        store,
+        home,
+        _pointer_key(version),
+        yaml.safe_dump({"outs": [out | {"path": "data"}]}, sort_keys=False),
+    )
     _put_text(store, home, _prefix_key(version), version)
 
 

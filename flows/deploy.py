@@ -109,8 +109,8 @@ def deployments_file(choices: Choices) -> Record:
         parameters = entry["parameters"]
         parameters["profile"] = choices.profile or parameters["profile"]
         parameters["sets"] = [*parameters["sets"], *choices.sets]
-        resolved = resolve(parameters["profile"], tuple(parameters["sets"]))
-        home = Path(choices.home or resolved.params.home).expanduser()
+        params = resolve(parameters["profile"], tuple(parameters["sets"])).params
+        home = Path(choices.home or params.home).expanduser()
         # Workers and pods start in another working directory, so a relative home is made absolute.
         home = (
             home
@@ -227,9 +227,13 @@ def make_deployments(values: Record) -> None:
             "--prefect-file",
             str(path),
         ]
-        environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
         done = subprocess.run(
-            command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
+            command,
+            cwd=PROJECT,
+            env=os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())},
+            capture_output=True,
+            text=True,
+            check=False,
         )
     # Prefect skips a deployment with invalid fields and still exits with 0.
     missing = [

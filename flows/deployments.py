@@ -55,7 +55,6 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     """
     from components.core.progress_view import ProgressView
 
-    logger = get_run_logger()
     if (flow_run.run_count or 1) > LAST_ATTEMPT:
         raise UserError(
             f"{run.folder}: this flow run crashed {LAST_ATTEMPT} times; see why, "
@@ -77,7 +76,7 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
             ):
                 return work(progress)
 
-        return retry_by_kind(attempt, logger.warning)
+        return retry_by_kind(attempt, get_run_logger().warning)
 
 
 @flow(name="nightly", persist_result=False)
@@ -123,11 +122,8 @@ def evaluation(
     run = PipelineRun(settings(profile, sets, home))
 
     def work(progress: Progress) -> FlowResult:
-        client, model, day = (
-            connect(run.params.registry, run.home),
-            run.params.registry.model,
-            scheduled_day(),
-        )
+        client, model = connect(run.params.registry, run.home), run.params.registry.model
+        day = scheduled_day()
         described = models.describe(client, model, version)
         number, registered = described["version"], described["tags"]
         folder = run.home / "evaluations" / f"{model}-{number}-{day}"
@@ -137,11 +133,10 @@ def evaluation(
             key=lambda path: path.stat().st_mtime,
             default=run.home / "datasets",
         )
-        suite = load_suite(run.params, newest.parent)
         with contextlib.closing(open_pool(run.params, run.home / "verdicts")) as pool:
             measured = evaluate(
                 checkpoint_policy(checkpoint, run.params),
-                suite,
+                load_suite(run.params, newest.parent),
                 pool,
                 folder / "results",
                 epoch=folder.name,

@@ -54,8 +54,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
     check_stages(run.params)
     progress = MetricsProgress(DiskGuard(progress, run.home), run.home)
     mark_crashed_runs(run.run_id)
-    data = dataset(run, progress)
-    context = open_context(run, progress, data)
+    context = open_context(run, progress, dataset(run, progress))
     try:
         start = cold_start(context)
         before = evaluate_checkpoint(context, "cold start", start.checkpoint, start.digest)
@@ -91,21 +90,20 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
 def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> Context:
     """Create the objects that all stages share, such as the MLflow run and the pool of judges."""
     if not (run.folder / "started.json").is_file():
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(run.folder / "started.json", {"created": created})
+        write_json(run.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")})
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
-    settings = {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": source_digests()}
-    write_json(run.folder / SETTINGS, settings)
+    write_json(
+        run.folder / SETTINGS,
+        {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": source_digests()},
+    )
     registry = run.params.registry
-    name = f"{run.profile or 'base'}-{run.run_id}"
-    tracking = MlflowRun(connect(registry, run.home), registry, run.home, run.key, name)
-    identity = {
-        "run_id": run.run_id,
-        "profile": run.profile,
-        "code.revision": run.code,
-        "home": str(run.home),
-    }
-    tracking.describe(run.params.model_dump(mode="json"), identity)
+    tracking = MlflowRun(
+        connect(registry, run.home), registry, run.home, run.key, f"{run.profile or 'base'}-{run.run_id}"
+    )
+    tracking.describe(
+        run.params.model_dump(mode="json"),
+        {"run_id": run.run_id, "profile": run.profile, "code.revision": run.code, "home": str(run.home)},
+    )
     tracking.dataset(data.version, run.home / data.folder, data.figures)
     tracking.watch()
     pool = open_pool(with_any_duration(run.params), run.home / "verdicts")

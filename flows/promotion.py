@@ -6,7 +6,6 @@ is written again with the same content, and a version that is already the champi
 
 import shutil
 from dataclasses import dataclass
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -84,12 +83,16 @@ def decide(
     # One of the gates checks that the report is complete, so the report is first written without a decision.
     write_run_report(context, stages, before, evaluation, None, version)
     if champion is not None:
-        compared = {
-            f"{gate_runner.COMPARED}.version": champion.version,
-            f"{gate_runner.COMPARED}.evaluation": champion.record.results,
-            f"{gate_runner.COMPARED}.digest": champion.record.digest,
-        }
-        models.set_tags(context.tracking.client, run.params.registry.model, version, compared)
+        models.set_tags(
+            context.tracking.client,
+            run.params.registry.model,
+            version,
+            {
+                f"{gate_runner.COMPARED}.version": champion.version,
+                f"{gate_runner.COMPARED}.evaluation": champion.record.results,
+                f"{gate_runner.COMPARED}.digest": champion.record.digest,
+            },
+        )
     decision = gate_runner.run_gates(
         run.params,
         load(context, evaluation),
@@ -141,8 +144,9 @@ def evaluate_champion(context: Context, version: str) -> Champion | None:
     folder = context.run.home / "champions" / digest[:12]
     if not (folder / "checkpoint" / MANIFEST).is_file():
         with atomic_folder(folder) as temporary:
-            download = models.checkpoint(client, model, champion, temporary / "download")
-            shutil.copytree(download, temporary / "checkpoint")
+            shutil.copytree(
+                models.checkpoint(client, model, champion, temporary / "download"), temporary / "checkpoint"
+            )
             shutil.rmtree(temporary / "download", ignore_errors=True)
     if verify_files(folder / "checkpoint") != digest:
         raise UserError(
@@ -163,7 +167,7 @@ def write_run_report(
 ) -> None:
     """Write the HTML report of the run. If `decision` is None, the report has no section on the gates."""
     run = context.run
-    meta: dict[str, Any] = {
+    meta = {
         "run_id": run.run_id,
         "profile": run.profile,
         "device": run.params.device,
@@ -175,11 +179,12 @@ def write_run_report(
             "policy": digest_json(run.params.policy.model_dump())[:12],
         },
     }
-    rows = [gate.model_dump() for gate in decision.gates] if decision is not None else []
-    if decision is not None:
-        meta |= {"verdict": decision.verdict, "reasons": list(decision.reasons)}
-    folders = {name: run.home / stage.folder for name, stage in stages.items()}
     data = load_report_data(
-        context.dataset_folder, folders, before.output(run.home), after.output(run.home), rows, meta
+        context.dataset_folder,
+        {name: run.home / stage.folder for name, stage in stages.items()},
+        before.output(run.home),
+        after.output(run.home),
+        [gate.model_dump() for gate in decision.gates] if decision else [],
+        meta | ({"verdict": decision.verdict, "reasons": list(decision.reasons)} if decision else {}),
     )
     write_report(run.folder / "report.html", data)

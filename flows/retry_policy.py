@@ -6,8 +6,8 @@ again.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
@@ -19,36 +19,32 @@ from sqlalchemy.exc import OperationalError
 from components.core.errors import InfrastructureError, error_chain
 from flows.run_context import Busy
 
-
-@dataclass(frozen=True)
-class RetryKind:
-    """A kind of temporary fault. `delays` are the seconds to wait before each further try."""
-
-    name: str
-    delays: tuple[float, ...]
-
-
-# The kind of fault in which a server or the network does not answer. The delays cover the restart of a
-# server, which takes seconds, and the replacement of a node, which takes minutes.
-SERVICE = RetryKind("service", (5.0, 30.0, 120.0, 600.0))
-# The kind of fault in which another process works in the home or holds DVC's lock. The delays cover the
-# length of a short run.
-BUSY = RetryKind("busy", (60.0, 300.0, 900.0, 1800.0))
-# The kind of fault in which the judge itself failed in all of its own attempts to judge a candidate.
-JUDGE = RetryKind("judge", (30.0, 300.0))
+# Seconds to wait before each further try, by the kind of fault.
+DELAYS = {
+    # A server or the network does not answer. The delays cover the restart of a server, which takes seconds,
+    # and the replacement of a node, which takes minutes.
+    "service": (5.0, 30.0, 120.0, 600.0),
+    # Another process works in the home or holds DVC's lock. The delays cover the length of a short run.
+    "busy": (60.0, 300.0, 900.0, 1800.0),
+    # The judge itself failed in all of its own attempts to judge a candidate.
+    "judge": (30.0, 300.0),
+}
 
 # MLflow's error codes of temporary faults.
 UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
 
 
-def retry_kind(error: BaseException) -> RetryKind | None:
-    """Return the kind of fault according to the error and its causes, or None if the fault is permanent."""
+def retry_kind(error: BaseException) -> str | None:
+    """Return the kind of fault, a key of DELAYS, or None if the fault is permanent.
+
+    It is decided by the first of the error and its causes that is such a fault.
+    """
     for seen in error_chain(error):
         match seen:
             case Busy():
-                return BUSY
+                return "busy"
             case InfrastructureError():
-                return JUDGE
+                return "judge"
             case (
                 ConnectionError()
                 | TimeoutError()
@@ -57,9 +53,9 @@ def retry_kind(error: BaseException) -> RetryKind | None:
                 | RequestsTimeout()
                 | OperationalError()
             ):
-                return SERVICE
+                return "service"
             case MlflowException(error_code=code) if code in UNAVAILABLE:
-                return SERVICE
+                return "service"
     return None
 
 
@@ -74,18 +70,18 @@ def retry_by_kind(
     `call` must be safe to repeat. `report` is called with one line for each fault. Raises the last error if
     it is permanent, or if all delays of its kind are used up.
     """
-    used: dict[RetryKind, int] = {}
+    used: Counter[str] = Counter()
     while True:
         try:
             return call()
         except Exception as error:
             kind = retry_kind(error)
-            if kind is None or used.get(kind, 0) >= len(kind.delays):
+            if kind is None or used[kind] == len(DELAYS[kind]):
                 raise
-            delay = kind.delays[used.get(kind, 0)]
-            used[kind] = used.get(kind, 0) + 1
+            delay = DELAYS[kind][used[kind]]
+            used[kind] += 1
             report(
-                f"{kind.name} fault, try {used[kind] + 1} of {len(kind.delays) + 1} in {delay:g} s: "
+                f"{kind} fault, try {used[kind] + 1} of {len(DELAYS[kind]) + 1} in {delay:g} s: "
                 f"{' '.join(str(error).split())[:300]}"
             )
         sleep(delay)

@@ -215,9 +215,8 @@ def home_lock(home: Path) -> Iterator[None]:
                     raise
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    holder = file.read().strip() or "unknown"
                     raise Busy(
-                        f"{home}: another run (process {holder}) works here; "
+                        f"{home}: another run (process {file.read().strip() or 'unknown'}) works here; "
                         "wait for it, stop it, or give another folder with --home."
                     ) from error
                 time.sleep(0.1)

@@ -50,8 +50,7 @@ def cold_start(context: Context) -> CheckpointRecord:
             ).digest
         return checkpoint_record(context, folder, digest, time.monotonic() - started)
 
-    sections = ("device", "policy", "coldstart", "data")
-    return context.stage("coldstart", sections, {}, work, CheckpointRecord)
+    return context.stage("coldstart", ("device", "policy", "coldstart", "data"), {}, work, CheckpointRecord)
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
@@ -72,11 +71,12 @@ def adopt(context: Context, source: Path) -> CheckpointRecord:
                 code=context.run.code,
             )
             write_json(copy / MANIFEST, manifest.model_dump())
-        digest = verify_checkpoint(folder / CHECKPOINT).digest
-        return checkpoint_record(context, folder, digest, time.monotonic() - started)
+        verify_checkpoint(folder / CHECKPOINT)
+        return checkpoint_record(context, folder, manifest.digest, time.monotonic() - started)
 
-    upstream = {"source": digest_json(files)}
-    return context.stage("coldstart", (), upstream, work, CheckpointRecord, name="adopted")
+    return context.stage(
+        "coldstart", (), {"source": digest_json(files)}, work, CheckpointRecord, name="adopted"
+    )
 
 
 def train(

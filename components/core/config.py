@@ -32,17 +32,15 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 KNOWN = _known_keys(Params)
 
 
-def _accepts_any_key(dotted: str) -> bool:
-    """Return whether `dotted` is a key of a parameter that is a mapping, such as data.operator_mix.2."""
-    parent = dotted.rpartition(".")[0]
-    return parent in KNOWN and get_origin(KNOWN[parent].annotation) is dict
+# Dotted keys of the parameters that are mappings and accept any key, such as data.operator_mix.
+MAPPINGS = {key for key, field in KNOWN.items() if get_origin(field.annotation) is dict}
 
 
 def _flatten(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, dict) and not (dotted in KNOWN and get_origin(KNOWN[dotted].annotation) is dict):
+        if isinstance(value, dict) and dotted not in MAPPINGS:
             flat |= _flatten(value, f"{dotted}.")
         else:
             flat[dotted] = value
@@ -85,7 +83,7 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
     sources: dict[str, str] = {}
     for origin, layer in _layers(profile, sets, path):
         for key, value in layer.items():
-            if key not in KNOWN and not _accepts_any_key(key):
+            if key not in KNOWN and key.rpartition(".")[0] not in MAPPINGS:
                 nearest = difflib.get_close_matches(key, list(KNOWN), n=1, cutoff=0.0)[0]
                 raise UserError(f"{origin}: unknown parameter {key}; the nearest known one is {nearest}.")
             values[key], sources[key] = _number(key, value), origin
@@ -149,16 +147,16 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
     Raises UserError if the value of a section is not a mapping. `sources` gives the origins for the message.
     """
-    nested: dict[str, Any] = {}
+    nested: dict[Any, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):
-        node, parts = nested, key.split(".")
-        for depth, part in enumerate(parts[:-1], 1):
+        parent, _, last = key.rpartition(".")
+        node, parts = nested, parent.split(".") if parent else []
+        for depth, part in enumerate(parts, 1):
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 section = ".".join(parts[:depth])
                 raise UserError(f"{sources[section]}: {section} is a section; give its fields.")
-        last: Any = int(parts[-1]) if _accepts_any_key(key) and parts[-1].isdigit() else parts[-1]
-        node[last] = values[key]
+        node[int(last) if parent in MAPPINGS and last.isdigit() else last] = values[key]
     return nested
 
 
@@ -179,28 +177,39 @@ def _number(key: str, value: Any) -> Any:
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:
     """Raise UserError if values that are valid on their own contradict each other."""
-
-    def refuse(key: str, why: str) -> None:
-        raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")
-
-    mix = params.data.operator_mix
-    if set(mix) - set(range(1, 6)) or abs(sum(mix.values()) - 1) > 1e-6:
-        refuse(
+    data, policy = params.data, params.policy
+    shares = sum(data.operator_mix.values())
+    contradictions = [
+        (
+            set(data.operator_mix) - set(range(1, 6)) or abs(shares - 1) > 1e-6,
             "data.operator_mix",
-            f"must give shares for 1 to 5 operators that add up to 1, not {sum(mix.values()):g}",
-        )
-    if params.data.weigh_by_headroom and not params.data.headroom:
-        refuse("data.weigh_by_headroom", "needs the measurement; set data.headroom to true as well")
-    if params.data.composer and params.data.operators == "core":
-        refuse("data.composer", "asks for mined operators; set data.operators to torch as well")
-    if params.data.composer and not params.data.composer_model:
-        refuse("data.composer_model", "must name the model that data.composer is asked for")
-    for key in ("eager_seconds", "numel"):
-        low, high = getattr(params.data, key)
-        if low >= high:
-            refuse(f"data.{key}", f"must be [lowest, highest], not [{low:g}, {high:g}]")
-    if params.policy.source != "scratch" and not Path(params.policy.source).is_dir():
-        refuse(
+            f"must give shares for 1 to 5 operators that add up to 1, not {shares:g}",
+        ),
+        (
+            data.weigh_by_headroom and not data.headroom,
+            "data.weigh_by_headroom",
+            "needs the measurement; set data.headroom to true as well",
+        ),
+        (
+            data.composer and data.operators == "core",
+            "data.composer",
+            "asks for mined operators; set data.operators to torch as well",
+        ),
+        (
+            data.composer and not data.composer_model,
+            "data.composer_model",
+            "must name the model that data.composer is asked for",
+        ),
+        *(
+            (low >= high, key, f"must be [lowest, highest], not [{low:g}, {high:g}]")
+            for key, (low, high) in (("data.eager_seconds", data.eager_seconds), ("data.numel", data.numel))
+        ),
+        (
+            policy.source != "scratch" and not Path(policy.source).is_dir(),
             "policy.source",
-            f"names no folder ({params.policy.source}); give scratch or the folder of a Hugging Face model",
-        )
+            f"names no folder ({policy.source}); give scratch or the folder of a Hugging Face model",
+        ),
+    ]
+    for is_found, key, why in contradictions:
+        if is_found:
+            raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")

@@ -51,14 +51,13 @@ class StageFailed(Exception):
     exit_code = 1
 
 
-def error_chain(error: BaseException) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the error, then its cause, then the cause of the cause, and so on.
 
     If an error has no explicit cause, its context is used.
     """
     seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -150,8 +150,8 @@ def evaluation_table(overall: Any, console: Console) -> None:
 
     `overall` is a components.evaluation.metrics.Summary.
     """
-    row = _figures_row(str(overall.tasks), overall.model_dump())
-    console.print(plain_table(("tasks", *FIGURES[1:]), [row]))
+    figures = _figures_row(str(overall.tasks), overall.model_dump())
+    console.print(plain_table(("tasks", *FIGURES[1:]), [figures]))
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
@@ -211,8 +211,7 @@ def comparison_tables(found: Any, console: Console) -> None:
     if found.dataset is not None:
         differences.insert(0, f"data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}")
     if found.unknown:
-        unknown = ", ".join(found.unknown)
-        differences.append(f"not written down on both sides, so not compared: {unknown}")
+        differences.append(f"not written down on both sides, so not compared: {', '.join(found.unknown)}")
     for difference in differences or ["the same data, code and parameters"]:
         console.print(f"  {difference}", highlight=False, soft_wrap=True, markup=False)
 
@@ -234,5 +233,6 @@ def comparison_tables(found: Any, console: Console) -> None:
         (change.task_id, change.kind, change.before, change.after, change.name)
         for change in sorted(found.changed, key=lambda change: change.kind)
     ]
-    table = plain_table(("task", "", "before", "after", "what"), changed)
-    console.print(table if changed else "no task changed hands.")
+    console.print(
+        plain_table(("task", "", "before", "after", "what"), changed) if changed else "no task changed hands."
+    )

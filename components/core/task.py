@@ -111,9 +111,10 @@ def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
         }
         for task in tasks
     ]
-    table = pyarrow.table({column: [row[column] for row in rows] for column in COLUMNS})
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink)
+    pyarrow.parquet.write_table(
+        pyarrow.table({column: [row[column] for row in rows] for column in COLUMNS}), sink
+    )
     atomic_write(path, sink.getvalue().to_pybytes())
 
 

@@ -34,7 +34,6 @@ Action = Literal[
 ]
 # Value of `before` in the first entry of a chain.
 FIRST = "0" * 64
-FILE = re.compile(r"(\d{6})\.json")
 # Actions that change the state of a version. The newest entry with such an action gives the state.
 DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
 
@@ -134,15 +133,9 @@ class AuditChain:
         Raises AuditChainError, which names the first wrong entry, if an entry was changed, removed or
         inserted.
         """
-        names = (
-            sorted(path.name for path in self.folder.iterdir() if FILE.fullmatch(path.name))
-            if self.folder.is_dir()
-            else []
-        )
         found: list[AuditEntry] = []
-        for number, name in enumerate(names, 1):
-            path = self.folder / name
-            if name != f"{number:06d}.json":
+        for number, path in enumerate(sorted(self.folder.glob(f"{'[0-9]' * 6}.json")), 1):
+            if path.name != f"{number:06d}.json":
                 raise AuditChainError(
                     f"{self.folder / f'{number:06d}.json'}: this audit entry is missing; "
                     "restore the folder from its backup."
@@ -156,11 +149,10 @@ class AuditChain:
                     "restore it from its backup."
                 ) from error
             body = {key: value for key, value in content.items() if key != "digest"}
-            before = found[-1].digest if found else FIRST
             if (
                 digest_json(body) != entry.digest
                 or entry.number != number
-                or entry.before != before
+                or entry.before != (found[-1].digest if found else FIRST)
                 or entry.model != self.model
             ):
                 raise AuditChainError(

@@ -114,22 +114,20 @@ def regression(
         [row for row in champion if row.task_id not in failed],
         [row for row in candidate if row.task_id not in failed],
     )
-    gates = []
-    for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile"):
-        change = found[name]
-        significant = change.high is not None and change.high < 0
-        passed = not (significant and change.value is not None and change.value < -thresholds.regression)
-        gates.append(
-            Gate(
-                name=f"change.{name}",
-                value=change.value,
-                low=change.low,
-                high=change.high,
-                threshold=-thresholds.regression,
-                passed=passed,
-            )
+
+    def gate(name: str) -> Gate:
+        value, low, high = found[name].value, found[name].low, found[name].high
+        is_worse = value is not None and value < -thresholds.regression and high is not None and high < 0
+        return Gate(
+            name=f"change.{name}",
+            value=value,
+            low=low,
+            high=high,
+            threshold=-thresholds.regression,
+            passed=not is_worse,
         )
-    return gates
+
+    return [gate(name) for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile")]
 
 
 def integrity(

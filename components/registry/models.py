@@ -72,8 +72,8 @@ def register(
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
     """Write the gates, the verdict and the reasons of a decision into the tags of the version."""
     gates = {f"gate.{gate.name}": gate.model_dump_json() for gate in decision.gates}
-    rest = {"gate.reasons": json.dumps(decision.reasons), DECISION: decision.verdict}
-    set_tags(client, model, version, gates | rest)
+    verdict = {"gate.reasons": json.dumps(decision.reasons), DECISION: decision.verdict}
+    set_tags(client, model, version, gates | verdict)
 
 
 def set_tags(client: MlflowClient, model: str, version: str, tags: Mapping[str, str]) -> None:
@@ -155,11 +155,8 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
     """Return all versions as JSON records, with the newest first."""
-    found = client.search_model_versions(f"name = '{model}'")
-    return [
-        describe(client, model, str(version.version))
-        for version in sorted(found, key=lambda version: -int(version.version))
-    ]
+    numbers = (int(version.version) for version in client.search_model_versions(f"name = '{model}'"))
+    return [describe(client, model, str(number)) for number in sorted(numbers, reverse=True)]
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:

@@ -138,8 +138,9 @@ class Promotion:
         """
         with self._changing() as entries:
             version, waiting = self.waiting(version)
-            evidence = {"decided": waiting.digest}
-            return self._append("declined", version, entries, who, reason=reason, evidence=evidence)
+            return self._append(
+                "declined", version, entries, who, reason=reason, evidence={"decided": waiting.digest}
+            )
 
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version the champion if its gates have passed, for example a former champion.
@@ -182,15 +183,19 @@ class Promotion:
                 raise UserError(
                     f"rollback: {self.model} has no previous champion yet; there is nothing to return to."
                 )
-            evidence = self._evidence(back)
-            return self._append("rolled_back", back, entries, who, reason=reason, evidence=evidence)
+            return self._append(
+                "rolled_back", back, entries, who, reason=reason, evidence=self._evidence(back)
+            )
 
     def expire(self) -> list[AuditEntry]:
         """Let every waiting version expire whose deadline has passed, and return the new entries."""
         with self._changing() as entries:
             state = {entry.version: entry for entry in entries if entry.action in DECISIONS}
-            waiting = [entry for entry in state.values() if entry.action == "waiting"]
-            return [self._expire(entry.version, entries) for entry in waiting if _is_late(entry)]
+            return [
+                self._expire(entry.version, entries)
+                for entry in state.values()
+                if entry.action == "waiting" and _is_late(entry)
+            ]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
         """Add an audit entry with the results of gates that were run again on the champion.
@@ -199,8 +204,9 @@ class Promotion:
         """
         with self._changing() as entries:
             evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
-            reason = " ".join(decision.reasons)
-            return self._append("gated", version, entries, who, reason=reason, evidence=evidence)
+            return self._append(
+                "gated", version, entries, who, reason=" ".join(decision.reasons), evidence=evidence
+            )
 
     def verify(self) -> list[str]:
         """Return a sentence for each disagreement between audit chain, registry, checkpoints and evidence."""
@@ -245,10 +251,7 @@ class Promotion:
         """
         reigning = models.champion_besides(_aliases(entries), version)
         if reigning != compared:
-            was, now = (
-                f"version {compared}" if compared else "no champion",
-                f"version {reigning}" if reigning else "no champion",
-            )
+            was, now = (f"version {one}" if one else "no champion" for one in (compared, reigning))
             raise UserError(
                 f"version {version}: its gates compared it with {was}, and now there is {now}; "
                 f"run cuda-agent models gate {version} again."
@@ -342,8 +345,13 @@ class Promotion:
             self._apply_entry(entries[-1])
         actual = self._actual()
         if actual != _aliases(entries):
-            reason = "aliases were moved by other means than this program"
-            found = self.chain.append("found", actual.get(CHAMPION, ""), actual, "unknown", reason=reason)
+            found = self.chain.append(
+                "found",
+                actual.get(CHAMPION, ""),
+                actual,
+                "unknown",
+                reason="aliases were moved by other means than this program",
+            )
             entries.append(self._apply_entry(found))
         return entries
 

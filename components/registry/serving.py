@@ -18,12 +18,15 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
 
 def description(model_id: str, run_id: str) -> Model:
     """Return the content of the file `MLmodel`, which names inputs, outputs, parameters and loader."""
-    limits = [
-        ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
-        ParamSpec("temperature", "double", DEFAULTS["temperature"]),
-    ]
     signature = ModelSignature(
-        Schema([ColSpec("string", PROMPT)]), Schema([ColSpec("string")]), ParamSchema(limits)
+        Schema([ColSpec("string", PROMPT)]),
+        Schema([ColSpec("string")]),
+        ParamSchema(
+            [
+                ParamSpec("max_new_tokens", "long", DEFAULTS["max_new_tokens"]),
+                ParamSpec("temperature", "double", DEFAULTS["temperature"]),
+            ]
+        ),
     )
     model = Model(run_id=run_id, model_id=model_id, signature=signature)
     model.add_flavor(
@@ -48,21 +51,26 @@ class PolicyPyfunc:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
-        model = load_model(folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
         self.sampler = TransformersSampler(
-            model, self.tokenizer, batch=16, device=device, version=str(folder)
+            load_model(folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device),
+            self.tokenizer,
+            batch=16,
+            device=device,
+            version=str(folder),
         )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
         """Return the policy's turn for each row of a data frame with a column `prompt`."""
         settings = DEFAULTS | (params or {})
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        ids = [
+            self.tokenizer.encode(
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+                ),
+                add_special_tokens=False,
             )
             for prompt in model_input[PROMPT]
         ]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         said = self.sampler.generate(
             ids,
             max_new_tokens=int(settings["max_new_tokens"]),

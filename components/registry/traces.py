@@ -74,19 +74,12 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
         for index, trajectory in enumerate(load_trajectories(batch)):
             yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
     steps = sorted((folder / "trajectories").glob("step-*"))
-    spread = (
-        {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)}
-        if steps
-        else set()
-    )
-    for step in sorted(spread):
-        sampled = list(enumerate(load_trajectories(steps[step])))
-        ends = {
-            max(sampled, key=lambda item: item[1].reward)[0],
-            min(sampled, key=lambda item: item[1].reward)[0],
-        }
-        for index in sorted(ends):
-            yield f"{steps[step].name}/{index}", steps[step] / "trajectories.jsonl", sampled[index][1]
+    spread = {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)}
+    for step in sorted(spread) if steps else ():
+        sampled = load_trajectories(steps[step])
+        rewards = [trajectory.reward for trajectory in sampled]
+        for index in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
+            yield f"{steps[step].name}/{index}", steps[step] / "trajectories.jsonl", sampled[index]
 
 
 class _Trace:
@@ -120,18 +113,17 @@ class _Trace:
             heard = [call.observation for call in turn.calls]
         self._judged("verdict", trajectory.final, root)
         self._say("reward", trajectory.reward, root)
-        facts = {
-            "policy_version": trajectory.policy_version,
-            "finish_reason": trajectory.finish_reason,
-            "error": trajectory.error,
-        }
         self._span(
             "episode",
             SpanType.AGENT,
             "",
             trajectory.task,
             trajectory.files,
-            facts,
+            {
+                "policy_version": trajectory.policy_version,
+                "finish_reason": trajectory.finish_reason,
+                "error": trajectory.error,
+            },
             identity=root,
             began=began,
         )

@@ -102,9 +102,9 @@ class MlflowRun:
         self.run_key = run_key
         self.experiment_id = _experiment(client, params, home)
         self.load: SystemMetricsMonitor | None = None
-        found = self._find("night")
-        tags = {RUN_KEY: run_key, KIND: "night"}
-        run = found or client.create_run(self.experiment_id, tags=tags, run_name=name)
+        run = self._find("night") or client.create_run(
+            self.experiment_id, tags={RUN_KEY: run_key, KIND: "night"}, run_name=name
+        )
         self.run_id = run.info.run_id
         client.update_run(self.run_id, status="RUNNING")
 
@@ -120,11 +120,13 @@ class MlflowRun:
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Log all resolved parameters of the run, and tags such as its id, profile and code revision."""
-        pairs = [
-            Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
-            for key, value in flatten(parameters).items()
-        ]
-        self.client.log_batch(self.run_id, params=pairs)
+        self.client.log_batch(
+            self.run_id,
+            params=[
+                Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
+                for key, value in flatten(parameters).items()
+            ],
+        )
         self.tags(tags)
 
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
@@ -178,18 +180,17 @@ class MlflowRun:
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Log a table as an artifact unless it exists, because MLflow appends rows to an existing table."""
         file = f"{name}.json"
-        present = {item.path for item in self.client.list_artifacts(self.run_id)}
-        if rows and file not in present:
+        if rows and file not in {item.path for item in self.client.list_artifacts(self.run_id)}:
             columns = {column: [row.get(column) for row in rows] for column in rows[0]}
             self.client.log_table(self.run_id, columns, file)
 
     def figures(self, record: Any) -> None:
         """Log every number of a record as a metric with its dotted name, unless it has this value already."""
         present = self.client.get_run(self.run_id).data.metrics
-        fresh = [
-            Metric(key, value, 0, 0) for key, value in numbers(record).items() if present.get(key) != value
-        ]
-        self.client.log_batch(self.run_id, fresh)
+        self.client.log_batch(
+            self.run_id,
+            [Metric(key, value, 0, 0) for key, value in numbers(record).items() if present.get(key) != value],
+        )
 
     def tags(self, tags: Mapping[str, str]) -> None:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
@@ -246,6 +247,6 @@ def _curve(path: Path) -> Iterable[Metric]:
     time = int(path.stat().st_mtime * 1000)
     for index, line in enumerate(path.read_text().splitlines()):
         point = json.loads(line)
-        step = int(point.get("step", index))
-        for key, value in numbers({key: value for key, value in point.items() if key != "step"}).items():
+        step = int(point.pop("step", index))
+        for key, value in numbers(point).items():
             yield Metric(key, value, time, step)

@@ -135,8 +135,9 @@ class S3Store:
                 Bucket=self.bucket, Prefix=start
             ):
                 for item in page.get("Contents", ()):
-                    key = item["Key"].removeprefix(self.prefix)
-                    yield StoredObject(key, item["Size"], item["LastModified"])
+                    yield StoredObject(
+                        item["Key"].removeprefix(self.prefix), item["Size"], item["LastModified"]
+                    )
 
     def digests(self, key: str) -> tuple[str, str]:
         name, sha256 = self._name(key), hashlib.sha256()
@@ -209,10 +210,9 @@ class S3Store:
         part_bytes = max(self.part_bytes, -(-size // MOST_PARTS))
         upload, present = self._unfinished(journal, name, sha256, part_bytes)
         if not upload:
-            created = self.client.create_multipart_upload(
+            upload = self.client.create_multipart_upload(
                 Bucket=self.bucket, Key=name, ChecksumAlgorithm="SHA256", Metadata={"sha256": sha256}
-            )
-            upload = created["UploadId"]
+            )["UploadId"]
             if journal is not None:
                 write_json(journal, {"upload": upload, "sha256": sha256, "part_bytes": part_bytes})
         parts = []
@@ -222,8 +222,14 @@ class S3Store:
                 checksum = _base64(digest_bytes(body))
                 part = present.get(number)
                 if part is None or not _same(part, body, checksum):
-                    where = {"Bucket": self.bucket, "Key": name, "UploadId": upload, "PartNumber": number}
-                    part = self.client.upload_part(**where, Body=body, ChecksumSHA256=checksum)
+                    part = self.client.upload_part(
+                        Bucket=self.bucket,
+                        Key=name,
+                        UploadId=upload,
+                        PartNumber=number,
+                        Body=body,
+                        ChecksumSHA256=checksum,
+                    )
                 parts.append({"PartNumber": number, "ETag": part["ETag"], "ChecksumSHA256": checksum})
         self.client.complete_multipart_upload(
             Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
