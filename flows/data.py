@@ -21,6 +21,7 @@ from prefect.cache_policies import NO_CACHE
 from components.core.config import PROJECT
 from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.files import (
+    DISK_FULL,
     atomic_folder,
     atomic_write,
     digest_bytes,
@@ -182,10 +183,7 @@ def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
     if status == BAD_INPUT and sentence:
         return UserError(sentence)
     if any("No space left on device" in line for line in lines):
-        return UserError(
-            f"{workspace}: the disk is full; free some space or give another folder with --home, "
-            "then run the same command again."
-        )
+        return UserError(f"{workspace}: {DISK_FULL}")
     log = workspace / ".dvc" / "failed.log"
     atomic_write(log, "\n".join(lines) + "\n")
     reason = sentence or next(filter(None, newest), "it printed nothing")

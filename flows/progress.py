@@ -15,7 +15,7 @@ from prefect.events import emit_event
 
 from components.core import telemetry
 from components.core.errors import UserError
-from components.core.files import free_bytes
+from components.core.files import DISK_FULL, free_bytes
 from components.core.params import Params, Ppo
 from components.core.progress import Progress
 from components.training.metrics_file import newest_figures
@@ -52,10 +52,7 @@ class DiskGuard:
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
         if free_bytes(self.home) < FULL_BYTES:
-            raise UserError(
-                f"{self.home}: the disk is full; free some space or give another folder with --home, "
-                "then run the same command again."
-            )
+            raise UserError(f"{self.home}: {DISK_FULL}")
 
 
 @dataclass

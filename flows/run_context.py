@@ -30,7 +30,15 @@ from typing import Any
 
 from components.core.config import PROJECT, Resolved
 from components.core.errors import UserError
-from components.core.files import digest_json, digest_tree, free_bytes, read_json, verify_files, write_json
+from components.core.files import (
+    DISK_FULL,
+    digest_json,
+    digest_tree,
+    free_bytes,
+    read_json,
+    verify_files,
+    write_json,
+)
 from components.core.params import Params
 
 # Names of the stages in their order, which are the permitted values of `--from`.
@@ -182,14 +190,9 @@ def prepare_home(home: Path) -> None:
         with tempfile.TemporaryFile(dir=home) as probe:
             probe.write(b"\0" * 4096)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"{home}: the disk is full; free some space or give another folder with --home, "
-                "then run the same command again."
-            ) from error
-        raise UserError(
-            f"{home}: the home folder cannot be written ({error.strerror}); give another one with --home."
-        ) from error
+        reason = f"the home folder cannot be written ({error.strerror}); give another one with --home."
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UserError(f"{home}: {DISK_FULL if is_full else reason}") from error
     if free_bytes(home) < LEAST_FREE_BYTES:
         raise UserError(
             f"{home}: the disk has {free_bytes(home) / 2**20:.0f} MiB left and a run needs "

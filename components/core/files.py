@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,10 @@ from components.core.errors import InfrastructureError, UserError, error_chain
 
 # Name of a checkpoint's file with the digest of each other file, and the digest of this list.
 MANIFEST = "manifest.json"
+# End of a message about a full disk.
+DISK_FULL = (
+    "the disk is full; free some space or give another folder with --home, then run the same command again."
+)
 
 
 def digest_bytes(data: bytes) -> str:
@@ -123,17 +128,12 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     A reader sees either the whole old content or the whole new content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder) / path.name
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        temporary.chmod(0o644)
+        sync(temporary)
+        temporary.replace(path)
     sync(path.parent)
 
 
@@ -243,32 +243,22 @@ def environment_fault(error: BaseException) -> str:
     own.
     """
     for seen in error_chain(error):
-        text = str(seen)
-        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
-        if isinstance(seen, InfrastructureError):
-            return f"{text}; what was judged is kept: run the same command again."
-        if full or "No space left on device" in text or "database or disk is full" in text:
-            place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
-            return (
-                f"{place}the disk is full; free some space or give another folder with --home, "
-                "then run the same command again."
-            )
-        if (
-            isinstance(seen, OSError)
-            and seen.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
-            and seen.filename
-        ):
-            return (
-                f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); "
-                "give another path."
-            )
-        if (
-            isinstance(seen, OSError)
-            and seen.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-            and seen.filename
-        ):
-            return (
-                f"{seen.filename}: cannot be written ({seen.strerror}); "
-                "fix its permissions or give another folder with --home."
-            )
+        place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""
+        match seen:
+            case InfrastructureError():
+                return f"{seen}; what was judged is kept: run the same command again."
+            case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+                return place + DISK_FULL
+            case _ if re.search("No space left on device|database or disk is full", str(seen)):
+                return place + DISK_FULL
+            case OSError(errno=errno.EISDIR | errno.ENOTDIR | errno.EEXIST) if place:
+                return (
+                    f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); "
+                    "give another path."
+                )
+            case OSError(errno=errno.EROFS | errno.EACCES | errno.EPERM) if place:
+                return (
+                    f"{place}cannot be written ({seen.strerror}); "
+                    "fix its permissions or give another folder with --home."
+                )
     return ""

@@ -143,11 +143,9 @@ def zero_memory(
     are not trained (the reference), of which only the weights are included. With `offload`, Adam's state is
     not included, because it lies in the memory of the host.
     """
-    weights, gradients, state = 2.0 * parameters, 2.0 * parameters, 12.0 * parameters
-    split = (stage >= 3, stage >= 2, stage >= 1)
-    weights, gradients, state = (
-        size / gpus if over else size for size, over in zip((weights, gradients, state), split, strict=True)
-    )
+    weights = 2.0 * parameters / (gpus if stage >= 3 else 1)
+    gradients = 2.0 * parameters / (gpus if stage >= 2 else 1)
+    state = 12.0 * parameters / (gpus if stage >= 1 else 1)
     return trained * (weights + gradients + (0.0 if offload else state)) + frozen * weights
 
 

@@ -5,6 +5,7 @@ in a queue and are judged in the order of their arrival. The step ends with its 
 time advances to the next event, or by a small fixed time step if the next event is closer.
 """
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,8 +153,9 @@ def enough_judges(load: Load, headroom: float, seed: int) -> int:
     The least time is the duration with one judge for each trajectory.
     """
     limit = headroom * simulate(load, load.trajectories, seed).seconds
-    few, many = 0, load.trajectories
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if simulate(load, middle, seed).seconds <= limit else (middle, many)
-    return many
+    return bisect.bisect_left(
+        range(load.trajectories),
+        True,
+        lo=1,
+        key=lambda judges: simulate(load, judges, seed).seconds <= limit,
+    )

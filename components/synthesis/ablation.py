@@ -39,16 +39,14 @@ def passes_ablation(
     """
     try:
         out = run(chain, torch.float32)
-        size = rms(out)
-        if out.numel() < min_values or not OUTPUT_RMS[0] < size < OUTPUT_RMS[1]:
-            return False
-        if out.std().item() < MIN_SPREAD * size:
-            return False
-        sample = out.flatten()[:: out.numel() // max_samples + 1]
-        distinct = torch.unique((sample / size * 1000).round()).numel()
-        if distinct < min(100, 0.6 * sample.numel()):
-            return False
-        if rms(out.double() - run(chain, torch.float64)) > max_float32_error * size:
+        size, sample = rms(out), out.flatten()[:: out.numel() // max_samples + 1]
+        if (
+            out.numel() < min_values
+            or not OUTPUT_RMS[0] < size < OUTPUT_RMS[1]
+            or out.std().item() < MIN_SPREAD * size
+            or count_distinct(sample / size) < min(100, 0.6 * sample.numel())
+            or rms(out.double() - run(chain, torch.float64)) > max_float32_error * size
+        ):
             return False
     except FIT_ERRORS:
         return False
@@ -78,6 +76,11 @@ def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[T
     generator = torch.Generator().manual_seed(20260227)
     x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return x, y
+
+
+def count_distinct(values: Tensor) -> int:
+    """Return how many values differ after rounding to three decimal places."""
+    return len(torch.unique((values * 1000).round()))
 
 
 def rms(values: Tensor) -> float:

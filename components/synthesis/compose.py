@@ -6,18 +6,18 @@ left out. For example, a relu after a square has no effect, so no task has this 
 """
 
 import functools
-import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.errors import UserError
+from components.core.files import digest_bytes
 from components.core.params import Data, Device
 from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation, probe
@@ -41,13 +41,25 @@ def is_held_out(ops: Sequence[str], seed: int) -> bool:
     A hash of the seed and the sequence decides, so that all parts of the pipeline agree without a common
     list. All spellings of an operator give the same result.
     """
-    digest = hashlib.sha256(f"{seed}:{'>'.join(map(canonical, ops))}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
+    digest = digest_bytes(f"{seed}:{'>'.join(map(canonical, ops))}".encode())
+    return int(digest[:16], 16) < HELD_OUT_SHARE * 2**64
 
 
 def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
     """Return the split of a task with this operator sequence."""
     return "held_out" if is_held_out(ops, seed) else "train"
+
+
+def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str = "") -> KernelTask:
+    """Return a task with the split of its operators. By default, `data_source` is torch#N for N operators."""
+    return KernelTask(
+        code=code, ops=ops, data_source=data_source or f"torch#{len(ops)}", split=split_of(ops, seed)
+    )
+
+
+def draw_weighted(rng: random.Random, weights: Mapping[int, float]) -> int:
+    """Return a random key of `weights`, whose probability is proportional to its value."""
+    return rng.choices(list(weights), weights=list(weights.values()))[0]
 
 
 def write_source(steps: Steps, rows: int, cols: int) -> str:
@@ -62,11 +74,6 @@ def write_source(steps: Steps, rows: int, cols: int) -> str:
         arguments="x, y" if has_second_input else "x",
         inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if has_second_input else 1)),
     )
-
-
-def _function(name: str, constants: tuple[str, ...]) -> Any:
-    """Return the operator as a function of (x, y, self), which is evaluated from its line in the table."""
-    return function_of(BY_NAME[name].line.format(*constants))
 
 
 @functools.cache
@@ -94,9 +101,8 @@ def _width_after(name: str, width: int, cols: int) -> int:
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
     try:
         with torch.no_grad():
-            out = _function(name, tuple(palette[0] for palette in operator.constants))(
-                x, y, _modules(cols, "meta", torch.float32)
-            )
+            call = operator.line.format(*(palette[0] for palette in operator.constants))
+            out = function_of(call)(x, y, _modules(cols, "meta", torch.float32))
     except RuntimeError:
         return 0
     return out.shape[1] if out.dtype == torch.float32 and out.dim() == 2 and out.shape[0] == rows else 0
@@ -106,10 +112,8 @@ def fits(steps: Steps, cols: int) -> bool:
     """Return whether every operator of the chain fits the output of the operator before it."""
     width = cols
     for name, _ in steps:
-        width = _width_after(name, width, cols)
-        if not width:
-            return False
-    return True
+        width = width and _width_after(name, width, cols)
+    return width > 0
 
 
 def every_operator_matters(steps: Steps) -> bool:
@@ -118,7 +122,8 @@ def every_operator_matters(steps: Steps) -> bool:
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
         x, y = _probe(PROBE, dtype)
         for name, constants in chain:
-            x = _function(name, constants)(x, y, _modules(PROBE[1], "cpu", dtype))
+            call = BY_NAME[name].line.format(*constants)
+            x = function_of(call)(x, y, _modules(PROBE[1], "cpu", dtype))
         return x
 
     return passes_ablation(
@@ -191,9 +196,8 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
     The field `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split`
     depends on `is_held_out`. Raises UserError if data.numel permits no shape.
     """
-    shapes, mix = _shapes(data), data.operator_mix
+    shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
-    count = rng.choices(list(mix), weights=list(mix.values()))[0]
     for draw in itertools.count():
         operators = [rng.choice(CORE_OPERATORS) for _ in range(count)]
         if not _is_well_formed(operators):
@@ -212,13 +216,7 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
         rows, cols = rng.choice(measurable or shapes)
         if every_operator_matters(steps) and fits(steps, cols):
             break
-    ops = tuple(name for name, _ in steps)
-    return KernelTask(
-        code=write_source(steps, rows, cols),
-        ops=ops,
-        data_source=f"torch#{count}",
-        split=split_of(ops, data.seed),
-    )
+    return composed_task(write_source(steps, rows, cols), tuple(name for name, _ in steps), data.seed)
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:

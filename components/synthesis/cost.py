@@ -89,5 +89,5 @@ def estimate_operator_seconds(
     if device == "cuda":
         return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH
     return 0.0, cost.flops / CPU_FLOPS + cost.bytes / 8e9 * NANOSECONDS.get(
-        canonical(template.name), OTHER_NANOSECONDS
+        template.operator, OTHER_NANOSECONDS
     )

@@ -89,20 +89,11 @@ def task_quotas(data: Data) -> Counter[Quota]:
     """
     wanted: Counter[Quota] = Counter()
     for split, count in (("train", data.tasks), ("held_out", data.held_out)):
-        for kind, share in source_shares(data).items():
-            wanted[split, kind] = int(count * share)
+        exact = {kind: count * share for kind, share in source_shares(data).items()}
         # The numbers with the largest remainders are rounded up, so that the sum is correct.
-        by_remainder = sorted(
-            source_shares(data),
-            key=lambda kind: (
-                int(count * source_shares(data)[kind]) - count * source_shares(data)[kind],
-                kind,
-            ),
-        )
-        for kind in by_remainder[
-            : count - sum(number for (part, _), number in wanted.items() if part == split)
-        ]:
-            wanted[split, kind] += 1
+        by_remainder = sorted(exact, key=lambda kind: (int(exact[kind]) - exact[kind], kind))
+        rounded_up = by_remainder[: count - sum(map(int, exact.values()))]
+        wanted.update({(split, kind): int(number) + (kind in rounded_up) for kind, number in exact.items()})
     return wanted
 
 
@@ -149,9 +140,12 @@ class DatasetBuilder:
                 self.feed()
             elif self.window:
                 self.decide()
-                step = len(self.admitted) if self.wanted is not None else self.candidates
                 self.progress.update(
-                    "data", step, total, candidates=self.candidates, rejected=len(self.rejected)
+                    "data",
+                    len(self.admitted) if self.wanted is not None else self.candidates,
+                    total,
+                    candidates=self.candidates,
+                    rejected=len(self.rejected),
                 )
             else:
                 return

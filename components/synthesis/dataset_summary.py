@@ -243,6 +243,6 @@ def _write_rejected(path: Path, rejected: tuple[Rejection, ...]) -> None:
         | {"reason": item.reason, "detail": item.detail}
         for item in rejected
     ]
-    texts = [(name, pyarrow.string()) for name in REJECTED_TEXTS]
+    texts = ((name, pyarrow.string()) for name in REJECTED_TEXTS)
     schema = pyarrow.schema([("ops", pyarrow.list_(pyarrow.string())), *texts])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.synthesis.ablation import probe, rms
+from components.synthesis.ablation import count_distinct, probe, rms
 from components.synthesis.core_operators import canonical
 from components.synthesis.mined_operators import (
     FIT_ERRORS,
     SMALL,
     OperatorTemplate,
-    Skipped,
     apply_template,
     make_module,
     output_layout,
@@ -51,13 +50,13 @@ class Argument:
     is_tensor: bool
 
 
-def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
-    """Return all templates in the order of their names, and the public names without a template.
+def mine() -> tuple[list[OperatorTemplate], dict[str, str]]:
+    """Return all templates in the order of their names, and the reason for each public name without one.
 
     Mining takes about ten seconds.
     """
     templates: list[OperatorTemplate] = []
-    left_out: list[Skipped] = []
+    left_out: dict[str, str] = {}
     meanings: dict[tuple[str, ...], str] = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -71,7 +70,7 @@ def mine() -> tuple[list[OperatorTemplate], list[Skipped]]:
                     kept, reason = [], f"another name of {other}"
             templates += kept
             if not kept:
-                left_out.append(Skipped(name, reason))
+                left_out[name] = reason
     return templates, left_out
 
 
@@ -111,8 +110,7 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
         if ranks := tuple(rank for rank, defect in defects.items() if not defect):
             kept.append(OperatorTemplate(name, call, ranks, init))
     # A defect on a real tensor is a better explanation than a template that does not fit a meta tensor.
-    real = [reason for reason in reasons if not reason.startswith("fits")] or reasons
-    return kept, "" if kept else real[0]
+    return kept, "" if kept else min(reasons, key=lambda reason: reason.startswith("fits"))
 
 
 def _gives_several(template: OperatorTemplate) -> bool:
@@ -191,16 +189,15 @@ def _signature(function: Any) -> list[Argument]:
     except (TypeError, ValueError):
         return []
     return [
-        Argument(p.name, p.default is p.empty, _is_tensor(p))
+        Argument(
+            name=p.name,
+            is_required=p.default is p.empty,
+            is_tensor=p.annotation in (Tensor, "Tensor", "torch.Tensor")
+            or (p.default is p.empty and p.name in FIRST_INPUTS | SECOND_INPUTS),
+        )
         for p in parameters
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-
-
-def _is_tensor(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (Tensor, "Tensor", "torch.Tensor") or (
-        parameter.default is parameter.empty and parameter.name in FIRST_INPUTS | SECOND_INPUTS
-    )
 
 
 def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
@@ -226,17 +223,15 @@ def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
 
 
 class _DispatchRecorder(TorchDispatchMode):
-    """A recorder of the dispatched operators, and of whether one of them draws random numbers."""
+    """A recorder of the dispatched operators and of their arguments that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[str] = []
-        self.random = False
+        self.calls: list[tuple[Any, list[Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         constants = [a for a in (*args, *(kwargs or {}).items()) if not isinstance(a, Tensor)]
-        self.calls.append(f"{func}{constants}")
+        self.calls.append((func, constants))
         return func(*args, **(kwargs or {}))
 
 
@@ -260,7 +255,7 @@ def _find_defect(template: OperatorTemplate) -> str:
             out = apply_template(template, x.clone(), y.clone(), module)
         if any("deprecated" in str(warning.message) for warning in messages):
             return "deprecated in this form"
-        if recorder.random:
+        if any(torch.Tag.nondeterministic_seeded in function.tags for function, _ in recorder.calls):
             return "draws random numbers"
         wide = apply_template(template, x.double(), y.double())
     except FIT_ERRORS as error:
@@ -269,11 +264,11 @@ def _find_defect(template: OperatorTemplate) -> str:
     if out.dtype != torch.float32:
         return "gives no float32 tensor back"
     scale = out.square().mean().sqrt().item()
-    distinct = torch.unique((out / scale * 1000).round()).numel()
     defects = {
         "not finite on normal inputs": not torch.isfinite(out).all(),
         "constant on normal inputs": out.std().item() <= 1e-3 * scale or not scale,
-        "takes a few values only; rounding decides which": distinct < min(32, out.numel() // 2),
+        "takes a few values only; rounding decides which": count_distinct(out / scale)
+        < min(32, out.numel() // 2),
         "float32 does not carry it": rms(out.double() - wide) > 1e-5 * scale,
         "gives its input back when not training": out.shape == x.shape and torch.equal(out, x),
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from components.synthesis.mined_operators import Skipped, TransformersModule
+from components.synthesis.mined_operators import TransformersModule
 from components.synthesis.source_extraction import CannotExtract, LibraryFile
 from components.synthesis.transformers_source import FIXED, write_module_source
 
@@ -69,13 +69,13 @@ SEVERAL = "gives no single float32 tensor back"
 SIZE = {"batch": 2, "length": 16, "hidden": 256}
 
 
-def mine() -> tuple[list[TransformersModule], list[Skipped]]:
-    """Return the modules in the order of the families, and the classes that are left out.
+def mine() -> tuple[list[TransformersModule], dict[str, str]]:
+    """Return the modules in the order of the families, and the reason for each class that is left out.
 
     Mining takes about a minute on one core.
     """
     modules: list[TransformersModule] = []
-    left_out: list[Skipped] = []
+    left_out: dict[str, str] = {}
     meanings: dict[str, str] = {}
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -99,7 +99,7 @@ def mine() -> tuple[list[TransformersModule], list[Skipped]]:
                     meanings[meaning] = f"{family}.{name}"
                     modules.append(module)
                 except CannotExtract as reason:
-                    left_out.append(Skipped(f"transformers.{family}.{name}", str(reason)))
+                    left_out[f"transformers.{family}.{name}"] = str(reason)
     return modules, left_out
 
 

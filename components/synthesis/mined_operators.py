@@ -47,6 +47,11 @@ class OperatorTemplate:
     init: str = ""
 
     @property
+    def operator(self) -> str:
+        """Return the canonical name, which is equal for nn.LeakyReLU and F.leaky_relu."""
+        return canonical(self.name)
+
+    @property
     def second(self) -> bool:
         return "{y}" in self.call
 
@@ -71,14 +76,6 @@ class TransformersModule:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A public name that was not mined, with the reason."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class OperatorTable:
     """The operators mined from one version of torch and one version of transformers."""
 
@@ -86,12 +83,13 @@ class OperatorTable:
     transformers: str
     templates: tuple[OperatorTemplate, ...]
     modules: tuple[TransformersModule, ...]
-    left_out: tuple[Skipped, ...]
+    # Reason why a public name was not mined, by the name.
+    left_out: dict[str, str]
 
     @property
     def operators(self) -> tuple[str, ...]:
         """Return the distinct operators. Spellings such as nn.LeakyReLU and F.leaky_relu are one operator."""
-        return tuple(sorted({canonical(template.name) for template in self.templates}))
+        return tuple(sorted({template.operator for template in self.templates}))
 
 
 def fill_template(

@@ -18,7 +18,7 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.params import Data
 from components.core.task import KernelTask
 from components.policy.chat_client import ChatClient, ServerFailed
-from components.synthesis.compose import split_of
+from components.synthesis.compose import composed_task, draw_weighted
 from components.synthesis.dataset_summary import Rejection
 
 # Largest number of requests that are sent and not yet answered.
@@ -63,13 +63,10 @@ class ModelComposer:
         executor = ThreadPoolExecutor(AHEAD, thread_name_prefix="composer")
         pending: deque[tuple[tuple[str, ...], Future[dict[str, str]]]] = deque()
         rng, numbers, empty_in_a_row = random.Random(self.data.seed), itertools.count(), 0
-        mix = self.data.operator_mix
         try:
             while True:
                 while len(pending) < AHEAD:
-                    ops = tuple(
-                        rng.sample(self.operators, rng.choices(list(mix), weights=list(mix.values()))[0])
-                    )
+                    ops = tuple(rng.sample(self.operators, draw_weighted(rng, self.data.operator_mix)))
                     pending.append((ops, executor.submit(self._answer, ops, next(numbers))))
                 ops, answer = pending.popleft()
                 candidate = self._parse(ops, answer.result())
@@ -128,12 +125,7 @@ class ModelComposer:
     def _parse(self, ops: tuple[str, ...], answer: dict[str, str]) -> KernelTask | Rejection:
         text = THOUGHT.sub("", answer["content"])
         blocks = BLOCK.findall(text)
-        task = KernelTask(
-            code=max(blocks, key=len, default=text),
-            ops=ops,
-            data_source=f"torch#{len(ops)}",
-            split=split_of(ops, self.data.seed),
-        )
+        task = composed_task(max(blocks, key=len, default=text), ops, self.data.seed)
         if not blocks:
             return Rejection(
                 task,

@@ -53,7 +53,7 @@ def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
         with atomic_folder(table) as temporary:
             write_table(
                 temporary,
-                OperatorTable(*library_versions(), tuple(templates), tuple(modules), (*without, *others)),
+                OperatorTable(*library_versions(), tuple(templates), tuple(modules), without | others),
             )
     return TypeAdapter(OperatorTable).validate_json((table / "operators.json").read_bytes())
 
@@ -63,6 +63,6 @@ def write_table(folder: Path, table: OperatorTable) -> None:
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [
         "name,reason",
-        *(f'{item.name},"{item.reason.replace(chr(34), chr(39))}"' for item in table.left_out),
+        *(f'{name},"{reason.replace(chr(34), chr(39))}"' for name, reason in table.left_out.items()),
     ]
     atomic_write(folder / "left_out.csv", "\n".join(rows) + "\n")

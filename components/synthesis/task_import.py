@@ -93,9 +93,9 @@ def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
 def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
     """Return the `count` most similar other tasks with their similarity, the most similar first."""
     subtrees = count_subtrees(task.code)
-    near = [
+    near = (
         (similarity(subtrees, count_subtrees(other.code)), other)
         for other in others
         if other.task_id != task.task_id
-    ]
+    )
     return sorted(near, key=lambda pair: (-pair[0], pair[1].task_id))[:count]

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from components.core.errors import UserError
 from components.core.params import Data, Device
 from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation, probe
-from components.synthesis.compose import split_of
-from components.synthesis.core_operators import canonical
+from components.synthesis.compose import composed_task, draw_weighted
 from components.synthesis.cost import OperatorCost, estimate_operator_seconds, operator_cost
 from components.synthesis.mined_operators import (
     SMALL,
@@ -78,13 +78,16 @@ class TorchComposer:
         self.data, self.device = data, device
         self.modules = table.modules if modules else ()
         self.rng = random.Random(data.seed)
-        self.by_rank: dict[int, list[list[OperatorTemplate]]] = {}
-        for rank in SMALL:
-            groups: dict[str, list[OperatorTemplate]] = {}
-            for template in table.templates:
-                if rank in template.ranks:
-                    groups.setdefault(canonical(template.name), []).append(template)
-            self.by_rank[rank] = [groups[name] for name in sorted(groups)]
+        by_operator = attrgetter("operator")
+        templates = sorted(table.templates, key=by_operator)
+        # The templates of each operator that can be applied to inputs of a rank, by the rank.
+        self.by_rank = {
+            rank: [
+                list(group)
+                for _, group in itertools.groupby((t for t in templates if rank in t.ranks), key=by_operator)
+            ]
+            for rank in SMALL
+        }
         self.shapes = {rank: _shapes(rank, data.numel) for rank in SMALL}
         self.block_shapes = [shape for shape in self.shapes[3] if shape[2] in FEATURES]
         if not all(self.shapes.values()) or not self.block_shapes:
@@ -101,12 +104,8 @@ class TorchComposer:
         """Return a draft whose kind is drawn according to data.transformers_share and data.operator_mix."""
         if self.modules and self.rng.random() < self.data.transformers_share:
             return self._write_module(self.rng.choice(self.modules), self.rng.choice(self.block_shapes))
-        mix = self.data.operator_mix
-        count = self.rng.choices(list(mix), weights=list(mix.values()))[0]
-        while True:
-            draft = self._draw_chain(count)
-            if draft is not None:
-                return draft
+        count = draw_weighted(self.rng, self.data.operator_mix)
+        return next(filter(None, map(self._draw_chain, itertools.repeat(count))))
 
     def resize(self, draft: Draft, seconds: float) -> Draft | None:
         """Return the task with a size whose eager time should be near the middle of data.eager_seconds.
@@ -132,12 +131,12 @@ class TorchComposer:
         return None
 
     def _draw_chain(self, count: int) -> Draft | None:
-        rank = self.rng.choices(list(RANKS), weights=list(RANKS.values()))[0]
+        rank = draw_weighted(self.rng, RANKS)
         chain: tuple[OperatorTemplate, ...] = ()
         layout: Layout = SMALL[rank], _contiguous(SMALL[rank])
         for _ in range(count):
             template = self.rng.choice(self.rng.choice(self.by_rank[len(layout[0])]))
-            is_repeated = chain and canonical(chain[-1].name) == canonical(template.name)
+            is_repeated = chain and chain[-1].operator == template.operator
             if is_repeated or (template.second and any(other.second for other in chain)):
                 return None
             cost = operator_cost(template, *layout)
@@ -183,24 +182,16 @@ class TorchComposer:
     def _write_chain(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> Draft:
         walked = _walk(chain, shape)
         assert walked is not None
-        ops = tuple(template.name for template in chain)
-        task = KernelTask(
-            code=write_chain_source(chain, [before[0] for before, _ in walked]),
-            ops=ops,
-            data_source=f"torch#{len(chain)}",
-            split=split_of(ops, self.data.seed),
+        task = composed_task(
+            write_chain_source(chain, [before[0] for before, _ in walked]),
+            tuple(template.name for template in chain),
+            self.data.seed,
         )
         return Draft(task, chain, shape, sum(cost.flops for _, cost in walked))
 
     def _write_module(self, module: TransformersModule, shape: Shape) -> Draft:
-        ops = (f"transformers.{module.name}",)
-        task = KernelTask(
-            code=write_module_source(module, *shape),
-            ops=ops,
-            data_source="transformers",
-            split=split_of(ops, self.data.seed),
-        )
-        return Draft(task, module, shape, None)
+        code, ops = write_module_source(module, *shape), (f"transformers.{module.name}",)
+        return Draft(composed_task(code, ops, self.data.seed, "transformers"), module, shape, None)
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
@@ -259,6 +250,5 @@ def _contiguous(shape: Shape) -> Shape:
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:
     """Return the input shapes with this rank whose number of elements lies within data.numel."""
-    sizes = itertools.product(*AXES[rank])
-    shapes = ((*axes, axes[-1]) if rank >= 4 else axes for axes in sizes)
+    shapes = ((*axes, axes[-1]) if rank >= 4 else axes for axes in itertools.product(*AXES[rank]))
     return [shape for shape in shapes if numel[0] <= math.prod(shape) <= numel[1]]
