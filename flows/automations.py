@@ -45,8 +45,7 @@ when = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.
 unless = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Proactive, threshold=1)
 
 
-def of_deployment(name: str) -> ResourceSpecification:
-    return ResourceSpecification({"prefect.resource.name": name, "prefect.resource.role": "deployment"})
+NIGHTLY = ResourceSpecification({"prefect.resource.name": "nightly", "prefect.resource.role": "deployment"})
 
 
 def automations(block: UUID | None) -> list[AutomationCore]:
@@ -83,7 +82,7 @@ def automations(block: UUID | None) -> list[AutomationCore]:
             name="cuda-agent-resume",
             description="A crashed night goes back to a worker, which continues it where it was. A run "
             "that crashes again and again ends itself.",
-            trigger=when(match_related=of_deployment("nightly"), expect={"prefect.flow-run.Crashed"}),
+            trigger=when(match_related=NIGHTLY, expect={"prefect.flow-run.Crashed"}),
             actions=[
                 ChangeFlowRunState(
                     state=StateType.SCHEDULED,
@@ -114,7 +113,7 @@ def automations(block: UUID | None) -> list[AutomationCore]:
             name="cuda-agent-missed",
             description="No night was completed for 26 hours.",
             trigger=unless(
-                match_related=of_deployment("nightly"),
+                match_related=NIGHTLY,
                 after={"prefect.flow-run.Completed"},
                 expect={"prefect.flow-run.Completed"},
                 within=timedelta(seconds=NIGHT_SECONDS),

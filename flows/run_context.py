@@ -100,14 +100,8 @@ class PipelineRun:
         self.key = digest_json(
             {"base": self.base_key, "redo": None if rerun is None else [rerun.stage, rerun.number]}
         )
-
-    @property
-    def run_id(self) -> str:
-        return self.key[:12]
-
-    @property
-    def folder(self) -> Path:
-        return self.home / "runs" / self.run_id
+        self.run_id = self.key[:12]
+        self.folder = self.home / "runs" / self.run_id
 
     def rerun_number(self, stage: str) -> int:
         """Return the number of the rerun request if the request includes the stage, or 0 if it does not."""

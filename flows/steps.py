@@ -142,10 +142,7 @@ class Context:
         self.pool = pool
         self.tracking = tracking
         self.dataset = dataset
-
-    @property
-    def dataset_folder(self) -> Path:
-        return self.run.home / self.dataset.folder
+        self.dataset_folder = run.home / dataset.folder
 
     def stage(
         self,

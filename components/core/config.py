@@ -4,11 +4,10 @@
 values are in `params.py`.
 """
 
-import contextlib
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -86,8 +85,9 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
             if key not in KNOWN and key.rpartition(".")[0] not in MAPPINGS:
                 nearest = difflib.get_close_matches(key, list(KNOWN), n=1, cutoff=0.0)[0]
                 raise UserError(f"{origin}: unknown parameter {key}; the nearest known one is {nearest}.")
-            values[key], sources[key] = _number(key, value), origin
+            values[key], sources[key] = value, origin
     try:
+        # YAML 1.1 reads 3e-6 as a string, which pydantic converts to a number.
         params = Params.model_validate(_nested(values, sources))
     except ValidationError as error:
         first = error.errors()[0]
@@ -158,21 +158,6 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
                 raise UserError(f"{sources[section]}: {section} is a section; give its fields.")
         node[int(last) if parent in MAPPINGS and last.isdigit() else last] = values[key]
     return nested
-
-
-def _is_number(annotation: Any) -> bool:
-    return annotation in (int, float) or any(map(_is_number, get_args(annotation)))
-
-
-def _number(key: str, value: Any) -> Any:
-    """Return the value, converted to a number if it is a string and the parameter is a number.
-
-    The conversion is needed because YAML 1.1 reads 3e-6 as a string.
-    """
-    if isinstance(value, str) and key in KNOWN and _is_number(KNOWN[key].annotation):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return value
 
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:

@@ -230,7 +230,7 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
     values = {name: item.value for name, item in inputs.items()}
     judges, engine, context = int(values["judges"]), params.engine, params.policy.context
     stages = {
-        name: _stage(name, ppo, values, judges, params, seed)
+        name: _stage(ppo, values, judges, params, seed)
         for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
     }
     gpus = values["trainer_gpus"] + judges
@@ -269,9 +269,7 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
     }
 
 
-def _stage(
-    name: str, ppo: Ppo, values: dict[str, float], judges: int, params: Params, seed: int
-) -> dict[str, Any]:
+def _stage(ppo: Ppo, values: dict[str, float], judges: int, params: Params, seed: int) -> dict[str, Any]:
     load = load_of(values, ppo.rollouts, params.policy.context)
     rollout: Rollout = simulate(load, judges, seed)
     free = simulate(load, load.trajectories, seed)

@@ -109,20 +109,18 @@ class AuditChain:
         `rest` may contain the fields `reason`, `evidence` and `key`.
         """
         entries = self.entries()
-        content = {
-            "number": len(entries) + 1,
-            "before": entries[-1].digest if entries else FIRST,
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "who": who,
-            "action": action,
-            "model": self.model,
-            "version": version,
-            "aliases": aliases,
-        } | rest
-        # The record is completed with its defaults first, because the digest covers them too.
-        content = AuditEntry.model_validate(content | {"digest": ""}).model_dump(
-            mode="json", exclude={"digest"}
-        )
+        content = AuditEntry(
+            number=len(entries) + 1,
+            before=entries[-1].digest if entries else FIRST,
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            who=who,
+            action=action,
+            model=self.model,
+            version=version,
+            aliases=aliases,
+            digest="",
+            **rest,
+        ).model_dump(mode="json", exclude={"digest"})
         entry = AuditEntry.model_validate(content | {"digest": digest_json(content)})
         write_json(self.folder / f"{entry.number:06d}.json", entry.model_dump(mode="json"))
         return entry

@@ -23,12 +23,11 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
     }
     for alias, number in aliases(client, model).items():
         found |= dict.fromkeys(_named(versions[number].tags), f"{model} version {number} is {alias}")
-    for key in _unfinished(client):
-        found[key] = "a night that is not finished"
-        for version in versions.values():
-            if version.tags.get(RUN_KEY) == key:
-                found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
-    return found
+    unfinished = _unfinished(client)
+    for version in versions.values():
+        if version.tags.get(RUN_KEY) in unfinished:
+            found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
+    return found | dict.fromkeys(unfinished, "a night that is not finished")
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
@@ -52,11 +51,11 @@ def _named(tags: dict[str, str]) -> list[str]:
     ]
 
 
-def _unfinished(client: MlflowClient) -> list[str]:
+def _unfinished(client: MlflowClient) -> set[str]:
     """Return the run keys of pipeline runs that are not finished, because they are running or have failed."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     rule = f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'"
     runs = get_results_from_paginated_fn(
         lambda size, token: client.search_runs(experiments, rule, max_results=size, page_token=token), PAGE
     )
-    return [run.data.tags[RUN_KEY] for run in runs if RUN_KEY in run.data.tags]
+    return {run.data.tags[RUN_KEY] for run in runs if RUN_KEY in run.data.tags}

@@ -111,22 +111,23 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
             else {}
         )
         for entry in group.entries:
-            now, written = store.digests(entry.key)
             wanted = expected.pop(entry.key.removeprefix(f"{group.name}/"), "")
-            if written and now != written:
-                yield entry.key, "is not what was written"
-            elif wanted and now != wanted:
-                yield entry.key, f"does not match {MANIFEST}"
-            else:
-                yield entry.key, ""
+            yield entry.key, _fault(store, entry.key, wanted)
         for name in sorted(expected):
             yield f"{group.name}/{name}", "is missing"
         if group.name.startswith("checkpoints/") and not manifest and not prefix.count("/") > 1:
             yield group.name, f"has no {MANIFEST}: an upload that was not finished"
     for entry in found:
         if entry.key.split("/")[0] not in GROUPS:
-            now, written = store.digests(entry.key)
-            yield entry.key, "is not what was written" if written and now != written else ""
+            yield entry.key, _fault(store, entry.key)
+
+
+def _fault(store: Store, key: str, wanted: str = "") -> str:
+    """Return the fault of an object, of which the manifest has the digest `wanted` if it is not empty."""
+    now, written = store.digests(key)
+    if written and now != written:
+        return "is not what was written"
+    return f"does not match {MANIFEST}" if wanted and now != wanted else ""
 
 
 def words(text: str) -> set[str]:

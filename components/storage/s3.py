@@ -85,20 +85,18 @@ class S3Store:
         )
 
     def put(self, key: str, source: Path) -> str:
-        name = self._name(key)
-        address, sha256, size = self._address(name), digest_file(source), source.stat().st_size
-        with telemetry.transfer("put") as moved, self._faults(address, "write"):
+        sha256, size = digest_file(source), source.stat().st_size
+        with telemetry.transfer("put") as moved, self._faults(self._name(key), "write") as name:
             present = self._recorded(name)
             if present is None:
                 present = self._write(name, source, sha256, size)
                 moved.append(size)
             if present != sha256:
-                raise key_taken(address)
-        return address
+                raise key_taken(self._address(name))
+        return self._address(name)
 
     def get(self, key: str, target: Path) -> None:
-        name = self._name(key)
-        with telemetry.transfer("get") as moved, self._faults(self._address(name), "read"):
+        with telemetry.transfer("get") as moved, self._faults(self._name(key), "read") as name:
             head = self._head(name)
             if head is None:
                 raise KeyError(key)
@@ -124,13 +122,11 @@ class S3Store:
             part.replace(target)
 
     def exists(self, key: str) -> bool:
-        name = self._name(key)
-        with self._faults(self._address(name), "look-up"):
+        with self._faults(self._name(key), "look-up") as name:
             return self._head(name) is not None
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        start = self.prefix + prefix
-        with self._faults(self._address(start), "listing"):
+        with self._faults(self.prefix + prefix, "listing") as start:
             for page in self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=start
             ):
@@ -140,16 +136,15 @@ class S3Store:
                     )
 
     def digests(self, key: str) -> tuple[str, str]:
-        name, sha256 = self._name(key), hashlib.sha256()
-        with self._faults(self._address(name), "read"):
+        sha256 = hashlib.sha256()
+        with self._faults(self._name(key), "read") as name:
             answer = self.client.get_object(Bucket=self.bucket, Key=name)
             for block in answer["Body"].iter_chunks(BLOCK_BYTES):
                 sha256.update(block)
         return sha256.hexdigest(), answer["Metadata"].get("sha256", "")
 
     def remove(self, key: str) -> None:
-        name = self._name(key)
-        with self._faults(self._address(name), "removal"):
+        with self._faults(self._name(key), "removal") as name:
             self.client.delete_object(Bucket=self.bucket, Key=name)
 
     def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
@@ -158,7 +153,7 @@ class S3Store:
         Such uploads use storage, but a list of the objects does not show them.
         """
         limit = datetime.now(UTC) - older_than
-        with self._faults(self._address(self.prefix), "listing"):
+        with self._faults(self.prefix, "listing"):
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.bucket, Prefix=self.prefix
             )
@@ -170,8 +165,7 @@ class S3Store:
             ]
 
     def abandon(self, key: str, upload: str) -> None:
-        name = self._name(key)
-        with self._faults(self._address(name), "removal"):
+        with self._faults(self._name(key), "removal") as name:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
 
     def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
@@ -285,16 +279,17 @@ class S3Store:
         return None if head is None else str(head["Metadata"].get("sha256", ""))
 
     @contextlib.contextmanager
-    def _faults(self, address: str, act: str) -> Iterator[None]:
-        """Convert boto3's errors in the block into StoreUnavailable or UserError.
+    def _faults(self, name: str, act: str) -> Iterator[str]:
+        """Yield `name`, the name of an object, and convert boto3's errors in the block.
 
         StoreUnavailable is raised if the call may succeed later, and UserError if it cannot succeed without a
         change of the settings or the bucket. `act` names the operation in the message.
         """
         from botocore import exceptions
 
+        address = self._address(name)
         try:
-            yield
+            yield name
         except exceptions.ClientError as error:
             if error.response["Error"]["Code"] in PASSING:
                 raise StoreUnavailable(

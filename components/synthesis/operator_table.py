@@ -1,7 +1,5 @@
 """The files of the table of mined operators, which is made once for each version of the libraries."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from dataclasses import asdict
@@ -33,7 +31,7 @@ def library_versions() -> tuple[str, str]:
     return importlib.metadata.version("torch"), importlib.metadata.version("transformers")
 
 
-def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
+def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
     """Return the table of mined operators for the installed libraries from a folder below `folder`.
 
     If there is none, the operators are mined first, which takes about a minute on one core.
@@ -58,7 +56,7 @@ def load_operator_table(folder: Path, progress: Progress) -> OperatorTable:
     return TypeAdapter(OperatorTable).validate_json((table / "operators.json").read_bytes())
 
 
-def write_table(folder: Path, table: OperatorTable) -> None:
+def write_table(folder: Path, table: "OperatorTable") -> None:
     """Write operators.json, which `load_operator_table` reads, and left_out.csv, which is for people."""
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [
