@@ -217,18 +217,11 @@ def make_deployments(values: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefect.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
-        command = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "--no-prompt",
-            "deploy",
-            "--all",
-            "--prefect-file",
-            str(path),
-        ]
         done = subprocess.run(
-            command,
+            [
+                *(sys.executable, "-m", "prefect", "--no-prompt"),
+                *("deploy", "--all", "--prefect-file", str(path)),
+            ],
             cwd=PROJECT,
             env=os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())},
             capture_output=True,

@@ -6,6 +6,7 @@ only the states of runs and tasks, and a stage can take many hours. automations.
 events cause.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from prefect.events import emit_event
 
 from components.core import telemetry
 from components.core.errors import UserError
-from components.core.files import DISK_FULL, free_bytes
+from components.core.files import DISK_FULL
 from components.core.params import Params, Ppo
 from components.core.progress import Progress
 from components.training.metrics_file import newest_figures
@@ -51,7 +52,7 @@ class DiskGuard:
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
-        if free_bytes(self.home) < FULL_BYTES:
+        if shutil.disk_usage(self.home).free < FULL_BYTES:
             raise UserError(f"{self.home}: {DISK_FULL}")
 
 

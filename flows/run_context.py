@@ -34,7 +34,6 @@ from components.core.files import (
     DISK_FULL,
     digest_json,
     digest_tree,
-    free_bytes,
     read_json,
     verify_files,
     write_json,
@@ -187,9 +186,9 @@ def prepare_home(home: Path) -> None:
         reason = f"the home folder cannot be written ({error.strerror}); give another one with --home."
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(f"{home}: {DISK_FULL if is_full else reason}") from error
-    if free_bytes(home) < LEAST_FREE_BYTES:
+    if shutil.disk_usage(home).free < LEAST_FREE_BYTES:
         raise UserError(
-            f"{home}: the disk has {free_bytes(home) / 2**20:.0f} MiB left and a run needs "
+            f"{home}: the disk has {shutil.disk_usage(home).free / 2**20:.0f} MiB left and a run needs "
             f"{LEAST_FREE_BYTES / 2**20:.0f} MiB; free some space or give another folder with --home."
         )
 
@@ -207,9 +206,7 @@ def home_lock(home: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
+            except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     file.seek(0)
                     raise Busy(

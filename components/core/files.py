@@ -4,6 +4,7 @@ Every output of the pipeline is written to a temporary file beside the target, f
 renamed. So if the process is killed, the target has either its old or its new content.
 """
 
+import base64
 import contextlib
 import errno
 import hashlib
@@ -36,6 +37,11 @@ def digest_bytes(data: bytes) -> str:
 def digest_json(value: Any) -> str:
     """Return the SHA-256 of a JSON value, which does not depend on the order of keys or on spacing."""
     return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def hex_to_base64(digest: str) -> str:
+    """Return the base64 text of bytes that are given as hexadecimal digits."""
+    return base64.b64encode(bytes.fromhex(digest)).decode()
 
 
 def digest_file(path: Path) -> str:
@@ -204,12 +210,6 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
                 f"{remedy}."
             )
     return digest
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that this user can still write on the folder's file system."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 def remove_tree(folder: Path) -> None:

@@ -181,8 +181,10 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         )
         for stage in record["stages"]
     ]
-    columns = ("stage", "reward before", "reward after", "seconds", "checkpoint")
-    console.print(plain_table(columns, stages), soft_wrap=True)
+    console.print(
+        plain_table(("stage", "reward before", "reward after", "seconds", "checkpoint"), stages),
+        soft_wrap=True,
+    )
     evaluations = (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"]))
     figures = [_figures_row(name, found) for name, found in evaluations if found is not None]
     console.print(plain_table(FIGURES, figures))

@@ -17,9 +17,8 @@ from components.core.errors import UserError
 from components.core.params import Params, Ppo
 from components.planning.rollout_simulator import Load, Rollout, enough_judges, simulate
 
-GIB = 2**30
 # Bytes per GPU that are reserved for the CUDA context, NCCL's buffers and fragmentation.
-RESERVED = 6 * GIB
+RESERVED = 6 * 2**30
 # Largest permitted duration of the rollouts, divided by their duration with unlimited judges.
 HEADROOM = 1.05
 
@@ -39,7 +38,6 @@ GPUS = {
     "h100": Gpu("NVIDIA H100 SXM", 80e9, 989e12, 3.35e12),
     "h200": Gpu("NVIDIA H200", 141e9, 989e12, 4.8e12),
 }
-Origin = Literal["parameter", "measured", "datasheet", "assumed"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Input:
 
     value: float
     unit: str
-    origin: Origin
+    origin: Literal["parameter", "measured", "datasheet", "assumed"]
     source: str
 
 

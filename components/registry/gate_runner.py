@@ -78,8 +78,9 @@ def evaluate_gates(
     found = gates.floors(after.overall, after.levels, thresholds)
     if champion is not None:
         found += gates.regression(after.tasks, champion.tasks, thresholds)
-    other_devices = {str(row.evidence["device"]) for row in after.tasks if "device" in row.evidence}
-    other_devices -= {sample.device}
+    other_devices = {str(row.evidence["device"]) for row in after.tasks if "device" in row.evidence} - {
+        sample.device
+    }
     wrong = list(sample.wrong)
     if other_devices and sample.device:
         wrong.append(

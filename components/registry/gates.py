@@ -12,6 +12,7 @@ All thresholds are parameters (`params.gate`). There are three kinds of gates:
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 from components.core.params import GateThresholds
@@ -75,9 +76,8 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
     `levels` has the figures of the tasks of each level of the suite.
     """
 
-    def floor(
-        name: str, figures: Summary | None, value: float | None, threshold: float, called: str = ""
-    ) -> Gate:
+    def floor(name: str, figures: Summary | None, threshold: float, called: str = "") -> Gate:
+        value = attrgetter(name)(figures) if figures is not None else None
         interval = figures.intervals.get(name) if figures is not None else None
         low, high = (interval.low, interval.high) if interval is not None else (None, None)
         # The figure is None if it covers no task: the geomean if no solution is correct, or a level that the
@@ -85,20 +85,19 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
         passed = threshold == 0 or (value is not None and low is not None and low >= threshold)
         return Gate(name=called or name, value=value, low=low, high=high, threshold=threshold, passed=passed)
 
-    found = [
-        floor("pass_rate", summary, summary.pass_rate, thresholds.pass_rate),
-        floor("faster_rate.eager", summary, summary.faster_rate.eager, thresholds.faster_rate_eager),
-        floor("faster_rate.compile", summary, summary.faster_rate.compile, thresholds.faster_rate_compile),
-        floor("geomean.eager", summary, summary.geomean.eager, thresholds.geomean_eager),
-        floor("geomean.compile", summary, summary.geomean.compile, thresholds.geomean_compile),
+    return [
+        floor("pass_rate", summary, thresholds.pass_rate),
+        floor("faster_rate.eager", summary, thresholds.faster_rate_eager),
+        floor("faster_rate.compile", summary, thresholds.faster_rate_compile),
+        floor("geomean.eager", summary, thresholds.geomean_eager),
+        floor("geomean.compile", summary, thresholds.geomean_compile),
+        *(
+            floor(
+                "faster_rate.compile", levels.get(str(level)), threshold, f"faster_rate.compile.level_{level}"
+            )
+            for level, threshold in sorted(thresholds.faster_rate_compile_by_level.items())
+        ),
     ]
-    for level, threshold in sorted(thresholds.faster_rate_compile_by_level.items()):
-        part = levels.get(str(level))
-        value = part.faster_rate.compile if part is not None else None
-        found.append(
-            floor("faster_rate.compile", part, value, threshold, f"faster_rate.compile.level_{level}")
-        )
-    return found
 
 
 def regression(

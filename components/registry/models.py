@@ -45,7 +45,11 @@ def register(
 
     If the run with the key `run_key` already has a version, return the number of that version.
     """
-    _ensure_model(client, model)
+    try:
+        client.create_registered_model(model)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
     found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
     if found:
         return str(min(int(version.version) for version in found))
@@ -136,16 +140,15 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
     Raises UserError if there is no such version.
     """
     found = find(client, model, version)
-    gates = [
-        Gate.model_validate_json(value)
-        for key, value in sorted(found.tags.items())
-        if key.startswith("gate.") and key not in (DECISION, "gate.reasons")
-    ]
     return {
         "name": model,
         "version": str(found.version),
         "aliases": {alias: at for alias, at in aliases(client, model).items() if at == str(found.version)},
-        "gates": [gate.model_dump() for gate in gates],
+        "gates": [
+            Gate.model_validate_json(value).model_dump()
+            for key, value in sorted(found.tags.items())
+            if key.startswith("gate.") and key not in (DECISION, "gate.reasons")
+        ],
         "decision": found.tags.get(DECISION, "undecided"),
         "reasons": json.loads(found.tags.get("gate.reasons", "[]")),
         "tags": {key: value for key, value in found.tags.items() if not key.startswith("gate.")},
@@ -185,11 +188,3 @@ def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) ->
             "restore the artifact store from its backup."
         )
     return Path(place)
-
-
-def _ensure_model(client: MlflowClient, model: str) -> None:
-    try:
-        client.create_registered_model(model)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise

@@ -304,11 +304,13 @@ class Promotion:
         """Append an audit entry to the chain, apply it to the registry, and return it.
 
         `entries` are the entries of the chain so far. If `who` is empty, the present user is recorded. If the
-        action is in CHAMPION_ACTIONS, the version becomes the champion.
+        action is in CHAMPION_ACTIONS, the version becomes the champion, and another champion before it gets
+        the alias previous.
         """
         aliases = _aliases(entries)
-        if action in CHAMPION_ACTIONS:
-            aliases = promote_aliases(aliases, version)
+        if action in CHAMPION_ACTIONS and aliases.get(CHAMPION) != version:
+            previous = {PREVIOUS: aliases[CHAMPION]} if CHAMPION in aliases else {}
+            aliases = aliases | previous | {CHAMPION: version}
         return self._apply_entry(self.chain.append(action, version, aliases, who or person(), **rest))
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
@@ -372,14 +374,6 @@ def _is_late(waiting: AuditEntry) -> bool:
 
 def _aliases(entries: list[AuditEntry]) -> dict[str, str]:
     return entries[-1].aliases if entries else {}
-
-
-def promote_aliases(now: dict[str, str], version: str) -> dict[str, str]:
-    """Return the aliases champion and previous after `version` has become the champion."""
-    champion = now.get(CHAMPION)
-    if champion is None or champion == version:
-        return now | {CHAMPION: version}
-    return {CHAMPION: version, PREVIOUS: champion}
 
 
 def _listed(aliases: dict[str, str]) -> str:

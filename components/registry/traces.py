@@ -7,7 +7,6 @@ times. So the first span starts at the modification time of the file, and each f
 microsecond later.
 """
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
 
 from components.agent.trajectory import Trajectory, load_trajectories
-from components.core.files import digest_json
+from components.core.files import digest_json, hex_to_base64
 from components.judge.verdict import Verdict
 
 # Number of steps of a training stage whose best and worst trajectories are logged. The steps are evenly
@@ -159,9 +158,9 @@ class _Trace:
             Span.from_dict(
                 {
                     "name": name,
-                    "trace_id": _base64(self.identity),
-                    "span_id": _base64(identity),
-                    "parent_span_id": _base64(parent),
+                    "trace_id": hex_to_base64(self.identity),
+                    "span_id": hex_to_base64(identity),
+                    "parent_span_id": hex_to_base64(parent),
                     "start_time_unix_nano": began,
                     "end_time_unix_nano": self.tick,
                     "status": {"code": "STATUS_CODE_OK", "message": ""},
@@ -205,7 +204,3 @@ class _Trace:
         )
         found.assessment_id = f"a-{digest_json([self.identity, 'feedback', len(self.feedback)])[:32]}"
         self.feedback.append(found)
-
-
-def _base64(identity: str) -> str:
-    return base64.b64encode(bytes.fromhex(identity)).decode()

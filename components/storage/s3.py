@@ -10,7 +10,6 @@ Large objects are written in parts. An interrupted write or read continues where
 transfer manager is not used, because it cannot continue an interrupted upload.
 """
 
-import base64
 import contextlib
 import hashlib
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from components.core import telemetry
 from components.core.errors import UserError
-from components.core.files import digest_bytes, digest_file, read_json, write_json
+from components.core.files import digest_bytes, digest_file, hex_to_base64, read_json, write_json
 from components.storage.store import StoredObject, check_key, key_taken
 
 # Size in bytes of a part, and size above which an object is written in parts. S3 requires parts of at least 5
@@ -182,7 +181,7 @@ class S3Store:
                         Bucket=self.bucket,
                         Key=name,
                         Body=body,
-                        ChecksumSHA256=_base64(sha256),
+                        ChecksumSHA256=hex_to_base64(sha256),
                         IfNoneMatch="*",
                         Metadata={"sha256": sha256},
                     )
@@ -213,7 +212,7 @@ class S3Store:
         with source.open("rb") as file:
             for number in range(1, -(-size // part_bytes) + 1):
                 body = file.read(part_bytes)
-                checksum = _base64(digest_bytes(body))
+                checksum = hex_to_base64(digest_bytes(body))
                 part = present.get(number)
                 if part is None or not _same(part, body, checksum):
                     part = self.client.upload_part(
@@ -312,10 +311,6 @@ class S3Store:
                 f"{address}: the {act} is not possible ({error}); "
                 "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the region."
             ) from error
-
-
-def _base64(sha256: str) -> str:
-    return base64.b64encode(bytes.fromhex(sha256)).decode()
 
 
 def _same(part: Any, body: bytes, checksum: str) -> bool:

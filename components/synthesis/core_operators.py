@@ -10,8 +10,6 @@ from typing import Literal
 
 from components.bootstrap.chain_parser import OPERATOR_LINES
 
-Kind = Literal["elementwise", "row", "reduction", "parameter", "second_input"]
-
 BELOW_ONE = ("0.01", "0.05", "0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8")
 PALETTE = (*BELOW_ONE, "0.9", "1.1", "1.2", "1.25", "1.5", "1.75", "2.0", "2.5", "3.0", "3.5", "4.0", "5.0")
 SLOPES = BELOW_ONE[:10]
@@ -27,7 +25,7 @@ class CoreOperator:
     """A core operator with its constants and parameters."""
 
     name: str
-    kind: Kind
+    kind: Literal["elementwise", "row", "reduction", "parameter", "second_input"]
     # Permitted values of each constant.
     constants: tuple[tuple[str, ...], ...] = ()
     # Statement in `__init__` that creates the parameters of the operator. `{cols}` is replaced by the number

@@ -43,9 +43,10 @@ def find_forbidden(code: str) -> str:
                 ]
                 if foreign:
                     return f"imports {foreign[0]}"
-            case ast.ImportFrom(module=module, level=level):
-                if level or (module or "").partition(".")[0] not in ALLOWED_MODULES:
-                    return f"imports {module}"
+            case ast.ImportFrom(module=module, level=level) if (
+                level or (module or "").partition(".")[0] not in ALLOWED_MODULES
+            ):
+                return f"imports {module}"
             case ast.Name(id=name) if name in FORBIDDEN_NAMES:
                 return f"uses {name}"
             case ast.Attribute(attr=name) if name in FORBIDDEN_ATTRIBUTES:
