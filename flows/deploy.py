@@ -105,6 +105,7 @@ def deployments_file(choices: Choices) -> Record:
     """
     values: Record = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
     values.pop("definitions", None)
+    known = read_pools()
     for entry in values["deployments"]:
         parameters = entry["parameters"]
         parameters["profile"] = choices.profile or parameters["profile"]
@@ -135,8 +136,6 @@ def deployments_file(choices: Choices) -> Record:
                     f"schedule of {entry['name']}: {error.errors()[0]['msg']}; "
                     "give another with --cron or --timezone."
                 ) from error
-    known = read_pools()
-    for entry in values["deployments"]:
         if entry["work_pool"]["name"] not in known:
             raise UserError(
                 f"prefect.yaml: {entry['name']} names the work pool {entry['work_pool']['name']}; "

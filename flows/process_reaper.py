@@ -10,6 +10,7 @@ The standard input of the reaper is a pipe whose other end only the run holds. T
 ends. Then the reaper kills every process that has MARK in the environment variable CUDA_AGENT_LEASH.
 """
 
+import contextlib
 import os
 import secrets
 import signal
@@ -50,12 +51,10 @@ def processes_with_mark(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
+            # OSError means that the process has ended meanwhile, or that it belongs to another user.
+            with contextlib.suppress(OSError):
                 if needle in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:
-                # The process has ended meanwhile, or it belongs to another user.
-                continue
     return found
 
 
@@ -70,10 +69,8 @@ def main(mark: str) -> None:
         if not found:
             return
         for process in found:
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-            except OSError:
-                continue
 
 
 if __name__ == "__main__":

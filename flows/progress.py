@@ -129,10 +129,11 @@ class EventProgress:
 
     def collapsing(self, stage: str, ppo: Ppo, figures: Mapping[str, float]) -> list[str]:
         """Return a sentence for each sign of collapse in the figures of a stage's newest step."""
-        reasons = []
-        for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated)):
-            if figures.get(name, 0.0) > WARN_AT * limit:
-                reasons.append(f"{name} {figures[name]:.2f} nears the limit {limit:g}")
+        reasons = [
+            f"{name} {figures[name]:.2f} nears the limit {limit:g}"
+            for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated))
+            if figures.get(name, 0.0) > WARN_AT * limit
+        ]
         if "explained_variance" in figures:
             # `update` is called several times during a step, so the value is stored by step.
             self.explained[stage, figures["step"]] = figures["explained_variance"]

@@ -72,9 +72,8 @@ def sync(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flush every file below `folder` to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            sync(path)
+    for path in filter(Path.is_file, folder.rglob("*")):
+        sync(path)
 
 
 def user_cache(name: str) -> Path:

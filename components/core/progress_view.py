@@ -208,12 +208,13 @@ def comparison_tables(found: Any, console: Console) -> None:
     `found` is a components.evaluation.compare.Comparison.
     """
     console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
-    differences = [f"code {name}" for name in found.code]
-    differences += [f"{name} {before} -> {after}" for name, (before, after) in found.params.items()]
-    if found.dataset is not None:
-        differences.insert(0, f"data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}")
-    if found.unknown:
-        differences.append(f"not written down on both sides, so not compared: {', '.join(found.unknown)}")
+    unknown = ", ".join(found.unknown)
+    differences = [
+        *([f"data set {found.dataset[0][:12]} -> {found.dataset[1][:12]}"] if found.dataset else []),
+        *(f"code {name}" for name in found.code),
+        *(f"{name} {before} -> {after}" for name, (before, after) in found.params.items()),
+        *([f"not written down on both sides, so not compared: {unknown}"] if unknown else []),
+    ]
     for difference in differences or ["the same data, code and parameters"]:
         console.print(f"  {difference}", highlight=False, soft_wrap=True, markup=False)
 

@@ -75,10 +75,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         )
     else:
         return {prefix.removesuffix("."): value}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= flatten(item, f"{prefix}{key}.")
-    return flat
+    return {name: leaf for key, item in items for name, leaf in flatten(item, f"{prefix}{key}.").items()}
 
 
 def numbers(value: Any) -> dict[str, float]:
@@ -164,10 +161,12 @@ class MlflowRun:
         child = child or self.client.create_run(self.experiment_id, tags=tags, run_name=name)
         run_id = child.info.run_id
         curves = folder / "metrics.jsonl"
-        metrics = list(_curve(curves)) if curves.is_file() else []
-        metrics += [
-            Metric(figure, value, int(folder.stat().st_mtime * 1000), 0)
-            for figure, value in numbers(record).items()
+        metrics = [
+            *(_curve(curves) if curves.is_file() else ()),
+            *(
+                Metric(figure, value, int(folder.stat().st_mtime * 1000), 0)
+                for figure, value in numbers(record).items()
+            ),
         ]
         self.client.log_batch(run_id, metrics, tags=[RunTag(key, value) for key, value in tags.items()])
         from components.registry.traces import (

@@ -153,12 +153,11 @@ class S3Store:
         """
         limit = datetime.now(UTC) - older_than
         with self._faults(self.prefix, "listing"):
-            pages = self.client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.bucket, Prefix=self.prefix
-            )
             return [
                 (item["Key"].removeprefix(self.prefix), item["UploadId"])
-                for page in pages
+                for page in self.client.get_paginator("list_multipart_uploads").paginate(
+                    Bucket=self.bucket, Prefix=self.prefix
+                )
                 for item in page.get("Uploads", ())
                 if item["Initiated"] < limit
             ]

@@ -83,8 +83,6 @@ def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):
         return
-    files = sorted(
-        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == MANIFEST, path)
-    )
-    for path in files:
+    files = filter(Path.is_file, folder.rglob("*"))
+    for path in sorted(files, key=lambda path: (path.name == MANIFEST, path)):
         store.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path)

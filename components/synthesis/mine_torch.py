@@ -271,8 +271,7 @@ def _find_defect(template: OperatorTemplate) -> str:
         < min(32, out.numel() // 2),
         "float32 does not carry it": rms(out.double() - wide) > 1e-5 * scale,
         "gives its input back when not training": out.shape == x.shape and torch.equal(out, x),
+        "does not depend on its second input": template.second
+        and torch.equal(apply_template(template, x, y.flip(0)), out),
     }
-    defect = next((reason for reason, is_found in defects.items() if is_found), "")
-    if not defect and template.second and torch.equal(apply_template(template, x, y.flip(0)), out):
-        return "does not depend on its second input"
-    return defect
+    return next((reason for reason, is_found in defects.items() if is_found), "")

@@ -147,10 +147,12 @@ class TorchComposer:
         if not every_operator_matters(chain, SMALL[rank]):
             return None
         low, high = self.data.eager_seconds
-        for shape in self._likely(chain, rank):
-            if 1.3 * low <= sum(self._estimate(chain, shape)) <= high / 1.3:
-                return self._write_chain(chain, shape)
-        return None
+        measurable = (
+            shape
+            for shape in self._likely(chain, rank)
+            if 1.3 * low <= sum(self._estimate(chain, shape)) <= high / 1.3
+        )
+        return next((self._write_chain(chain, shape) for shape in measurable), None)
 
     def _likely(self, chain: tuple[OperatorTemplate, ...], rank: int) -> list[Shape]:
         """Return a few random shapes whose estimated eager time lies within data.eager_seconds.
