@@ -183,8 +183,12 @@ class Context:
             self.progress.update(title, 1, 1)
         else:
             write_json(file, record.cacheable())
-        figures = record.model_dump(exclude={"figures", "cached", "key", "folder"}) | record.figures
-        self.tracking.stage(title, key, folder, figures)
+        self.tracking.stage(
+            title,
+            key,
+            folder,
+            record.model_dump(exclude={"figures", "cached", "key", "folder"}) | record.figures,
+        )
         return record.model_copy(update={"cached": cached, "key": key, "folder": f"stages/{folder.name}"})
 
 

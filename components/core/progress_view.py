@@ -150,8 +150,9 @@ def evaluation_table(overall: Any, console: Console) -> None:
 
     `overall` is a components.evaluation.metrics.Summary.
     """
-    figures = _figures_row(str(overall.tasks), overall.model_dump())
-    console.print(plain_table(("tasks", *FIGURES[1:]), [figures]))
+    console.print(
+        plain_table(("tasks", *FIGURES[1:]), [_figures_row(str(overall.tasks), overall.model_dump())])
+    )
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:

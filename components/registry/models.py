@@ -75,9 +75,13 @@ def register(
 
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
     """Write the gates, the verdict and the reasons of a decision into the tags of the version."""
-    gates = {f"gate.{gate.name}": gate.model_dump_json() for gate in decision.gates}
-    verdict = {"gate.reasons": json.dumps(decision.reasons), DECISION: decision.verdict}
-    set_tags(client, model, version, gates | verdict)
+    set_tags(
+        client,
+        model,
+        version,
+        {f"gate.{gate.name}": gate.model_dump_json() for gate in decision.gates}
+        | {"gate.reasons": json.dumps(decision.reasons), DECISION: decision.verdict},
+    )
 
 
 def set_tags(client: MlflowClient, model: str, version: str, tags: Mapping[str, str]) -> None:

@@ -111,8 +111,8 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
             else {}
         )
         for entry in group.entries:
-            wanted = expected.pop(entry.key.removeprefix(f"{group.name}/"), "")
-            yield entry.key, _fault(store, entry.key, wanted)
+            name = entry.key.removeprefix(f"{group.name}/")
+            yield entry.key, _fault(store, entry.key, expected.pop(name, ""))
         for name in sorted(expected):
             yield f"{group.name}/{name}", "is missing"
         if group.name.startswith("checkpoints/") and not manifest and not prefix.count("/") > 1:

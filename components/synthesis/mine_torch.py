@@ -64,8 +64,7 @@ def mine() -> tuple[list[OperatorTemplate], dict[str, str]]:
             kept, reason = _working_templates(name, thing)
             if kept and not isinstance(thing, type):
                 # Aliases, such as torch.absolute for torch.abs, are recognised by equal dispatched operators.
-                meaning = tuple(_trace(template) for template in kept)
-                other = meanings.setdefault(meaning, name)
+                other = meanings.setdefault(tuple(map(_trace, kept)), name)
                 if other != name and canonical(other) != canonical(name):
                     kept, reason = [], f"another name of {other}"
             templates += kept
