@@ -134,7 +134,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        temporary = Path(folder) / path.name
+        temporary = Path(folder) / "new"
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         temporary.chmod(0o644)
         sync(temporary)
