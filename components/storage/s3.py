@@ -85,7 +85,7 @@ class S3Store:
 
     def put(self, key: str, source: Path) -> str:
         sha256, size = digest_file(source), source.stat().st_size
-        with telemetry.transfer("put") as moved, self._faults(self._name(key), "write") as name:
+        with self._faults(self._name(key), "write") as name, telemetry.transfer("put") as moved:
             present = self._recorded(name)
             if present is None:
                 present = self._write(name, source, sha256, size)
@@ -95,7 +95,7 @@ class S3Store:
         return self._address(name)
 
     def get(self, key: str, target: Path) -> None:
-        with telemetry.transfer("get") as moved, self._faults(self._name(key), "read") as name:
+        with self._faults(self._name(key), "read") as name, telemetry.transfer("get") as moved:
             head = self._head(name)
             if head is None:
                 raise KeyError(key)
