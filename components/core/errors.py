@@ -41,6 +41,13 @@ class TaskError(Exception):
         self.out_of_memory = out_of_memory
 
 
+class TaskTooLarge(TaskError):
+    """Error raised if judging the task takes more memory than the device or the machine has.
+
+    Nothing was measured, and another try would not help.
+    """
+
+
 class StageFailed(Exception):
     """A failure of a stage, whose result must not be used.
 

@@ -72,6 +72,9 @@ class Sandbox(FrozenModel):
     memory_bytes: Count = Field(
         description="address space of a runner on cpu; private temporary files count apart"
     )
+    device_bytes: Annotated[int, Field(ge=0)] = Field(
+        description="device memory that judging one task may take; 0 is all of the GPU's, and no limit on cpu"
+    )
     correctness_sets: Annotated[int, Field(ge=6)] = Field(
         description="secret input sets for correctness, over the input distributions"
     )

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from components.core.errors import TaskError, UserError
+from components.core.errors import TaskError, TaskTooLarge, UserError
 from components.core.params import Device, Params
 from components.core.task import check_contract
 from components.judge.admission_bench import AdmissionBench
-from components.judge.correctness import FLOAT32_FLOOR, compare
+from components.judge.correctness import FLOAT32_FLOOR, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.statistics import net
 from components.judge.task_bench import COMPILE, EAGER, NOOP, Baseline
@@ -38,6 +38,8 @@ RUNNER_SHARE = 0.125
 TASK_SHARE = 0.25
 MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
 TINY = 1e-30  # smallest divisor
+# Change of the reference runner's order with which the parameters keep their first values.
+UNTOUCHED: dict[str, Any] = {"parameters": None}
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,13 @@ def admit(
                     params, runner_factory, scheduler, code, compiles=headroom, memory_share=share
                 )
             with contextlib.closing(bench):
-                if headroom and bench.bytes > TASK_SHARE * scheduler.reservable_bytes > 0:
-                    detail = f"takes {bench.bytes / 2**30:.0f} GiB of the device to judge"
+                if headroom and bench.reference.bytes > TASK_SHARE * scheduler.reservable_bytes > 0:
+                    detail = f"takes {bench.reference.bytes / 2**30:.0f} GiB of the device to judge"
                     return Admission(False, "too_large", {"detail": detail})
-                bench.fill(extra_bytes)
+                bench.reference.fill(extra_bytes)
                 return _admission(bench, headroom)
+        except TaskTooLarge as error:
+            return Admission(False, "too_large", {"detail": str(error)})
         except TaskError as error:
             fault: Exception = error
             if not error.out_of_memory:
@@ -216,22 +220,31 @@ def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
         (f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters
     ]
     if description.parameters:
-        changes.append(("untouched_parameters_pass", {"parameters": None}))
+        changes.append(("untouched_parameters_pass", UNTOUCHED))
     single, expected = reference.correctness_outputs(0)
-    probed = reference.probe([change for _, change in changes])
+    smallest = math.inf
+    with contextlib.closing(reference.probe([change for _, change in changes])) as probed:
+        for (reason, change), outputs in zip(changes, probed, strict=True):
+            with bench.scheduler.preparing():
+                if _passes(outputs, single, expected, params):
+                    return reason, 0.0
+                if change == UNTOUCHED:
+                    smallest = _spread(outputs)
     with bench.scheduler.preparing():
-        for (reason, _), outputs in zip(changes, probed, strict=True):
-            if _passes(outputs, single, expected, params):
-                return reason, 0.0
-        return None, min(_spread(single), _spread(probed[-1]) if description.parameters else math.inf)
+        return None, min(_spread(single), smallest)
 
 
 def _passes(
     outputs: list[torch.Tensor], single: list[torch.Tensor], expected: list[torch.Tensor], params: Params
 ) -> bool:
-    """Return whether all of `outputs` are correct according to `correctness.compare`."""
-    triples = zip(outputs, single, expected, strict=True)
-    return all(compare(output, one, exact, params) is None for output, one, exact in triples)
+    """Return whether all of `outputs` are correct according to `ReferenceOutput`."""
+    return all(
+        ReferenceOutput(
+            one, exact, params.sandbox, params.precision, device=params.device, keep_parts=False
+        ).mismatch(output)
+        is None
+        for output, one, exact in zip(outputs, single, expected, strict=True)
+    )
 
 
 def _spread(outputs: list[torch.Tensor]) -> float:

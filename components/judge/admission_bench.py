@@ -49,26 +49,9 @@ class AdmissionBench:
             min_correctness_sets=2,  # the outputs of two seeds are compared
             timed_sets=2,
             keep_references=False,
+            one_process=True,
         )
-        self.reference = TaskReference(params, scheduler, code, self.processes, sizing)
-
-    @property
-    def bytes(self) -> int:
-        """Estimated bytes of device memory that the bench and its process use at once."""
-        layout, share = self.reference.layout, self.processes.memory_share
-        results = layout.outputs.stride * layout.capacity
-        return layout.bank_bytes + max(
-            layout.reference_runner_bytes(int(share * self.scheduler.device_bytes)),
-            layout.staged_bytes + layout.timed_runner_bytes + results,
-        )
-
-    def fill(self, extra_bytes: int) -> None:
-        """Make the reference data.
-
-        Device memory of `bytes` plus `extra_bytes` is reserved for them. Raises TaskError if the task's
-        source fails.
-        """
-        self.reference.fill(self.bytes + extra_bytes)
+        self.reference = TaskReference(params, scheduler, code, self.processes, sizing, memory_share)
 
     def start(self, baseline: Baseline) -> TimedRunner:
         """Switch the process to the role of `baseline`, and return its timed runner.

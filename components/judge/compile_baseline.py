@@ -24,6 +24,18 @@ COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
     "cpu": (COMPILE,),
     "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
 }
+# The same for a task whose baselines share their memory. CUDA graphs would keep theirs between rounds, and
+# their saving, the time of launches, is negligible in calls of such a size.
+SHARING_MODES: dict[Device, tuple[Baseline, ...]] = {
+    "cpu": (COMPILE,),
+    "cuda": (COMPILE, Baseline("compile", "max-autotune-no-cudagraphs")),
+}
+
+
+def compile_modes(bench: TaskBench) -> tuple[Baseline, ...]:
+    """Return the baselines of the torch.compile modes that are compared on a task."""
+    layout = bench.reference.layout
+    return (SHARING_MODES if layout.placement.shares_buffers else COMPILE_MODES)[layout.device]
 
 
 def start_modes(bench: TaskBench) -> None:
@@ -32,8 +44,9 @@ def start_modes(bench: TaskBench) -> None:
     Nothing is started if the modes have already been compared.
     """
     if not bench.mode_seconds:
-        modes = COMPILE_MODES[bench.reference.params.device]
-        start_available(bench, [mode for mode in modes if mode != MAX_AUTOTUNE])
+        start_available(
+            bench, [mode for mode in compile_modes(bench) if not mode.mode.startswith(MAX_AUTOTUNE.mode)]
+        )
 
 
 def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
@@ -43,7 +56,7 @@ def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline
     access to the device. A mode that fails on the task is left out. If the default mode fails, TaskError or
     InfrastructureError is raised.
     """
-    modes = COMPILE_MODES[bench.reference.params.device]
+    modes = compile_modes(bench)
     if len(modes) == 1:
         return bench.baselines.get(COMPILE), COMPILE, {}
     if not bench.mode_seconds:

@@ -10,6 +10,8 @@ The exact answer, which is the float64 value rounded to the output's type, is al
 float32 reference output.
 """
 
+from __future__ import annotations
+
 import math
 
 import torch
@@ -31,8 +33,10 @@ HALF_TOLERANCE = 8
 SQUARABLE = (1e-12, 1e14)
 # Largest scale of an output whose errors are computed in float32; beyond it a difference could overflow.
 LARGEST_SCALE = 1e37
-# Bytes of reference outputs that are compared at a time.
+# Bytes of outputs of several calls that are compared at a time.
 COMPARED_BYTES = 1 << 26
+# Elements of one output that are compared at a time.
+PART_NUMEL = 1 << 26
 
 
 def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -47,44 +51,43 @@ def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class ReferenceOutput:
-    """Reference for one output tensor of a call, prepared so that a comparison takes three passes in float32.
+    """Reference for one output tensor of a call.
 
-    The float64 value is stored as its float32 part and the float32 part of the remainder. The difference
-    between an output and the value is then exact if both are close to each other. If they are far apart, the
-    difference is rounded, but the output is wrong in any case.
+    It is compared in parts of at most `PART_NUMEL` elements, so that a comparison needs little memory beside
+    the tensors.
     """
 
-    def __init__(self, single: torch.Tensor, expected: torch.Tensor, sandbox: Sandbox, precision: Precision):
+    def __init__(
+        self,
+        single: torch.Tensor,
+        expected: torch.Tensor,
+        sandbox: Sandbox,
+        precision: Precision,
+        *,
+        device: str | torch.device | None = None,
+        keep_parts: bool = True,
+    ):
         """Prepare `single`, the reference output at `precision`, and `expected`, the float64 output.
 
-        Both tensors have the same shape and are used by `mismatch`.
+        Both tensors have the same shape, are used by `mismatch`, and are compared on `device`, which is by
+        default where they are. If `keep_parts` is set, the prepared parts are kept, which takes as much
+        memory as `expected`. Otherwise each comparison prepares them again.
         """
-        self.single, self.expected, self.shape = single, expected, single.shape
+        self.shape, self.device = single.shape, device or single.device
+        self.single, self.expected = _flat(single), _flat(expected)
         self.errors = self.limits = (0.0, 0.0)  # of the maximum and the RMS error
         self.ceiling = 0.0
-        if single.is_complex():
-            self.single, self.expected = single, expected = (
-                torch.view_as_real(single),
-                torch.view_as_real(expected),
-            )
-        if not single.dtype.is_floating_point or single.numel() == 0:
+        self.kept: list[_Part] = []
+        if not self.single.dtype.is_floating_point or self.single.numel() == 0:
             return
-        rounded = expected.to(single.dtype)
-        all_finite = bool(torch.isfinite(rounded).all())
-        values = expected
-        if not all_finite:
-            values = torch.where(torch.isfinite(rounded), expected, single.double())
-            values = values[torch.isfinite(values)]
-        scale = _max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
-        # Rounded values if the errors must be computed in float64, element by element; None otherwise.
-        self.rounded: torch.Tensor | None = None
-        if all_finite and scale < LARGEST_SCALE and bool(torch.isfinite(single).all()):
-            dtype = torch.float64 if single.dtype == torch.float64 else torch.float32
-            self.high = expected.to(dtype)
-            self.low = (expected.double() - self.high.double()).to(dtype)
-        else:
-            self.rounded = rounded
-        self.errors = self._error_magnitudes(single)
+        scale, errors = 0.0, []
+        for start in self._starts:
+            part = self._part(start)
+            scale = max(scale, part.scale)
+            errors.append(part.errors(part.single))
+            if keep_parts:
+                self.kept.append(part)
+        self.errors = _combined(errors, self.single.numel())
         unit, smallest = torch.finfo(single.dtype).eps, torch.finfo(single.dtype).smallest_normal
         smallest *= unit  # the smallest subnormal number, below which nothing can be represented
         share = sandbox.tf32_tolerance if precision == "tf32" else sandbox.absolute_tolerance
@@ -96,16 +99,32 @@ class ReferenceOutput:
         self.limits = max_limit, rms_limit
 
     @property
+    def _starts(self) -> range:
+        """Index of the first element of each part."""
+        return range(0, self.single.numel(), PART_NUMEL)
+
+    def _piece(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        return tensor[start : start + PART_NUMEL].to(self.device)
+
+    def _part(self, start: int) -> _Part:
+        if self.kept and start // PART_NUMEL < len(self.kept):
+            return self.kept[start // PART_NUMEL]
+        return _Part(self._piece(self.single, start), self._piece(self.expected, start))
+
+    @property
     def exceeds_tolerance(self) -> bool:
         """Whether the reference output's own error is above the absolute tolerance."""
         return not self.errors[0] <= self.ceiling
 
     def is_repeated_by(self, output: torch.Tensor) -> bool:
         """Return whether `output` is the reference output again, up to the absolute tolerance."""
-        if output.is_complex():
-            output = torch.view_as_real(output)
-        distance = _distance(output, self.single).masked_fill_(same_special(output, self.single), 0.0)
-        return bool((distance <= self.ceiling).all())
+        flat = _flat(output)
+        for start in self._starts:
+            ours, single = self._piece(flat, start), self._piece(self.single, start)
+            distance = _distance(ours, single).masked_fill_(same_special(ours, single), 0.0)
+            if not bool((distance <= self.ceiling).all()):
+                return False
+        return True
 
     def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: bool = False) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
@@ -120,14 +139,19 @@ class ReferenceOutput:
         equals that of `single` or that of the float64 output, because rounding decides, for example, which
         of two nearly equal elements is the largest.
         """
-        if output.is_complex():
-            output = torch.view_as_real(output)
-        if not self.single.dtype.is_floating_point:
-            is_right = (output == self.single) | (output == self.expected)
-            return None if bool(is_right.all()) else "wrong_values"
-        if output.numel() == 0:
+        flat = _flat(output)
+        if flat.numel() == 0:
             return None
-        largest, rms = self._error_magnitudes(output)
+        pieces = ((start, self._piece(flat, start)) for start in self._starts)
+        if not self.single.dtype.is_floating_point:
+            for start, ours in pieces:
+                is_right = (ours == self._piece(self.single, start)) | (
+                    ours == self._piece(self.expected, start)
+                )
+                if not bool(is_right.all()):
+                    return "wrong_values"
+            return None
+        largest, rms = _combined([self._part(start).errors(ours) for start, ours in pieces], flat.numel())
         if loose:
             allowed = [max(limit, self.ceiling) for limit in self.limits]
         else:
@@ -139,8 +163,36 @@ class ReferenceOutput:
             return "max_error" if math.isfinite(largest) else "finite_mask"
         return None if rms <= allowed[1] else "rms_error"
 
-    def _error_magnitudes(self, output: torch.Tensor) -> tuple[float, float]:
-        """Return the maximum and the RMS of the error of `output`.
+
+class _Part:
+    """Elements of a reference output, prepared so that a comparison takes three passes in float32.
+
+    The float64 value is stored as its float32 part and the float32 part of the remainder. The difference
+    between an output and the value is then exact if both are close to each other. If they are far apart, the
+    difference is rounded, but the output is wrong in any case.
+    """
+
+    def __init__(self, single: torch.Tensor, expected: torch.Tensor):
+        self.single, self.expected = single, expected
+        rounded = expected.to(single.dtype)
+        all_finite = bool(torch.isfinite(rounded).all())
+        values = expected
+        if not all_finite:
+            values = torch.where(torch.isfinite(rounded), expected, single.double())
+            values = values[torch.isfinite(values)]
+        # Largest absolute value.
+        self.scale = _max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
+        # Rounded values if the errors must be computed in float64, element by element; None otherwise.
+        self.rounded: torch.Tensor | None = None
+        if all_finite and self.scale < LARGEST_SCALE and bool(torch.isfinite(single).all()):
+            dtype = torch.float64 if single.dtype == torch.float64 else torch.float32
+            self.high = expected.to(dtype)
+            self.low = (expected.double() - self.high.double()).to(dtype)
+        else:
+            self.rounded = rounded
+
+    def errors(self, output: torch.Tensor) -> tuple[float, float]:
+        """Return the maximum and the Euclidean norm of the error of `output`.
 
         They are NaN or infinity if `output` and the reference differ in where they are NaN or infinite.
         """
@@ -152,8 +204,21 @@ class ReferenceOutput:
             # A float64 value that overflows in the output's type does not replace a finite reference output.
             from_single = _distance(output, self.single).masked_fill_(self.rounded.isfinite(), math.inf)
             error = torch.minimum(distance, from_single).masked_fill_(is_same, 0.0)
-        largest, rms = _magnitudes(error.reshape(1, -1))
-        return largest.item(), rms.item()
+        largest, norm = _magnitudes(error.reshape(1, -1))
+        return largest.item(), norm.item()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `tensor` in one dimension; a complex number becomes two elements."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def _combined(errors: list[tuple[float, float]], count: int) -> tuple[float, float]:
+    """Return the maximum and the RMS of the error of `count` elements from those of their parts."""
+    largest = [part[0] for part in errors]
+    return math.nan if any(map(math.isnan, largest)) else max(largest), math.hypot(
+        *(norm for _, norm in errors)
+    ) / math.sqrt(count)
 
 
 def same_special(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -187,11 +252,18 @@ def departures(
     step = max(1, COMPARED_BYTES // max(1, single[0].nbytes))
     for first in range(0, calls if single[0].numel() else 0, step):
         ours, theirs = (rows[first : first + step].flatten(1) for rows in (outputs, single))
+        pieces = list(zip(ours.split(PART_NUMEL, 1), theirs.split(PART_NUMEL, 1), strict=True))
         if not single.dtype.is_floating_point:
-            found[first : first + step] = _counted((ours != theirs).sum(1)).cpu()
+            different = torch.stack([(one != other).sum(1) for one, other in pieces]).sum(0)
+            found[first : first + step] = _counted(different).cpu()
             continue
-        scale = _max_abs(theirs).double()
-        max_error, rms_error = _magnitudes(torch.sub(_at_least_float32(ours), _at_least_float32(theirs)))
+        scale = torch.stack([_max_abs(other).double() for _, other in pieces]).amax(0)
+        magnitudes = [
+            _magnitudes(torch.sub(_at_least_float32(one), _at_least_float32(other))) for one, other in pieces
+        ]
+        max_error = torch.stack([largest for largest, _ in magnitudes]).amax(0)
+        norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in magnitudes]), dim=0)
+        rms_error = norm / math.sqrt(ours.shape[1])
         block = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
         for index in (~torch.isfinite(scale + max_error)).nonzero().flatten().tolist():
             block[index] = _special_departure(ours[index], theirs[index], floors)
@@ -222,8 +294,9 @@ def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float
     if not finite.any():
         return count
     scale = single[torch.isfinite(single)].double().abs().max()
-    magnitudes = _magnitudes((output[finite].double() - single[finite].double())[None])
-    numeric = torch.stack(_in_units(magnitudes[0][0], magnitudes[1][0], scale, single.dtype, floors)).max()
+    largest, norm = _magnitudes((output[finite].double() - single[finite].double())[None])
+    rms_error = norm[0] / math.sqrt(int(finite.sum()))
+    numeric = torch.stack(_in_units(largest[0], rms_error, scale, single.dtype, floors)).max()
     return torch.maximum(count, numeric)
 
 
@@ -243,7 +316,7 @@ def _max_abs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest absolute value and the root mean square of each row, as float64 tensors.
+    """Return the largest absolute value and the Euclidean norm of each row, as float64 tensors.
 
     Rows whose squares would overflow or vanish are divided by their largest value first.
     """
@@ -253,8 +326,7 @@ def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     divisor = torch.where(is_divided, largest, 1.0)
     if is_divided.any():
         error = error / divisor[:, None]
-    norm = torch.linalg.vector_norm(error, dim=1).double() * divisor.double()
-    return largest.double(), norm / math.sqrt(error.shape[1])
+    return largest.double(), torch.linalg.vector_norm(error, dim=1).double() * divisor.double()
 
 
 def compare(output: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:

@@ -5,8 +5,10 @@ sets (`InputMix`).
 """
 
 import itertools
+import math
 import random
 import secrets
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,8 @@ from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
 # Largest size in bytes of an input that is stored twice in a row, so that a rotated copy of it is a view.
 MAX_DOUBLED_BYTES = 1 << 28
+# Elements of a tensor that are examined or moved to the device at a time.
+BLOCK_NUMEL = 1 << 26
 
 
 class InputMix(NamedTuple):
@@ -49,24 +53,44 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else torch.uint8)
 
 
-def has_structure(sets: list[list[torch.Tensor]]) -> bool:
+def _blocks(tensors: Sequence[torch.Tensor], device: str) -> Iterator[list[torch.Tensor]]:
+    """Yield corresponding blocks of rows of tensors of one shape, as float64 on `device`.
+
+    A block has at most `BLOCK_NUMEL` elements or one row.
+    """
+    width = max(1, tensors[0].shape[-1]) if tensors[0].dim() > 1 else 1
+    rows = [t.reshape(-1, width).split(max(1, BLOCK_NUMEL // width)) for t in tensors]
+    for blocks in zip(*rows, strict=True):
+        yield [block.to(device).double() for block in blocks]
+
+
+def has_structure(sets: list[list[torch.Tensor]], device: str) -> bool:
     """Return whether an input has a structure that rotation destroys and on which a kernel may rely.
 
     `sets` are two input sets from different seeds. The structures are zeros at fixed positions (as in
-    triangular matrices), symmetry, sorted rows, and rows that all have the same sum.
+    triangular matrices), symmetry, sorted rows, and rows that all have the same sum. The tensors are examined
+    on `device` in blocks of rows.
     """
-    for tensors in zip(*sets, strict=True):
-        first, second = (t.double() for t in tensors[:2])
-        if ((first == 0) & (second == 0)).double().mean() > 0.01 and not (first == 0).all():
+    for first, second in zip(*sets, strict=True):
+        if first.numel() == 0:
+            continue
+        zeros = common = 0
+        is_sorted, low, high, most = True, math.inf, -math.inf, 0.0
+        for one, other in _blocks((first, second), device):
+            zeros += int((one == 0).sum())
+            common += int(((one == 0) & (other == 0)).sum())
+            is_sorted = is_sorted and bool((one.diff(dim=-1) >= 0).all())
+            sums = one.sum(-1)
+            low, high = min(low, sums.min().item()), max(high, sums.max().item())
+            most = max(most, one.abs().sum(-1).max().item())
+        if common > 0.01 * first.numel() and zeros < first.numel():
+            return True
+        has_rows = first.dim() >= 1 and first.shape[-1] > 2 and first.numel() > first.shape[-1]
+        if has_rows and (is_sorted or high - low <= 1e-4 * most):
             return True
         is_matrix = first.dim() >= 2 and first.shape[-1] == first.shape[-2]
-        if is_matrix and torch.equal(first, first.transpose(-1, -2)):
+        if is_matrix and torch.equal(first[..., 0], first[..., 0, :]) and torch.equal(first, first.mT):
             return True
-        if first.dim() >= 1 and first.shape[-1] > 2 and first.numel() > first.shape[-1]:
-            sums = first.sum(-1)
-            equal_sums = (sums - sums.flatten()[0]).abs().max() <= 1e-4 * first.abs().sum(-1).max()
-            if bool((first.diff(dim=-1) >= 0).all()) or bool(equal_sums):
-                return True
     return False
 
 
@@ -74,15 +98,29 @@ class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
     `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set.
+    The sets may be in host memory although `device`, for which inputs are mixed, is a GPU. `may_double` tells
+    whether small inputs may be stored twice.
     """
 
-    def __init__(self, sets: list[list[torch.Tensor]], distributions: list[str]):
+    def __init__(
+        self,
+        sets: list[list[torch.Tensor]],
+        distributions: list[str],
+        device: str,
+        *,
+        may_double: bool = True,
+    ):
         self.sets = sets
         self.distributions = distributions
         # Distributions other than `given`, the hardest first, because a measurement can have few rounds.
         self.timed_distributions = [name for name in reversed(INPUT_DISTRIBUTIONS) if name != "given"]
-        self.rotates = not has_structure(sets[-2:])
-        self.blends = [t.is_floating_point() and not torch.equal(t, t.round()) for t in sets[-2]]
+        self.rotates = not has_structure(sets[-2:], device)
+        self.blends = [
+            t.is_floating_point()
+            and any(not torch.equal(block, block.round()) for (block,) in _blocks([t], device))
+            for t in sets[-2]
+        ]
+        self.may_double = may_double
         self.flattened: dict[tuple[int, int], torch.Tensor] = {}
 
     def close(self) -> None:
@@ -115,10 +153,11 @@ class InputBank:
             first, second = generator.sample(bases, 2)
             shifts = [tuple(generator.randrange(max(1, size)) for size in sizes) for _ in range(2)]
             mixes.append(InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75)))
-        if number is not None and self.timed_distributions:
+        # If a round has a single call, every sixth round is of the distribution `given`.
+        names = [*self.timed_distributions, *(["given"] if calls == 1 else [])]
+        if number is not None:
             other = generator.randrange(calls)
-            distribution = self.timed_distributions[number % len(self.timed_distributions)]
-            mixes[other] = mixes[other]._replace(distribution=distribution)
+            mixes[other] = mixes[other]._replace(distribution=names[number % len(names)])
         return mixes
 
     def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:
@@ -126,19 +165,26 @@ class InputBank:
         first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = self.blends[index] and mix.first != mix.second
         # A small input is stored twice in a row, so that a rotated copy is a view. A large input is stored
-        # once, and its rotated copy is written in up to three pieces.
+        # once, and its rotated copy is written in several pieces.
         count = out.numel()
-        edges = {0, count}
-        if count * out.element_size() > MAX_DOUBLED_BYTES:
+        edges = {*range(0, count, BLOCK_NUMEL), count}
+        if not self._is_doubled(mix.first, out):
             edges |= {count - first, *([count - second] if blended else [])}
         for start, end in itertools.pairwise(sorted(edges)):
-            piece, one = out[start:end], self._rotated(mix.first, index, first, start, end)
+            piece = out[start:end]
+            one = self._rotated(mix.first, index, first, start, end).to(out.device)
             if blended:
-                torch.lerp(one, self._rotated(mix.second, index, second, start, end), mix.weight, out=piece)
+                two = self._rotated(mix.second, index, second, start, end).to(out.device)
+                torch.lerp(one, two, mix.weight, out=piece)
             else:
                 piece.copy_(one)
         if mix.distribution != "given" and out.is_floating_point():
             out.copy_(INPUT_DISTRIBUTIONS[mix.distribution](out))
+
+    def _is_doubled(self, base: int, flat: torch.Tensor) -> bool:
+        """Return whether an input of set `base` with the size of `flat` is stored twice in a row."""
+        is_timed = base >= len(self.distributions)
+        return self.may_double and self.rotates and is_timed and flat.nbytes <= MAX_DOUBLED_BYTES
 
     def _rotated(self, base: int, index: int, shift: int, start: int, end: int) -> torch.Tensor:
         """Return elements `start` to `end` of an input, flattened and rotated by `shift` elements.
@@ -147,8 +193,7 @@ class InputBank:
         """
         if (base, index) not in self.flattened:
             flat = self.sets[base][index].view(-1)
-            double = base >= len(self.distributions) and self.rotates and flat.nbytes <= MAX_DOUBLED_BYTES
-            self.flattened[base, index] = torch.cat([flat, flat]) if double else flat
+            self.flattened[base, index] = torch.cat([flat, flat]) if self._is_doubled(base, flat) else flat
         held = self.flattened[base, index]
         first = shift + start
         if first >= held.numel():

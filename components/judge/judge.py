@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from components.core.errors import InfrastructureError, TaskError, UserError
+from components.core.errors import InfrastructureError, TaskError, TaskTooLarge, UserError
 from components.core.files import digest_bytes, digest_json
 from components.core.params import Params
 from components.core.progress import Report, ignore
@@ -28,7 +28,7 @@ from components.judge.device_scheduler import DeviceScheduler
 from components.judge.rejection import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
 from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
-from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds
+from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds, wrong_timed_output
 from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import MARGIN, Admission, Seconds, Speedup, Status, Verdict, milestone
 from components.judge.version import VERSION
@@ -107,6 +107,8 @@ class Judge:
                 return self._measure(bench, files, library_file.fileno(), compare_compile, report)
         except Rejected as error:
             return make_verdict(self.params, error.status, error.reason, error.log)
+        except TaskTooLarge as error:
+            return make_verdict(self.params, "infrastructure", "too_large", f"the task is too large: {error}")
         except TaskError as error:
             return make_verdict(self.params, "infrastructure", "task", f"the task itself fails: {error}")
         except torch.OutOfMemoryError as error:
@@ -158,7 +160,15 @@ class Judge:
         """
 
         def make() -> TaskBench:
-            bench = TaskBench(self.params, self.runner_factory, self.scheduler, task.code)
+            # A task that does not run beside others is tried once more with all memory reserved.
+            for reserved in (0, self.scheduler.reservable_bytes):
+                try:
+                    with self.scheduler.reserve_memory(reserved):
+                        bench = TaskBench(self.params, self.runner_factory, self.scheduler, task.code)
+                    break
+                except TaskError as error:
+                    if not error.out_of_memory or reserved == self.scheduler.reservable_bytes:
+                        raise
             bench.fill()
             return bench
 
@@ -213,6 +223,7 @@ class Judge:
                 bench.reference, bench.processes, header, library, seconds=self.params.sandbox.run_seconds
             )
         runners = {"candidate": candidate, **runners}
+        bench.exact.deferred.clear()  # of a candidate that failed
         try:
             report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):
@@ -223,6 +234,10 @@ class Judge:
                 _verify(candidate)
         finally:
             candidate.close()
+        with rejecting(RUN_ERRORS, hide_text=True):
+            reason = bench.wrong_deferred_call()
+        if reason is not None:
+            raise wrong_timed_output(reason)
         return make_verdict(
             self.params,
             "correct",

@@ -8,57 +8,69 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from components.core.files import digest_bytes
 from components.core.params import Device
 from components.judge.task_layout import TaskLayout
 from components.sandbox import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner
-from components.sandbox.runner_protocol import RegionName, RoleHeader, ZygoteKind
+from components.sandbox.runner_protocol import RegionName, Role, RoleHeader, ZygoteKind
 from components.sandbox.shared_memory import Buffer
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunnerMemory:
-    """Shared memory of one timed runner: its buffers by name, for parameters, inputs, and on cuda outputs."""
+    """Memory of one timed runner, or of several that take turns.
+
+    `buffers` has the shared buffers by name, for parameters, inputs, and on cuda outputs. `results` is the
+    judge's copy of the outputs of a round, as bytes.
+    """
 
     buffers: dict[RegionName, Buffer]
+    results: torch.Tensor
 
     @classmethod
     def allocate(cls, device: Device, layout: TaskLayout) -> Self:
         """Allocate buffers for the parameters, the inputs of one round, and on cuda its outputs.
 
-        The buffer of inputs has space for one more set, the scratch set, which is used for warm-up calls. If
-        the device has too little memory, the buffers that were already made are closed.
+        If the device has too little memory, the buffers that were already made are closed.
         """
         sizes: dict[RegionName, int] = {
             "parameters": layout.parameters.stride,
-            "inputs": layout.inputs.stride * (layout.capacity + 1),
+            "inputs": layout.inputs.stride * layout.runner_sets,
         }
+        result_bytes = layout.outputs.stride * layout.capacity
         if device == "cuda":
-            sizes["outputs"] = layout.outputs.stride * layout.capacity
+            sizes["outputs"] = result_bytes
         buffers: dict[RegionName, Buffer] = {}
         with contextlib.ExitStack() as allocated:
             for name, size in sizes.items():
-                buffers[name] = shared_memory.make_buffer(device, size)
+                on = layout.memory_of(name) if name == "parameters" else device
+                buffers[name] = shared_memory.make_buffer(on, size)
                 allocated.callback(buffers[name].close)
+            results = torch.empty(result_bytes, dtype=torch.uint8, device=device)
             allocated.pop_all()
-        return cls(buffers)
+        return cls(buffers, results)
 
     def close(self) -> None:
+        self.results = torch.empty(0, dtype=torch.uint8)
         for buffer in self.buffers.values():
             buffer.close()
 
 
 @dataclass
 class ProcessPerRole:
-    """Factory of a separate process for every role, and of separate memory for every timed runner.
+    """Factory of a separate process for every role, and of the memory of timed runners.
 
-    The memory is separate, because a candidate could otherwise change the memory that other runners read.
+    A candidate's memory is separate, because it could otherwise change the memory that other runners read.
+    The baselines of a task have memory in common if the task's placement shares buffers.
     """
 
     device: Device
     factory: RunnerFactory
+    shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Start a process for the role that `header` names.
@@ -67,14 +79,25 @@ class ProcessPerRole:
         """
         return self.factory.spawn(header, descriptors, seconds=seconds)
 
-    def memory(self, layout: TaskLayout) -> RunnerMemory:
-        return RunnerMemory.allocate(self.device, layout)
+    def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
+        """Return the memory of a timed runner of a role."""
+        if role == "candidate" or not layout.placement.shares_buffers:
+            return RunnerMemory.allocate(self.device, layout)
+        self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
+        return self.shared
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """End a timed runner's process and close its memory."""
+        """End a timed runner's process, and close its memory if no other runner uses it."""
         if runner is not None:
             runner.close()
-        memory.close()
+        if memory is not self.shared:
+            memory.close()
+
+    def close(self) -> None:
+        """Close the memory that baselines share, after their runners have ended."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
 
 
 @dataclass
@@ -108,7 +131,8 @@ class OneProcess:
             switch_role(self.runner, header | {"device": self.device}, descriptors)
         return self.runner
 
-    def memory(self, layout: TaskLayout) -> RunnerMemory:
+    def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
+        """Return the memory of all roles."""
         self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
         return self.shared
 

@@ -18,8 +18,6 @@ from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import RunnerError
 from components.sandbox.runner_protocol import RoleHeader
 
-# Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes.
-TIMED_RUNNERS = 5
 # Wall-time limit of a baseline's runner in seconds; each of its rounds also has a shorter limit.
 BASELINE_SECONDS = 24 * 3600
 
@@ -135,28 +133,29 @@ class TaskBench:
         # Lock that is held on a GPU while a candidate of this task is measured.
         self.candidate_lock = threading.Lock()
 
-    @property
-    def bytes(self) -> int:
-        """Estimated bytes of device memory that the bench and its runners use at once."""
-        layout = self.reference.layout
-        # The runner of the reference has ended when the timed runners start.
-        return layout.bank_bytes + max(
-            layout.reference_runner_bytes(self.scheduler.device_bytes),
-            layout.staged_bytes
-            + TIMED_RUNNERS * layout.timed_runner_bytes
-            + layout.exact_runner_bytes(self.scheduler.device_bytes),
-        )
-
     def fill(self) -> None:
         """Make the reference data, and then end the runner that makes them.
 
         The runner is ended so that it does not exist while candidates run. Raises TaskError if the task's
         source fails.
         """
-        self.reference.fill(self.bytes)
+        self.reference.fill()
         self.reference.end_runner()
+
+    def wrong_deferred_call(self) -> str | None:
+        """Return the reason why a timed call whose comparison was deferred is wrong, or None if none is.
+
+        The candidate's runner must have ended. If there is such a call, the baselines end too, because the
+        comparison needs their memory.
+        """
+        if not self.exact.deferred:
+            return None
+        self.baselines.close()
+        return self.exact.wrong_deferred_call()
 
     def close(self) -> None:
         self.baselines.close()
         self.exact.close()
+        with self.scheduler.preparing():
+            self.processes.close()
         self.reference.close()

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from components.core.params import Device, Sandbox
 from components.core.records import FrozenModel
-from components.judge.input_mixing import MAX_DOUBLED_BYTES
 from components.sandbox import shared_memory
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 from components.sandbox.runner_protocol import MemoryLayout, Region, RegionName
@@ -24,14 +23,11 @@ from components.sandbox.shared_memory import Buffer, Slot
 MAX_CALLS = {"cpu": 32, "cuda": 256}
 # Largest size in bytes of the inputs and outputs of one round, by device, unless one call has more.
 MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-# Largest share of a GPU's memory that the inputs and outputs of one call may take. The share is small,
-# because about 15 copies of the inputs and outputs of a call exist at once.
-MAX_CALL_SHARE = 1 / 16
+# Share of these bytes in a placement that shares buffers.
+SHARING_ROUND_SHARE = 0.125
 # Largest size in bytes of all correctness sets, which are the input sets with reference outputs. A large task
 # has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
 MAX_REFERENCE_BYTES = 24 << 30
-# Bytes of device memory that CUDA uses for each process.
-CONTEXT_BYTES = 600 << 20
 
 Dtype = Literal[
     "float64",
@@ -96,12 +92,12 @@ class TensorLayout:
     def region(self, buffer: Buffer | None) -> Region:
         """Return the layout in the form that a runner receives.
 
-        The form includes the size of `buffer` if `buffer` is not None.
+        The form includes the size and the device of `buffer` if `buffer` is not None.
         """
         slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
         region: Region = {"slots": slots, "stride": self.stride}
         if buffer is not None:
-            region["bytes"] = buffer.size
+            region |= {"bytes": buffer.size, "device": buffer.device}
         return region
 
     def tensors(self, buffer: Buffer, index: int) -> list[torch.Tensor]:
@@ -131,6 +127,33 @@ class Sizing:
     timed_sets: int = 6
     # Whether to keep prepared reference outputs, instead of preparing them again at each use.
     keep_references: bool = True
+    # Whether one process takes all roles, as in an admission.
+    one_process: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a task's data are: the choice between speed and device memory.
+
+    If `shares_buffers` is set, the baselines of a task have one buffer of inputs and one of outputs in
+    common, no buffer has a scratch set, buffers of parameters are in host memory, and every timed runner
+    returns its free memory to the device after its rounds. The candidate has buffers of its own, because it
+    could otherwise change what eager computes.
+    """
+
+    shares_buffers: bool = False
+    # Whether the reference outputs, or the input sets, are in host memory instead of the device's.
+    references_on_host: bool = False
+    inputs_on_host: bool = False
+
+
+# All placements, from the fastest to the one that needs the least device memory.
+PLACEMENTS = (
+    Placement(),
+    Placement(shares_buffers=True),
+    Placement(shares_buffers=True, references_on_host=True),
+    Placement(shares_buffers=True, references_on_host=True, inputs_on_host=True),
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +162,8 @@ class TaskLayout:
 
     description: Description
     sizing: Sizing
+    placement: Placement
+    device: Device
     inputs: TensorLayout
     outputs: TensorLayout
     # Layout of the outputs with float64 in place of every floating-point type.
@@ -146,8 +171,8 @@ class TaskLayout:
     parameters: TensorLayout
     # Number of calls in one timed round.
     calls: int
-    # Number of sets of inputs and outputs that fit into a timed runner's memory. The memory has one more set
-    # of inputs, the scratch set, which is used for warm-up calls.
+    # Number of sets of inputs and outputs that fit into a timed runner's memory. Unless buffers are shared,
+    # the memory has one more set of inputs, the scratch set, which is used for warm-up calls.
     capacity: int
     # Input distribution of each correctness set.
     distributions: list[str]
@@ -156,12 +181,16 @@ class TaskLayout:
 
     @staticmethod
     def of(
-        description: Description, sandbox: Sandbox, device: Device, device_bytes: int, sizing: Sizing
+        description: Description,
+        sandbox: Sandbox,
+        device: Device,
+        sizing: Sizing,
+        placement: Placement = PLACEMENTS[0],
+        most_sets: int | None = None,
     ) -> TaskLayout:
         """Return the layout of the task that `description` describes.
 
-        `device_bytes` is the size of the GPU's memory, or 0 on cpu. Raises ValueError if the inputs and
-        outputs of one call are too large to be measured.
+        There are at most `most_sets` correctness sets, by default as many as `sandbox` names.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -169,19 +198,25 @@ class TaskLayout:
             [(shape, EXACT_DTYPES.get(dtype, dtype)) for shape, dtype in description.outputs]
         )
         call_bytes = inputs.stride + outputs.stride
-        if call_bytes > (device_bytes * MAX_CALL_SHARE or MAX_ROUND_BYTES["cpu"]):
-            raise ValueError(f"{call_bytes} bytes for one set of inputs and outputs are too many to measure")
         lasting = -(-int(sandbox.round_seconds * 1e9) // max(1, int(description.seconds * 1e9)))
         calls = max(sandbox.sets_per_round, min(MAX_CALLS[device], lasting))
         calls = max(2, int(sizing.round_share * calls))
-        fitting = max(1, int(sizing.round_share * MAX_ROUND_BYTES[device]) // call_bytes)
+        share = sizing.round_share * (SHARING_ROUND_SHARE if placement.shares_buffers else 1.0)
+        fitting = max(1, int(share * MAX_ROUND_BYTES[device]) // call_bytes)
         correctness_sets = max(
             sizing.min_correctness_sets,
-            min(sandbox.correctness_sets, MAX_REFERENCE_BYTES // (call_bytes + 2 * expected.stride)),
+            min(
+                sandbox.correctness_sets,
+                MAX_REFERENCE_BYTES // (call_bytes + 2 * expected.stride),
+                sandbox.correctness_sets if most_sets is None else most_sets,
+            ),
         )
+        timed_sets = min(sizing.timed_sets, MAX_ROUND_BYTES[device] // inputs.stride)
         return TaskLayout(
             description=description,
             sizing=sizing,
+            placement=placement,
+            device=device,
             inputs=inputs,
             outputs=outputs,
             expected=expected,
@@ -189,46 +224,33 @@ class TaskLayout:
             calls=min(calls, fitting),
             capacity=min(max(calls, correctness_sets), fitting),
             distributions=list(itertools.islice(itertools.cycle(INPUT_DISTRIBUTIONS), correctness_sets)),
-            input_sets=correctness_sets
-            + max(2, min(sizing.timed_sets, MAX_ROUND_BYTES[device] // inputs.stride)),
+            input_sets=correctness_sets + max(2, timed_sets),
         )
 
     @property
-    def bank_bytes(self) -> int:
-        """Estimated bytes of all input sets, outputs and parameters, and of the data derived from them."""
-        count = len(self.distributions)
-        doubled = 2 * (self.input_sets - count) if self.inputs.stride <= MAX_DOUBLED_BYTES else 0
-        references = count if self.sizing.keep_references else 3  # one set, and memory for preparing it
-        return (
-            self.inputs.stride * (self.input_sets + doubled)
-            + (self.outputs.stride + self.expected.stride) * count
-            + self.expected.stride * references
-            + 8 * self.parameters.stride
-        )
+    def call_bytes(self) -> int:
+        """Bytes of one set of inputs and outputs."""
+        return self.inputs.stride + self.outputs.stride
 
     @property
-    def staged_bytes(self) -> int:
-        """Largest size in bytes of the inputs of one round."""
-        return self.inputs.stride * self.capacity
+    def runner_sets(self) -> int:
+        """Number of input sets in the memory of a timed runner; the last one serves for warm-up calls."""
+        return self.capacity + (not self.placement.shares_buffers)
 
     @property
-    def timed_runner_bytes(self) -> int:
-        """Estimated bytes of one timed runner: process, shared memory, results in the judge's memory."""
-        held = self.inputs.stride + 3 * self.outputs.stride * self.capacity
-        return CONTEXT_BYTES + self.staged_bytes + held + self.description.peak_bytes
+    def keeps_references(self) -> bool:
+        """Whether prepared reference outputs are kept, instead of being prepared again at each use."""
+        return self.sizing.keep_references and not self.placement.shares_buffers
 
-    def reference_runner_bytes(self, limit: int) -> int:
-        """Return the estimated bytes of the runner that makes the reference data.
-
-        The runner computes in float64 too, so the estimate is three times the peak of the task's own calls.
-        It is at most `limit`, the number of bytes that the runner may allocate, plus `CONTEXT_BYTES`.
-        """
-        return CONTEXT_BYTES + min(3 * self.description.peak_bytes, limit)
-
-    def exact_runner_bytes(self, limit: int) -> int:
-        """Return the estimated bytes of an `ExactRunner`, its memory and the comparison of its outputs."""
-        memory = self.parameters.stride + self.inputs.stride + 6 * self.expected.stride
-        return self.reference_runner_bytes(limit) + memory
+    def memory_of(self, region: RegionName) -> Device:
+        """Return the device of the judge's own buffer of a region: `cpu` if it is in host memory."""
+        on_host: dict[RegionName, bool] = {
+            "parameters": self.placement.shares_buffers,
+            "inputs": self.placement.inputs_on_host,
+            "outputs": self.placement.references_on_host,
+            "expected": self.placement.references_on_host,
+        }
+        return "cpu" if on_host[region] else self.device
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
         """Return the description of the shared memory, in the form that a runner receives.
@@ -238,6 +260,7 @@ class TaskLayout:
         """
         header: MemoryLayout = {
             "sets": sets,
+            "calls": self.capacity,
             "scalars": self.description.scalars,
             "names": [name for name, _, _ in self.description.state],
             "parameters": self.parameters.region(buffers.get("parameters")),

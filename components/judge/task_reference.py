@@ -8,7 +8,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from components.core.params import Params
 from components.judge.correctness import TIMED_MULTIPLE, ReferenceOutput, departures
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
+from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
 from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role
-from components.judge.task_layout import Description, Sizing, TaskLayout
+from components.judge.task_layout import Description, Sizing
 from components.sandbox import shared_memory
 from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RegionName, RoleHeader
@@ -101,10 +102,13 @@ class TaskReference:
         code: str,
         processes: ProcessPerRole | OneProcess,
         sizing: Sizing,
+        memory_share: float = 1.0,
     ):
         """Start a runner of the task's source, and compute the layout from the description that it sends.
 
-        Raises TaskError if the source fails or its description is invalid.
+        `memory_share` is the share of a GPU's memory that the runner may allocate. Raises TaskError if the
+        source fails or its description is invalid, and TaskTooLarge if judging the task takes too much
+        memory.
         """
         self.params = params
         self.scheduler = scheduler
@@ -119,9 +123,10 @@ class TaskReference:
             with scheduler.background_work(self.runner):
                 reply = self.runner.receive()
             description = Description.model_validate(json.loads(reply))
-            self.layout = TaskLayout.of(
-                description, params.sandbox, params.device, scheduler.device_bytes, sizing
-            )
+            budget = MemoryBudget.of(params, scheduler, memory_share)
+            self.layout = plan_layout(description, params, sizing, budget)
+        # Estimated bytes of device memory that judging the task takes at once.
+        self.bytes = memory_need(self.layout, budget.runner_bytes).device
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -130,22 +135,22 @@ class TaskReference:
             yield
             cleanup.pop_all()
 
-    def fill(self, memory_bytes: int) -> None:
+    def fill(self, extra_bytes: int = 0) -> None:
         """Make parameters, inputs and reference outputs from secret seeds.
 
-        `memory_bytes` of device memory are reserved first. Correctness sets get reference outputs, both at
-        the task's precision and in float64. The sets that timed calls are mixed from get no outputs. Raises
-        TaskError if the task's source fails.
+        Device memory of `bytes` plus `extra_bytes` is reserved first. Correctness sets get reference outputs,
+        both at the task's precision and in float64. The sets that timed calls are mixed from get no outputs.
+        Raises TaskError if the task's source fails.
         """
         layout = self.layout
         correctness_sets = len(layout.distributions)
         with self._closing_on_error(), task_errors():
-            self.resources.enter_context(self.scheduler.reserve_memory(memory_bytes))
+            self.resources.enter_context(self.scheduler.reserve_memory(self.bytes + extra_bytes))
             with self.scheduler.preparing():
-                self.parameters = self._allocate(layout.parameters.stride)
-                self.input_buffer = self._allocate(layout.inputs.stride * layout.input_sets)
-                self.output_buffer = self._allocate(layout.outputs.stride * correctness_sets)
-                self.expected_buffer = self._allocate(layout.expected.stride * correctness_sets)
+                self.parameters = self._allocate("parameters", layout.parameters.stride)
+                self.input_buffer = self._allocate("inputs", layout.inputs.stride * layout.input_sets)
+                self.output_buffer = self._allocate("outputs", layout.outputs.stride * correctness_sets)
+                self.expected_buffer = self._allocate("expected", layout.expected.stride * correctness_sets)
             self.parameter_seed = secrets.randbits(62) & ~1
             self.seeds = [secrets.randbits(62) & ~1 for _ in range(layout.input_sets)]
             orders = [
@@ -160,27 +165,32 @@ class TaskReference:
                 }
                 for index, seed in enumerate(self.seeds)
             ]
-            self._request(
+            self._switch_to_reference(
                 {
                     "inputs": self.input_buffer,
                     "outputs": self.output_buffer,
                     "expected": self.expected_buffer,
                 },
-                [{"op": "parameters", "seed": self.parameter_seed}, *orders],
                 layout.input_sets,
             )
+            self._request([{"op": "parameters", "seed": self.parameter_seed}, *orders])
             with self.scheduler.preparing():
                 sets = [layout.inputs.tensors(self.input_buffer, index) for index in range(layout.input_sets)]
-                self.inputs = InputBank(sets, layout.distributions)
+                self.inputs = InputBank(
+                    sets,
+                    layout.distributions,
+                    self.params.device,
+                    may_double=not layout.placement.shares_buffers,
+                )
                 self.resources.callback(self.inputs.close)
 
-    def _allocate(self, size: int) -> Buffer:
-        buffer: Buffer = shared_memory.make_buffer(self.params.device, size)
+    def _allocate(self, region: RegionName, size: int) -> Buffer:
+        buffer: Buffer = shared_memory.make_buffer(self.layout.memory_of(region), size)
         self.resources.callback(buffer.close)
         return buffer
 
-    def _request(self, buffers: dict[RegionName, Buffer], orders: list[dict[str, Any]], sets: int) -> None:
-        """Switch the runner to the role `reference`, and have it carry out `orders` one after another.
+    def _switch_to_reference(self, buffers: dict[RegionName, Buffer], sets: int) -> None:
+        """Switch the runner to the role `reference`.
 
         `buffers` is the memory that the runner gets beside the parameters, with space for `sets` input sets.
         """
@@ -199,43 +209,45 @@ class TaskReference:
         with self.scheduler.background_work(runner):
             switch_role(runner, header, tuple(buffer.fd for buffer in buffers.values()))
             runner.receive()
-            for order in orders:
-                runner.request(order)
 
-    def probe(self, changes: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-        """Return the task's outputs for changed versions of the first input set, one list for each change.
+    def _request(self, orders: list[dict[str, Any]]) -> None:
+        """Have the runner, in the role `reference`, carry out `orders` one after another."""
+        assert self.runner is not None
+        with self.scheduler.background_work(self.runner):
+            for order in orders:
+                self.runner.request(order)
+
+    def probe(self, changes: list[dict[str, Any]]) -> Generator[list[torch.Tensor]]:
+        """Yield the task's outputs for changed versions of the first input set, one list for each change.
 
         Each entry of `changes` replaces entries of the order with which the set was made, for example so that
-        one input comes from another seed. The outputs are at the task's precision. Raises TaskError if the
-        task's source fails.
+        one input comes from another seed. The outputs are at the task's precision, and the next ones
+        overwrite them. Raises TaskError if the task's source fails.
         """
         order = {
             "op": "fill",
+            "set": 0,
             "seed": self.seeds[0],
             "distribution": "given",
             "parameters": self.parameter_seed,
             "outputs": True,
             "exact": False,
         }
-        layout, count = self.layout, len(changes)
+        layout = self.layout
         with contextlib.ExitStack() as allocated:
             buffers: dict[RegionName, Buffer] = {}
             with self.scheduler.preparing():
                 strides: dict[RegionName, int]
                 strides = {"inputs": layout.inputs.stride, "outputs": layout.outputs.stride}
                 for name, stride in strides.items():
-                    buffers[name] = shared_memory.make_buffer(self.params.device, stride * count)
+                    buffers[name] = shared_memory.make_buffer(layout.memory_of(name), stride)
                     allocated.callback(buffers[name].close)
-            try:
-                self._request(
-                    buffers, [order | {"set": i} | change for i, change in enumerate(changes)], count
-                )
-            except RunnerError as error:
-                raise TaskError(f"{error.kind}: {error.text[-200:]}") from error
-            with self.scheduler.preparing():
-                return [
-                    [t.clone() for t in layout.outputs.tensors(buffers["outputs"], i)] for i in range(count)
-                ]
+            with task_errors():
+                self._switch_to_reference(buffers, 1)
+            for change in changes:
+                with task_errors():
+                    self._request([order | change])
+                yield layout.outputs.tensors(buffers["outputs"], 0)
 
     def first_wrong(self, mixes: list[InputMix], memory: torch.Tensor, *, loose: bool = False) -> str | None:
         """Return the reason why an output in `memory` is wrong, or None if all outputs are right.
@@ -275,18 +287,24 @@ class TaskReference:
     def _references(self, index: int) -> list[ReferenceOutput]:
         """Return the reference outputs of one correctness set, prepared for comparison.
 
-        If `Sizing.keep_references` is set, they are prepared at the first use and kept. Otherwise they are
-        prepared at each use.
+        They are kept for later uses if `TaskLayout.keeps_references` is set.
         """
         if index in self._outputs:
             return self._outputs[index]
         single, expected = self.correctness_outputs(index)
         sandbox, precision = self.params.sandbox, self.params.precision
         prepared = [
-            ReferenceOutput(one, exact, sandbox, precision)
+            ReferenceOutput(
+                one,
+                exact,
+                sandbox,
+                precision,
+                device=self.params.device,
+                keep_parts=self.layout.keeps_references,
+            )
             for one, exact in zip(single, expected, strict=True)
         ]
-        if self.layout.sizing.keep_references:
+        if self.layout.keeps_references:
             self._outputs[index] = prepared
         return prepared
 

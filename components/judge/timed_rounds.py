@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import torch
 
 from components.core.errors import InfrastructureError
 from components.judge.rejection import Rejected
@@ -26,11 +27,12 @@ def timed_rounds(
 ) -> RawSeconds:
     """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
 
-    In each round all runners get the same new inputs, and their order rotates from one round to the next. The
-    first round is left out of the result, because a runner that has been stopped for a while is slow in it.
-    There are `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`, until
-    the candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the
-    rounds have taken `ROUNDS_SHARE` of the time limit.
+    In each round all runners get the same new inputs, and their order rotates from one round to the next. If
+    the baselines share their memory, the order is reversed instead, so that the candidate and eager, whose
+    outputs are compared, always follow each other. The first round is left out of the result, because a
+    runner that has been stopped for a while is slow in it. There are `sandbox.rounds` rounds at first. Their
+    number is doubled, up to `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is
+    precise enough (`statistics.wanted_rounds`) or the rounds have taken `ROUNDS_SHARE` of the time limit.
 
     Raises Rejected if an output of the candidate is found to be wrong (`ExactRunner.wrong_call`), or if the
     candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
@@ -43,11 +45,11 @@ def timed_rounds(
     order, rounds, number, staging = list(runners), sandbox.rounds, 0, StagedInputs(reference, calls)
     while number <= rounds:
         staged = staging.hold(reference.inputs.fresh(calls, number))
-        results = {}
+        results: dict[Timed, torch.Tensor] = {}
         for name in order:
             began = time.monotonic()
             try:
-                seconds, results[name] = runners[name].round("time", staged)
+                seconds, outputs = runners[name].round("time", staged)
             except RunnerError as error:
                 if name == "candidate":
                     raise
@@ -58,15 +60,22 @@ def timed_rounds(
             if number > 0:
                 raw[name].append(seconds)
             if runners[name].inputs_changed:
-                raise _wrong("inputs_changed")
-        began = time.monotonic()
-        reason = bench.exact.wrong_call(staged.mixes, staged.inputs, results["candidate"], results["eager"])
-        if reason is not None:
-            raise _wrong(reason)
-        compared = time.monotonic() - began
-        runners["candidate"].extend_deadline(compared)
-        started += compared
-        order = [*order[1:], order[0]]
+                raise wrong_timed_output("inputs_changed")
+            if name not in ("candidate", "eager"):
+                continue
+            results[name] = outputs
+            if len(results) == 2:
+                began = time.monotonic()
+                reason = bench.exact.wrong_call(
+                    staged.mixes, staged.inputs, results["candidate"], results["eager"]
+                )
+                if reason is not None:
+                    raise wrong_timed_output(reason)
+                compared = time.monotonic() - began
+                runners["candidate"].extend_deadline(compared)
+                started += compared
+        shares = reference.layout.placement.shares_buffers
+        order = order[::-1] if shares else [*order[1:], order[0]]
         if number == rounds and time.monotonic() - started < ROUNDS_SHARE * sandbox.run_seconds:
             rounds = max(
                 wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
@@ -75,7 +84,8 @@ def timed_rounds(
     return raw
 
 
-def _wrong(reason: str) -> Rejected:
+def wrong_timed_output(reason: str) -> Rejected:
+    """Return the error for a candidate whose output in a timed round is wrong for `reason`."""
     return Rejected("wrong_output", reason, f"an output of a timed round is wrong ({reason}).")
 
 

@@ -92,17 +92,12 @@ class TimedRunner:
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
         self.runner: Runner | None = None
         with self.scheduler.preparing():
-            self.results = torch.empty(
-                self.layout.outputs.stride * self.layout.capacity,
-                dtype=torch.uint8,
-                device=reference.params.device,
-            )
-            self.memory = processes.memory(self.layout)
+            self.memory = processes.memory(self.layout, self.role)
         buffers = self.memory.buffers
         self.inputs = buffers["inputs"]
         header = {
             **header,
-            "layout": self.layout.header(self.layout.capacity + 1, buffers),
+            "layout": self.layout.header(self.layout.runner_sets, buffers),
             "precision": reference.params.precision,
             "init_inputs": self.layout.description.init_inputs,
         }
@@ -114,8 +109,8 @@ class TimedRunner:
             cleanup.callback(self.close)
             with self.scheduler.preparing():
                 buffers["parameters"].raw().copy_(reference.parameters.raw())
-                scratch = self.layout.inputs.tensors(self.inputs, self.layout.capacity)
-                for index, tensor in enumerate(scratch):
+                last = self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)
+                for index, tensor in enumerate(last):
                     reference.inputs.write(reference.inputs.original(0), index, tensor.view(-1))
             self.runner = processes.start(header, descriptors, seconds=seconds)
             with self.scheduler.background_work(self.runner):
@@ -180,7 +175,11 @@ class TimedRunner:
         calls = len(staged.mixes)
         measure = self._device_round if "outputs" in self.memory.buffers else self._host_round
         seconds = measure(self.runner, operation, calls, staged.inputs)
-        return seconds / calls, self.results[: self.layout.outputs.stride * calls]
+        if self.layout.placement.shares_buffers:
+            self.runner.resume()
+            self.runner.request({"op": "release"})
+            self._freeze()
+        return seconds / calls, self.memory.results[: self.layout.outputs.stride * calls]
 
     def _host_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
         # The judge does not choose the cores. If judge and runner shared one core, equally fast code would
@@ -200,7 +199,7 @@ class TimedRunner:
         runner.send({"op": operation, "sets": calls})
         for index in range(calls):
             addresses = runner.receive_addresses(len(slots))
-            into = [self.results.data_ptr() + index * stride + slot.offset for slot in slots]
+            into = [self.memory.results.data_ptr() + index * stride + slot.offset for slot in slots]
             with (
                 shared_memory.corrupted_pages(torch.from_numpy(targets[index]))
                 if is_candidate
@@ -225,6 +224,8 @@ class TimedRunner:
         runner.set_cores(self.scheduler.timed_cores)
         runner.signal(signal.SIGCONT)
         if operation == "time":  # without inputs, so that nothing can be computed untimed
+            if self.layout.placement.shares_buffers:
+                self._write_warm_up_inputs()
             runner.request({"op": "warm", "sets": 0})
         inputs = self.inputs.raw()[: staged.numel()]
         generator = _secret_generator(inputs.device)
@@ -245,7 +246,8 @@ class TimedRunner:
         torch.cuda.synchronize()
         runner.acknowledge()
         runner.receive()
-        self.results.copy_(outputs.raw()[: self.results.numel()])
+        results = self.memory.results
+        results.copy_(outputs.raw()[: results.numel()])
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         self._freeze()
@@ -253,6 +255,16 @@ class TimedRunner:
         sample_differs = self.role == "candidate" and not torch.equal(sample, sample_after)
         self.inputs_changed = differ or sample_differs
         return seconds
+
+    def _write_warm_up_inputs(self) -> None:
+        """Write inputs that are valid but secret to nobody into the last set: zeros, and known integers."""
+        original = self.reference.inputs.original(0)
+        for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):
+            if tensor.is_floating_point():
+                tensor.zero_()
+            else:
+                self.reference.inputs.write(original, index, tensor.view(-1))
+        torch.cuda.synchronize()
 
     def _inputs_differ(self, inputs: torch.Tensor, staged: torch.Tensor) -> bool:
         """Return whether the candidate changed its inputs, which is always False for a baseline.

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from input_distributions import INPUT_DISTRIBUTIONS
 from runner_support import SharedTensors, define_module, eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
-    from components.sandbox.runner_protocol import RoleHeader
+    from components.sandbox.runner_protocol import RegionName, RoleHeader
 
 # Time for which `describe` repeats the model's call to measure its duration.
 TIMING_SECONDS = 0.02
@@ -39,24 +40,25 @@ def describe(code: str, device: str) -> dict[str, Any]:
     model = eval_mode(module.Model(*init_inputs), device)
     inputs = make_inputs(module, device)
     arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
-    with torch.no_grad():
-        outputs = flatten_outputs(model(*arguments))
-        seconds, end = math.inf, time.perf_counter() + TIMING_SECONDS
-        while seconds == math.inf or time.perf_counter() < end:
-            start = time.perf_counter()
-            outputs = flatten_outputs(model(*arguments))
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds = min(seconds, time.perf_counter() - start)
 
     def form(tensor: torch.Tensor) -> tuple[list[int], str]:
         return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+    with torch.no_grad():
+        outputs = [form(tensor) for tensor in flatten_outputs(model(*arguments))]
+        seconds, end = math.inf, time.perf_counter() + TIMING_SECONDS
+        while seconds == math.inf or time.perf_counter() < end:
+            start = time.perf_counter()
+            model(*arguments)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds = min(seconds, time.perf_counter() - start)
 
     return {
         "init_inputs": init_inputs,
         "inputs": [form(value) if isinstance(value, torch.Tensor) else None for value in inputs],
         "scalars": [None if isinstance(value, torch.Tensor) else [value] for value in inputs],
-        "outputs": [form(tensor) for tensor in outputs],
+        "outputs": outputs,
         "state": [(name, *form(tensor)) for name, tensor in model.state_dict().items()],
         "parameters": [name for name, _ in model.named_parameters()],
         # The judge only chooses the number of calls in a round and of simultaneous tasks according to these
@@ -90,30 +92,40 @@ class ReferenceModel:
         torch.manual_seed(0)
         self.model = eval_mode(self.module.Model(*header["init_inputs"]), shared.device)
         self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
-        # Arguments and result of the last call of `parameters`, kept because input sets share parameters.
-        self.latest: tuple[tuple[int, str | None], dict[str, torch.Tensor]] = ((-1, None), {})
+        # Arguments of the last call of `load`, because most input sets have the same parameters.
+        self.loaded: tuple[int | None, str | None] = (None, None)
 
-    def parameters(self, seed: int, only: str | None = None) -> dict[str, torch.Tensor]:
-        """Return the model's state with random floating-point values, by state-dict name.
+    def parameters(self, seed: int | None, only: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and values of the model's state, with floating-point values drawn with `seed`.
 
-        If `only` is given, only the tensor of that name is random and the other tensors have their initial
-        values. Scales differ from 1 and biases from 0, so that a candidate that ignores them is wrong.
+        If `seed` is None, all values are the initial ones. If `only` is given, only that tensor is yielded,
+        and its value is drawn alone. Scales differ from 1 and biases from 0, so that a candidate that ignores
+        them is wrong.
         """
-        if (seed, only) == self.latest[0]:
-            return self.latest[1]
         device = self.shared.device
-        generator = torch.Generator(device).manual_seed(seed)
-        state = {}
+        generator = torch.Generator(device).manual_seed(seed or 0)
         for name, value in self.initial.items():
-            if not value.is_floating_point() or (only is not None and name != only):
-                state[name] = value
+            if only is not None and name != only:
+                continue
+            if seed is None or not value.is_floating_point():
+                yield name, value
                 continue
             noise = torch.randn(value.shape, generator=generator, device=device).to(value)
             factor = (torch.rand(value.shape, generator=generator, device=device) + 0.5).to(value)
             positive = name.endswith("running_var")
-            state[name] = factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
-        self.latest = ((seed, only), state)
-        return state
+            yield name, factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
+
+    def load(self, seed: int | None, other: str | None) -> None:
+        """Give the model the parameters of `seed`, except that of name `other`, which has another seed."""
+        if (seed, other) == self.loaded:
+            return
+        state = self.model.state_dict()
+        for name, value in self.parameters(seed):
+            state[name].copy_(value)
+        if seed is not None and other is not None:
+            for name, value in self.parameters(seed ^ 1, other):
+                state[name].copy_(value)
+        self.loaded = seed, other
 
     def inputs(self, seed: int, distribution: str) -> list[Any]:
         """Return the arguments of one call, drawn with `seed` and changed to the named input distribution.
@@ -128,32 +140,39 @@ class ReferenceModel:
         ]
         return [change(value).contiguous() if is_float_tensor(value) else value for value in moved]
 
-    def float64_outputs(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """Return the outputs computed in float64, also where the task's source names float32.
+    def float64_outputs(self, values: list[Any]) -> Any:
+        """Return the output for the arguments `values` in float64, also where the source names float32.
 
-        If that fails, for example because an operator has no float64 kernel, return the outputs computed in
-        the model's own dtypes. If it fails for lack of memory, the error is raised instead.
+        `values` are not changed. If the computation fails, for example because an operator has no float64
+        kernel, return the output computed in the model's own dtypes. If it fails for lack of memory, the
+        error is raised instead.
         """
         model = copy.deepcopy(self.model).double()
         try:
             with computing_in_float64():
-                output = model(*[value.double() if is_float_tensor(value) else value for value in inputs])
+                return model(*self._copies(values, in_float64=True))
         except Exception as error:
             if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
                 raise
-            output = self.model(*inputs)
-        outputs: list[torch.Tensor] = flatten_outputs(output)
-        return outputs
+            return self.model(*self._copies(values, in_float64=False))
+
+    def _copies(self, values: list[Any], *, in_float64: bool) -> list[Any]:
+        """Return `values` with copies of the tensors on the device, because a model may change them."""
+        device = self.shared.device
+        return [
+            value.to(device).double()
+            if in_float64 and is_float_tensor(value)
+            else value.to(device, copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in values
+        ]
 
     def write_exact(self) -> None:
         """Read parameters and inputs from shared memory, and write the float64 outputs for them there."""
         self.shared.load_parameters(self.model)
-        arguments = self.shared.arguments(0)
-        copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
         with torch.no_grad():
-            outputs = self.float64_outputs(copies)
-        for value, slot in zip(outputs, self.shared.tensors("expected"), strict=True):
-            slot.copy_(value)
+            self._write("expected", 0, self.float64_outputs(self.shared.arguments(0)))
 
     def fill(self, order: dict[str, Any]) -> None:
         """Write the inputs of one input set to shared memory, with its outputs if the order asks for them.
@@ -164,31 +183,27 @@ class ReferenceModel:
         parameters, the order may name one input (`other_input`, by position) or one parameter
         (`other_parameter`) that is drawn with another seed.
         """
-        state = self.parameters(order["parameters"]) if order["parameters"] is not None else self.initial
-        if name := order.get("other_parameter"):
-            state = state | {name: self.parameters(order["parameters"] ^ 1, name)[name]}
+        self.load(order["parameters"], order.get("other_parameter"))
         inputs = self.inputs(order["seed"], order["distribution"])
         if (position := order.get("other_input")) is not None:
             inputs[position] = self.inputs(order["seed"] ^ 1, order["distribution"])[position]
-        self.model.load_state_dict(state)
         slots = iter(self.shared.tensors("inputs", order["set"]))
         written = [next(slots).copy_(value) if isinstance(value, torch.Tensor) else value for value in inputs]
-        results = {}
         with torch.no_grad():
             if order["outputs"]:  # the model may change its inputs in place
-                results["outputs"] = flatten_outputs(self.model(*inputs))
+                self._write("outputs", order["set"], self.model(*inputs))
             if order["exact"]:
-                copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in written]
-                results["expected"] = self.float64_outputs(copies)
-        for region, values in results.items():
-            for value, slot in zip(values, self.shared.tensors(region, order["set"]), strict=True):
-                slot.copy_(value)
+                inputs = []  # frees memory
+                self._write("expected", order["set"], self.float64_outputs(written))
+
+    def _write(self, region: RegionName, index: int, outputs: Any) -> None:
+        """Write the outputs of one call to set `index` of a region of the shared memory."""
+        for value, slot in zip(flatten_outputs(outputs), self.shared.tensors(region, index), strict=True):
+            slot.copy_(value)
 
     def write_parameters(self, seed: int) -> None:
         """Write the random parameters for a seed to shared memory."""
-        for value, slot in zip(
-            self.parameters(seed).values(), self.shared.tensors("parameters"), strict=True
-        ):
+        for (_, value), slot in zip(self.parameters(seed), self.shared.tensors("parameters"), strict=True):
             slot.copy_(value)
 
 

@@ -2,8 +2,9 @@
 
 A role begins with a RoleHeader. A runner in the role `describe` answers once. In every other role it sends
 `R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
-`parameters`, `fill` and `exact` for the role `reference`, and `warm`, `time` and `check` for the measured
-roles. After each order the runner sends `D`. This file imports nothing of the project.
+`parameters`, `fill` and `exact` for the role `reference`, and `warm`, `time`, `check` and `release` (return
+free memory to the device) for the measured roles. After each order the runner sends `D`. This file imports
+nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
@@ -22,13 +23,16 @@ class Region(TypedDict):
 
     slots: list[tuple[int, list[int], str]]  # byte offset, shape, dtype name of each tensor of an input set
     stride: int
-    bytes: NotRequired[int]  # size of the buffer; absent if the region only states shapes and has no buffer
+    # Size and device (`cpu` or `cuda`) of the buffer; absent if the region only states shapes.
+    bytes: NotRequired[int]
+    device: NotRequired[str]
 
 
 class MemoryLayout(TypedDict, total=False):
     """The places of a runner's tensors in shared memory, and the other values that a call needs."""
 
     sets: Required[int]  # number of input sets that the buffers hold
+    calls: Required[int]  # largest number of calls in a round
     scalars: Required[list[list[Any] | None]]  # for each argument of a call `[value]`, or None for a tensor
     names: Required[list[str]]  # state-dict names of the tensors in `parameters`, in their order
     parameters: Required[Region]

@@ -30,6 +30,8 @@ from runner_support import SharedTensors, define_module, eval_mode, flatten_outp
 if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RoleHeader
 
+# Modes of torch.compile that use CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 # Maximum length of an order of the judge, in bytes.
 ORDER_BYTES = 1 << 14
 # Type of zygote.receive, which reads one message and the descriptors sent with it.
@@ -133,7 +135,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
         refuse_compute = prepare_operator_block(shared.device)
         call = load_candidate(header, shared, library)
     elif header["role"] == "noop":
-        outputs = itertools.cycle(shared.zero_outputs(shared.layout["sets"] - 1))
+        outputs = itertools.cycle(shared.noop_outputs())
 
         def call(*_: Any) -> Any:
             return next(outputs)
@@ -142,7 +144,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
         call = load_baseline(header, shared)
     arguments = [tuple(shared.arguments(i)) for i in range(shared.layout["sets"])]
     inputs = [tensor for i in range(len(arguments)) for tensor in shared.tensors("inputs", i)]
-    expected = shared.zero_outputs(1)[0]
+    expected = shared.zero_outputs(share_elements=True)
     forbidden = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
 
     def check(output: Any) -> list[torch.Tensor]:
@@ -157,7 +159,9 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     with torch.no_grad():
         connection.send(b"R")
         for order in orders(connection):
-            if order["op"] == "warm":
+            if order["op"] == "release":
+                torch.cuda.empty_cache()
+            elif order["op"] == "warm":
                 call(*arguments[-1])
             elif order["op"] == "time":
                 delivery.calls(call, arguments[: order["sets"]])
@@ -227,11 +231,11 @@ def make_delivery(
 ) -> HostDelivery | DeviceDelivery:
     """Return the object that makes the calls of this role and delivers their results to the judge."""
     if shared.device == "cuda":
-        is_graph = header.get("compile_mode", "default") != "default"
+        is_graph = header.get("compile_mode") in GRAPH_MODES
         return DeviceDelivery(connection, shared, reuses_memory=is_graph)
     descriptor = connection.fileno()
     if header["role"] == "noop":
-        return NoopDelivery(descriptor, shared.zero_outputs(1)[0])
+        return NoopDelivery(descriptor, shared.zero_outputs())
     return HostDelivery(descriptor)
 
 
@@ -303,8 +307,7 @@ class DeviceDelivery:
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool):
         self.connection = connection
-        count = shared.layout["sets"] - 1  # the last input set is only for warm-up calls
-        self.targets = [shared.tensors("outputs", i) for i in range(count)]
+        self.targets = [shared.tensors("outputs", i) for i in range(shared.layout["calls"])]
         # Whether a call overwrites the result of the previous call, as a CUDA graph does. If so, every result
         # is cloned before the next call.
         self.reuses_memory = reuses_memory

@@ -57,7 +57,9 @@ class SharedTensors:
         self.layout = header["layout"]
         names = [name for name in REGIONS if "bytes" in self.layout.get(name, {})]
         self.buffers = {
-            name: shared_memory.make_buffer(self.device, self.layout[name]["bytes"], descriptor)
+            name: shared_memory.make_buffer(
+                self.layout[name]["device"], self.layout[name]["bytes"], descriptor
+            )
             for name, descriptor in zip(names, descriptors, strict=True)
         }
 
@@ -66,22 +68,42 @@ class SharedTensors:
         for buffer in self.buffers.values():
             buffer.close()
 
-    def tensors(self, name: "RegionName", index: int = 0) -> list[torch.Tensor]:
-        """Return the tensors of a region for input set `index`, as views of the shared memory."""
+    def tensors(
+        self, name: "RegionName", index: int = 0, *, buffer: "RegionName | None" = None
+    ) -> list[torch.Tensor]:
+        """Return the tensors of a region for input set `index`, as views of the shared memory.
+
+        If `buffer` is given, the memory is that of another region.
+        """
         region = self.layout[name]
         base = index * region["stride"]
         return [
-            self.buffers[name].tensor(shared_memory.Slot(base + offset, tuple(shape), dtype))
+            self.buffers[buffer or name].tensor(shared_memory.Slot(base + offset, tuple(shape), dtype))
             for offset, shape, dtype in region["slots"]
         ]
 
-    def zero_outputs(self, sets: int) -> list[list[torch.Tensor]]:
-        """Return zeros, not in shared memory, with the form of the outputs of `sets` calls."""
-        slots = self.layout["outputs"]["slots"]
-        return [
-            [torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for _, shape, dtype in slots]
-            for _ in range(sets)
-        ]
+    def zero_outputs(self, *, share_elements: bool = False) -> list[torch.Tensor]:
+        """Return zeros, not in shared memory, with the form of the outputs of a call.
+
+        If `share_elements` is set, all elements of a tensor are one element in memory.
+        """
+        zeros = []
+        for _, shape, dtype in self.layout["outputs"]["slots"]:
+            element = torch.zeros((), dtype=getattr(torch, dtype), device=self.device).expand(shape)
+            zeros.append(element if share_elements else element.contiguous())
+        return zeros
+
+    def noop_outputs(self) -> list[list[torch.Tensor]]:
+        """Return tensors with the form of the outputs of each call of a round, whose values do not matter.
+
+        If there is no scratch set, because device memory is scarce, they are views of the inputs where these
+        are large enough. Otherwise they are zeros.
+        """
+        calls = self.layout["calls"]
+        is_large = self.layout["outputs"]["stride"] * calls > self.buffers["inputs"].size
+        if self.layout["sets"] > calls or is_large:
+            return [self.zero_outputs() for _ in range(calls)]
+        return [self.tensors("outputs", index, buffer="inputs") for index in range(calls)]
 
     def arguments(self, index: int) -> list[Any]:
         """Return the arguments of a call on input set `index`: shared tensors, and the layout's scalars."""
@@ -91,4 +113,4 @@ class SharedTensors:
     def load_parameters(self, module: torch.nn.Module) -> None:
         """Copy the judge's parameters into `module` by name."""
         values = zip(self.layout["names"], self.tensors("parameters"), strict=True)
-        module.load_state_dict({name: value.clone() for name, value in values}, strict=True)
+        module.load_state_dict(dict(values), strict=True)

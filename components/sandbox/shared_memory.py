@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -70,6 +71,8 @@ def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
 
 class HostBuffer:
     """Buffer of `size` bytes of shared host memory, either a new one or the one that `fd` refers to."""
+
+    device: Literal["cpu"] = "cpu"
 
     def __init__(self, size: int, fd: int | None = None):
         self.fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
@@ -142,6 +145,8 @@ class DeviceBuffer:
 
     It uses the functions of the CUDA driver API in the section Virtual Memory Management.
     """
+
+    device: Literal["cuda"] = "cuda"
 
     def __init__(self, size: int, fd: int | None = None):
         if not hasattr(_thread, "has_context"):

@@ -375,7 +375,7 @@ def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: py
     bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
     for limit in (1 << 20, 0):
         monkeypatch.setattr(input_mixing, "MAX_DOUBLED_BYTES", limit)
-        sets = InputBank(bank, ["given"])
+        sets = InputBank(bank, ["given"], "cpu")
         assert sets.rotates and sets.blends == [True, False]
         for turn in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
             mix = InputMix(1, 2, (turn[0], turn[0] % 13), (turn[1], turn[1] % 13), 0.3)

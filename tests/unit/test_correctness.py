@@ -182,7 +182,7 @@ def test_the_worst_flagged_call_of_each_kind_and_a_random_one_are_compared() -> 
 
 
 def test_timed_rounds_use_every_distribution_whatever_the_correctness_sets_are() -> None:
-    bank = InputBank([[torch.randn(64)] for _ in range(4)], ["given"])
+    bank = InputBank([[torch.randn(64)] for _ in range(4)], ["given"], "cpu")
     used = [[mix.distribution for mix in bank.fresh(4, number)] for number in range(5)]
     assert all(len(set(names) - {"given"}) == 1 for names in used)
     assert [next(name for name in names if name != "given") for names in used] == [

@@ -1,0 +1,172 @@
+"""Plan of the memory for judging a task: the choice of the placement of its data that fits the device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.core.errors import TaskTooLarge
+from components.core.params import Params
+from components.judge.correctness import PART_NUMEL
+from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
+from components.judge.input_mixing import MAX_DOUBLED_BYTES
+from components.judge.task_layout import MAX_ROUND_BYTES, PLACEMENTS, Description, Sizing, TaskLayout
+
+# Bytes of device memory that CUDA uses for each process.
+CONTEXT_BYTES = 600 << 20
+# Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes.
+TIMED_RUNNERS = 5
+# Share of the available host memory that judging one task may take.
+HOST_SHARE = 0.8
+# Bytes that the judge needs to compare one part of an output, and to mix one block of an input.
+COMPARING_BYTES = 48 * PART_NUMEL
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory that the judge of one device may use.
+
+    `device_bytes` is the memory of the GPU that can be reserved, or 0 if it is not limited, as on cpu.
+    `runner_bytes` is the memory that one runner of the task's source may allocate. `host_bytes` is the host
+    memory that is available.
+    """
+
+    device_bytes: int
+    runner_bytes: int
+    host_bytes: int
+
+    @staticmethod
+    def of(params: Params, scheduler: DeviceScheduler, runner_share: float = 1.0) -> "MemoryBudget":
+        """Return the budget of the judge with `params` on the device of `scheduler`.
+
+        `runner_share` is the share of the device's memory that a runner of the task's source may allocate.
+        """
+        limit = int(MEMORY_SHARE * params.sandbox.device_bytes)
+        sizes = [size for size in (scheduler.reservable_bytes, limit) if size > 0]
+        meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = 1024 * int(meminfo["MemAvailable"].split()[0])
+        return MemoryBudget(
+            device_bytes=min(sizes, default=0),
+            runner_bytes=int(runner_share * scheduler.device_bytes),
+            host_bytes=int(HOST_SHARE * available),
+        )
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Estimated bytes that judging a task takes.
+
+    `fill` bytes of device memory are needed while the reference data are made, `timed` bytes while runners
+    are measured, and `host` bytes of host memory on cuda.
+    """
+
+    fill: int
+    timed: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """Estimated bytes of device memory that are used at once."""
+        return max(self.fill, self.timed)
+
+
+def memory_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
+    """Return the memory that judging a task with this layout takes.
+
+    `runner_bytes` is the memory that one runner of the task's source may allocate.
+    """
+    return _sharing_need(layout) if layout.placement.shares_buffers else _separate_need(layout, runner_bytes)
+
+
+def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
+    inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
+    parameters, peak = layout.parameters.stride, layout.description.peak_bytes
+    count = len(layout.distributions)
+    doubled = 2 * (layout.input_sets - count) if inputs <= MAX_DOUBLED_BYTES else 0
+    prepared = count if layout.keeps_references else 3  # one set, and memory for preparing it
+    bank = (
+        inputs * (layout.input_sets + doubled)
+        + (outputs + expected) * count
+        + expected * prepared
+        + 8 * parameters
+    )
+    reference_runner = CONTEXT_BYTES + min(3 * peak, runner_bytes)
+    staged = inputs * layout.capacity
+    timed_runner = CONTEXT_BYTES + staged + inputs + 3 * outputs * layout.capacity + peak
+    exact_runner = reference_runner + parameters + inputs + 6 * expected
+    timed = (
+        timed_runner + outputs * layout.capacity
+        if layout.sizing.one_process
+        else TIMED_RUNNERS * timed_runner + exact_runner
+    )
+    return MemoryNeed(bank + reference_runner, bank + staged + timed, 0)
+
+
+def _sharing_need(layout: TaskLayout) -> MemoryNeed:
+    """Return the need of a layout whose baselines share buffers.
+
+    Only one timed runner at a time has more memory than its context, its parameters and its buffers, and the
+    runner of the reference exists only while no timed runner does.
+    """
+    inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
+    parameters, peak = layout.parameters.stride, layout.description.peak_bytes
+    count, capacity = len(layout.distributions), layout.capacity
+    input_bank, references = inputs * layout.input_sets, (outputs + expected) * count
+    bank, host = COMPARING_BYTES, parameters
+    if layout.placement.inputs_on_host:
+        host += input_bank
+    else:
+        bank += input_bank
+    if layout.placement.references_on_host:
+        host += references
+    else:
+        bank += references
+    # The parameters of the task's model, their first values, the inputs, and the call in float64.
+    reference_runner = CONTEXT_BYTES + 2 * parameters + inputs + 2 * peak
+    # The no-op's outputs are views of its inputs if these are larger.
+    noop = outputs * capacity if outputs > inputs else 0
+    # A runner in its round has what a call needs beside its inputs, and the outputs of all calls.
+    working = max(peak - inputs, outputs + parameters) + outputs * (capacity - 1)
+    if layout.sizing.one_process:
+        buffers = (2 * inputs + 2 * outputs) * capacity + noop
+        return MemoryNeed(
+            bank + reference_runner, bank + CONTEXT_BYTES + buffers + working, host + parameters
+        )
+    # The judge's inputs of the round, the inputs, outputs and results of candidates and of baselines, and the
+    # parameters of two torch.compile modes and one more runner that wait.
+    buffers = (3 * inputs + 4 * outputs) * capacity + noop + 3 * parameters
+    timed = bank + TIMED_RUNNERS * CONTEXT_BYTES + buffers + working
+    # Suspicious calls are compared after all timed runners have ended: the inputs of one in the runner of the
+    # reference and in the judge, its float64 outputs, and the outputs of two runners in two calls.
+    host += 3 * parameters + expected + 4 * outputs
+    return MemoryNeed(bank + reference_runner + inputs, timed, host)
+
+
+def plan_layout(description: Description, params: Params, sizing: Sizing, budget: MemoryBudget) -> TaskLayout:
+    """Return the layout with the fastest placement that fits the budget.
+
+    With each placement, as few correctness sets as `sizing` allows are tried if all of them do not fit.
+    Raises TaskTooLarge if nothing fits.
+    """
+    needs = []
+    for placement in PLACEMENTS:
+        for most_sets in (params.sandbox.correctness_sets, sizing.min_correctness_sets):
+            layout = TaskLayout.of(description, params.sandbox, params.device, sizing, placement, most_sets)
+            if not budget.device_bytes:
+                if layout.call_bytes > MAX_ROUND_BYTES["cpu"]:
+                    raise TaskTooLarge(
+                        f"one call's inputs and outputs take {_gigabytes(layout.call_bytes)}, and at most"
+                        f" {_gigabytes(MAX_ROUND_BYTES['cpu'])} can be measured on cpu"
+                    )
+                return layout
+            need = memory_need(layout, budget.runner_bytes)
+            if need.device <= budget.device_bytes and need.host <= budget.host_bytes:
+                return layout
+            needs.append(need)
+    least = min(needs, key=lambda need: need.device)
+    raise TaskTooLarge(
+        f"judging it takes {_gigabytes(least.device)} of device memory and {_gigabytes(least.host)} of host"
+        f" memory, and {_gigabytes(budget.device_bytes)} and {_gigabytes(budget.host_bytes)} can be used"
+    )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

@@ -1,0 +1,88 @@
+"""The memory that judging takes, planned for every task of KernelBench at its own sizes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.core.config import resolve
+from components.core.errors import TaskTooLarge
+from components.judge.device_scheduler import MEMORY_SHARE
+from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
+from components.judge.task_layout import PLACEMENTS, Description, Sizing
+
+SIZES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data/kernelbench_sizes.json").read_text()
+)["tasks"]
+BASE = resolve().params
+ADMISSION = Sizing(
+    round_share=0.25, min_correctness_sets=2, timed_sets=2, keep_references=False, one_process=True
+)
+HOST_BYTES = 128 << 30
+
+
+def description(task: dict[str, Any], **changes: Any) -> Description:
+    """What a runner of the task would report; its parameters are tensors of one size."""
+    count = task["state_tensors"]
+    values = {
+        "init_inputs": [],
+        "inputs": [value if isinstance(value, list) else None for value in task["inputs"]],
+        "scalars": [None if isinstance(value, list) else [value] for value in task["inputs"]],
+        "outputs": task["outputs"],
+        "state": [(str(i), [task["state_bytes"] // 4 // count], "float32") for i in range(count)],
+        "parameters": [],
+        "seconds": 0.005,
+        "peak_bytes": task["peak_bytes"],
+    }
+    return Description.model_validate(values | changes)
+
+
+def budget(total: int, host: int = HOST_BYTES) -> MemoryBudget:
+    return MemoryBudget(int(MEMORY_SHARE * total), total, int(0.8 * host))
+
+
+@pytest.mark.parametrize("sizing", [Sizing(), ADMISSION], ids=["candidates", "admission"])
+@pytest.mark.parametrize("total", [141_000_000_000, 96_000_000_000], ids=["141 GB", "96 GB"])
+def test_every_kernelbench_task_fits(total: int, sizing: Sizing) -> None:
+    allowed = budget(total)
+    assert len(SIZES) == 270
+    for task in SIZES:
+        layout = plan_layout(description(task), BASE, sizing, allowed)
+        need = memory_need(layout, allowed.runner_bytes)
+        assert need.device <= allowed.device_bytes and need.host <= allowed.host_bytes, task["name"]
+        # All that exists at once whatever the placement: the call itself and the judge's copy of its inputs.
+        assert need.timed >= task["peak_bytes"] + layout.inputs.stride, task["name"]
+        assert need.fill >= task["float64_peak_bytes"], task["name"]
+        assert layout.calls >= 1 and layout.input_sets >= len(layout.distributions) + 2
+
+
+def test_small_tasks_keep_the_fastest_placement_and_all_correctness_sets() -> None:
+    layouts = [plan_layout(description(task), BASE, Sizing(), budget(141_000_000_000)) for task in SIZES]
+    fast = [layout for layout in layouts if layout.placement == PLACEMENTS[0]]
+    assert len(fast) >= 190
+    assert all(len(layout.distributions) >= 6 for layout in fast if layout.call_bytes < 1 << 28)
+
+
+def test_less_device_memory_never_gives_a_faster_placement() -> None:
+    order = {placement: rank for rank, placement in enumerate(PLACEMENTS)}
+    for task in SIZES[::5]:
+        ranks = [
+            order[plan_layout(description(task), BASE, Sizing(), budget(size * 10**9)).placement]
+            for size in (1000, 300, 141, 96)
+        ]
+        assert ranks == sorted(ranks), task["name"]
+
+
+def test_a_task_that_fits_nowhere_is_refused_with_the_figures() -> None:
+    largest = max(SIZES, key=lambda task: task["peak_bytes"])
+    with pytest.raises(TaskTooLarge, match=r"takes [\d.]+ GB of device memory and [\d.]+ GB of host memory"):
+        plan_layout(description(largest), BASE, Sizing(), budget(24_000_000_000))
+    with pytest.raises(TaskTooLarge, match="of host memory"):
+        plan_layout(description(largest), BASE, Sizing(), budget(96_000_000_000, host=8 << 30))
+
+
+def test_a_call_that_is_too_large_for_cpu_is_refused() -> None:
+    cpu = resolve("smoke").params
+    with pytest.raises(TaskTooLarge, match="can be measured on cpu"):
+        plan_layout(description(SIZES[20]), cpu, Sizing(), MemoryBudget(0, 0, HOST_BYTES))
