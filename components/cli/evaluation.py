@@ -96,6 +96,8 @@ def evaluate(
     for level, summary in results.levels.items():
         console.print(f"level {level}")
         evaluation_table(summary, console)
+    for task in results.not_measurable:
+        console.print(f"not measurable: {task.name or task.task_id}, {task.reason}")
     print_line(f"report   {report}")
     return Output(results.model_dump(mode="json") | {"report": str(report)})
 

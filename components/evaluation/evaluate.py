@@ -31,6 +31,7 @@ from components.evaluation.metrics import (
     RESULTS,
     Attempt,
     Evaluation,
+    NotMeasurable,
     TaskResult,
     by_level,
     load_evaluation,
@@ -60,10 +61,12 @@ def evaluate(
     """Evaluate `policy` on `tasks` with the policy's own parameters and keep all results in the folder `out`.
 
     `epoch` is part of the key under which the judge keeps its verdicts, so equal candidates share one
-    measurement only within one epoch. `admit` is the method of a judge pool that finds out whether a wrong
-    kernel could pass on a task. It is called for tasks without evidence of an earlier admission. Such tasks
-    are marked as degenerate but remain included in the figures. Raises UserError if there is no task, if
-    `out` holds a different evaluation, or if the policy's server does not answer.
+    measurement only within one epoch. `admit` is the method of a judge pool that finds out whether a task can
+    be measured and whether a wrong kernel could pass on it. It is called for tasks without evidence of an
+    earlier admission, before the policy attempts any. Tasks on which a wrong kernel could pass are marked as
+    degenerate but remain included in the figures. Tasks that take more memory than there is are left out and
+    listed in `Evaluation.not_measurable`. Raises UserError if there is no task, if no task can be measured,
+    if `out` holds a different evaluation, or if the policy's server does not answer.
     """
     params = policy.params
     if not tasks:
@@ -75,8 +78,17 @@ def evaluate(
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
-    attempts = _attempts(policy, tasks, pool, out, epoch=epoch, progress=progress, seed=seed)
-    results = _measure(tasks, attempts, pool, out, admit, epoch=epoch, progress=progress)
+    admissions = _admissions(tasks, admit, progress) if admit is not None else {}
+    too_large = {task_id: found for task_id, found in admissions.items() if found.reason == "too_large"}
+    measurable = [task for task in tasks if task.task_id not in too_large]
+    if not measurable:
+        detail = next(iter(too_large.values())).evidence["detail"]
+        raise UserError(
+            f"evaluation.suite: no task of {params.evaluation.suite} can be measured on this device "
+            f"({detail}); use a device with more memory, or raise sandbox.device_bytes."
+        )
+    attempts = _attempts(policy, measurable, pool, out, epoch=epoch, progress=progress, seed=seed)
+    results = _measure(measurable, attempts, pool, out, admissions, epoch=epoch, progress=progress)
     evaluation = Evaluation(
         suite=params.evaluation.suite,
         suite_digest=plan["suite_digest"],
@@ -90,6 +102,16 @@ def evaluate(
         overall=summarise(results),
         levels=by_level(results),
         errors=sum(result.error for result in results),
+        not_measurable=tuple(
+            NotMeasurable(
+                task_id=task.task_id,
+                name=task.name,
+                level=task.level,
+                reason=too_large[task.task_id].evidence["detail"],
+            )
+            for task in tasks
+            if task.task_id in too_large
+        ),
     )
     write_json(out / RESULTS, evaluation.model_dump(mode="json"))
     return evaluation
@@ -131,6 +153,16 @@ def _claim(out: Path, plan: dict[str, Any]) -> None:
             f"{out}: holds another evaluation (its {', '.join(different)} differ); "
             "give another folder or delete this one."
         )
+
+
+def _admissions(
+    tasks: Sequence[KernelTask], admit: Callable[[str], Future[Admission]], progress: Progress
+) -> dict[str, Admission]:
+    """Return the admissions by task id of all tasks without evidence of an earlier admission."""
+    pending = {task.task_id: admit(task.code) for task in tasks if not task.evidence}
+    for number, _ in enumerate(as_completed(pending.values())):
+        progress.update("admission", number + 1, len(pending))
+    return {task_id: future.result() for task_id, future in pending.items()}
 
 
 def _attempts(
@@ -198,7 +230,7 @@ def _measure(
     attempts: list[list[Trajectory]],
     pool: JudgePool,
     out: Path,
-    admit: Callable[[str], Future[Admission]] | None,
+    admissions: dict[str, Admission],
     *,
     epoch: str,
     progress: Progress,
@@ -216,7 +248,6 @@ def _measure(
         for task_id, file in files.items()
         if file.is_file()
     }
-    admissions: dict[str, Future[Admission]] = {}
     sampled = sum(map(len, attempts))
     for delay in (*RETRY_SECONDS, None):
         pending: dict[Future[Verdict], str] = {}
@@ -224,16 +255,13 @@ def _measure(
         for task_id, (task, own) in first.items():
             if task_id in results:
                 continue
-            # A task with evidence was already admitted when its data set was built.
-            if admit is not None and not task.evidence and task_id not in admissions:
-                admissions[task_id] = admit(task.code)
             pending[_final(task, own[0], pool, epoch)] = task_id
         for future in as_completed(pending):
             task_id, verdict = pending[future], future.result()
             task, own = first[task_id]
             if verdict.status == "infrastructure" and delay is not None and _measurable(own[0]):
                 continue
-            reason = admissions[task_id].result().reason if task_id in admissions else ""
+            reason = admissions[task_id].reason if task_id in admissions else ""
             results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
             write_json(files[task_id], results[task_id].model_dump(mode="json"))
             _add_cost(out, "final measurements", time.monotonic() - started)

@@ -167,6 +167,15 @@ class Summary(FrozenModel):
     intervals: dict[str, Interval]
 
 
+class NotMeasurable(FrozenModel):
+    """Task that the judge cannot measure on the device, and the sentence that says why."""
+
+    task_id: str
+    name: str
+    level: int | None
+    reason: str
+
+
 class Evaluation(FrozenModel):
     """Record of one evaluation, which is the contents of results.json."""
 
@@ -184,6 +193,8 @@ class Evaluation(FrozenModel):
     levels: dict[str, Summary]
     # Number of tasks on which the judge itself failed, so that they were neither solved nor failed.
     errors: int
+    # Tasks of the suite that are not among `tasks`, because the device has too little memory for them.
+    not_measurable: tuple[NotMeasurable, ...] = ()
 
 
 def load_evaluation(path: Path) -> Evaluation:

@@ -30,6 +30,7 @@ from components.evaluation.metrics import Evaluation, load_evaluation
 from components.evaluation.report import write_evaluation_report
 from components.judge.pool import Candidate, Job
 from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone
+from components.registry.gates import integrity
 
 TASKS = [
     KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)
@@ -403,3 +404,42 @@ def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(
     )
     assert [row.degenerate for row in found.tasks] == [degenerate, ""] and found.overall.tasks == 2
     assert asked == [TASKS[0].code], "a task of our own data set was admitted when it was made"
+
+
+def test_tasks_too_large_for_the_device_are_left_out_before_any_attempt_and_listed(tmp_path: Path) -> None:
+    too_large = {TASKS[1].code}
+
+    def admit(code: str) -> Future[Admission]:
+        future: Future[Admission] = Future()
+        detail = "judging it takes 99.9 GB of device memory"
+        large = code in too_large
+        future.set_result(Admission(not large, "too_large" if large else "", {"detail": detail}))
+        return future
+
+    def evaluated(out: Path) -> Evaluation:
+        return evaluate(
+            Script(LINES), TASKS[:3], LinePool(), out, epoch="e", progress=Quiet(), seed=0, admit=admit
+        )
+
+    found = evaluated(tmp_path / "some")
+    assert [row.task_id for row in found.tasks] == [TASKS[0].task_id, TASKS[2].task_id]
+    assert [(left.task_id, left.reason) for left in found.not_measurable] == [
+        (TASKS[1].task_id, "judging it takes 99.9 GB of device memory")
+    ]
+    assert load_evaluation(tmp_path / "some") == found and found.overall.errors == 0
+    gate = integrity(
+        found.overall,
+        resolve("ci").params.gate.model_copy(update={"measured": 1.0}),
+        digests_match=True,
+        isolated=True,
+        report_complete=True,
+    )[0]
+    assert gate.name == "integrity.measured" and gate.passed, "what cannot be measured is no error"
+    assert "can be measured on this device" not in write_evaluation_report(tmp_path, found).read_text()
+    assert "cannot be measured on this device" in write_evaluation_report(tmp_path, found).read_text()
+    too_large |= {TASKS[0].code, TASKS[2].code}
+    with pytest.raises(
+        UserError, match=r"no task .* can be measured on this device \(judging it takes 99.9 GB"
+    ):
+        evaluated(tmp_path / "none")
+    assert not (tmp_path / "none" / "episodes").exists(), "no attempt was made"
