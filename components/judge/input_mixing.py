@@ -155,7 +155,7 @@ class InputBank:
             mixes.append(InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75)))
         # If a round has a single call, every sixth round is of the distribution `given`.
         names = [*self.timed_distributions, *(["given"] if calls == 1 else [])]
-        if number is not None:
+        if number is not None and names:
             other = generator.randrange(calls)
             mixes[other] = mixes[other]._replace(distribution=names[number % len(names)])
         return mixes

@@ -1,18 +1,25 @@
-"""The baselines of a suite, measured in two passes: how well the passes agree (docs/evaluation.md).
+"""The baselines of a suite, measured in two passes: how well they agree, and which tasks fit the device.
 
     python tests/bench/bench_baselines.py SUITE OUT.json --profile h200 --levels 1,2,3 --every 4 \
-        --set precision=tf32
+        --set precision=tf32 --set sandbox.device_bytes=96000000000
 
 Every pass makes each task's runners anew, and the second begins when the first has ended. OUT.json is
-written after every task; a repeated command goes on where the last one ended.
+written after every task; a repeated command goes on where the last one ended. The tables give, for each
+level, the tasks that were measured, those that take too much memory with the reason, and the seconds of both
+passes; for each task OUT.json has its placement, the bytes of device memory that were planned, and the
+largest number of bytes that all processes used (if tasks are measured one at a time, with --workers 1).
 """
 
 import argparse
 import contextlib
 import statistics
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +27,82 @@ import numpy as np
 import torch
 
 from components.core.config import resolve
-from components.core.errors import InfrastructureError, TaskError
+from components.core.errors import InfrastructureError, TaskError, TaskTooLarge
 from components.core.files import read_json, write_json
 from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
-from components.judge.compile_baseline import COMPILE_MODES, baseline_seconds, start_available
+from components.judge.compile_baseline import baseline_seconds, compile_modes, start_available
 from components.judge.judge import Judge
 from components.judge.task_bench import EAGER, TaskBench
 
 PASSES = ("first", "second")
 
 
+@contextlib.contextmanager
+def largest_use(device: str) -> Iterator[list[int]]:
+    """Yield a list whose only entry is the largest number of bytes of a GPU that were in use at once."""
+    found, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while device == "cuda" and not ended.wait(0.02):
+            free, total = torch.cuda.mem_get_info()
+            found[0] = max(found[0], total - free)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watcher.join()
+
+
 def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
-    """Return seconds of a call of eager and of each named mode of torch.compile, and the time that took."""
+    """Return seconds of a call of eager and of each named mode of torch.compile, and what that took.
+
+    All modes are measured if `modes` is empty.
+    """
     began = time.monotonic()
-    compiled = [mode for mode in COMPILE_MODES[judge.params.device] if mode.mode in modes]
     try:
         with judge.scheduler.reserve_memory(judge.scheduler.reservable_bytes // 8):  # for the description
             bench = TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)
-        with contextlib.closing(bench):
+        with contextlib.closing(bench), largest_use(judge.params.device) as used:
             bench.fill()
+            compiled = [mode for mode in compile_modes(bench) if not modes or mode.mode in modes]
             available = start_available(bench, [EAGER, *compiled])
             with judge.scheduler.measuring():
                 seconds = baseline_seconds(bench, available)
+    except TaskTooLarge as error:
+        return {"not_measurable": str(error)}
     except (TaskError, InfrastructureError, torch.OutOfMemoryError) as error:
         return {"fault": str(error)[:300]}
-    by_name = {"eager" if name == EAGER else name.mode: took for name, took in seconds.items()}
-    return {"seconds": by_name, "took": round(time.monotonic() - began, 2)}
+    return {
+        "seconds": {"eager" if name == EAGER else name.mode: took for name, took in seconds.items()},
+        "took": round(time.monotonic() - began, 2),
+        "placement": asdict(bench.reference.layout.placement),
+        "planned_bytes": bench.reference.bytes,
+        "used_bytes": used[0],
+    }
+
+
+def print_levels(tasks: dict[str, dict[str, Any]]) -> None:
+    """Print one row for each level and pass, and the reasons why tasks were not measured."""
+    print("level pass    measured  too large  failed  seconds")
+    for level in sorted({task["level"] or 0 for task in tasks.values()}):
+        rows = [task for task in tasks.values() if (task["level"] or 0) == level]
+        for name in PASSES:
+            found = [row[name] for row in rows if name in row]
+            kinds = Counter(
+                "too large" if "not_measurable" in one else "failed" if "fault" in one else "measured"
+                for one in found
+            )
+            took = sum(one.get("took", 0.0) for one in found)
+            counts = f"{kinds['measured']:8} {kinds['too large']:10} {kinds['failed']:7}"
+            print(f"{level:5} {name:7} {counts} {took:8.1f}")
+    for task in tasks.values():
+        reasons = {task.get(name, {}).get(kind) for name in PASSES for kind in ("not_measurable", "fault")}
+        for reason in sorted(filter(None, reasons)):
+            print(f"level {task['level']} {task['name']}: {reason}")
 
 
 def agreement(tasks: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -81,6 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--modes", help="of torch.compile, separated by commas; all that the device has where it is left out"
     )
+    parser.add_argument("--workers", type=int, help="tasks that are prepared at the same time")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     chosen = parser.parse_args()
     params = resolve(
@@ -88,7 +145,7 @@ def main() -> None:
         (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets),
     ).params
     suite = load_suite(params, Path())[:: chosen.every]
-    modes = chosen.modes.split(",") if chosen.modes else [mode.mode for mode in COMPILE_MODES[params.device]]
+    modes = chosen.modes.split(",") if chosen.modes else []
     tasks: dict[str, dict[str, Any]] = read_json(chosen.out)["tasks"] if chosen.out.is_file() else {}
     end = time.monotonic() + chosen.seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +161,7 @@ def main() -> None:
                 def one(task: KernelTask) -> dict[str, Any] | None:
                     return measured(judge, task.code, modes) if time.monotonic() < end else None
 
-                with ThreadPoolExecutor(params.sandbox.build_workers) as workers:
+                with ThreadPoolExecutor(chosen.workers or params.sandbox.build_workers) as workers:
                     for task, found in zip(open_tasks, workers.map(one, open_tasks), strict=True):
                         if found is not None:
                             tasks[task.task_id][name] = found
@@ -120,6 +177,7 @@ def main() -> None:
                             print(name, task.level, task.name, found, flush=True)
         finally:
             judge.close()
+    print_levels(tasks)
     for arm, figures in agreement(tasks).items():
         print(
             f"{arm:16} {figures['tasks']:4} tasks  median {figures['median']:.2%}  95th percentile"

@@ -227,8 +227,8 @@ def mutated(
         ("runner_roles.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
         (
             "reference.py",
-            "if not value.is_floating_point() or (only",
-            "if only is None or (only",
+            "if seed is None or not value.is_floating_point():",
+            "if only is None:",
             "ignored_parameter",
         ),  # randomised parameters
     ],
