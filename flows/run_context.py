@@ -224,7 +224,7 @@ def home_lock(home: Path) -> Iterator[None]:
 
 
 def check_environment(run: PipelineRun) -> None:
-    """Raise UserError unless the needed programs are installed and the store and the suite can be opened.
+    """Raise UserError unless programs, store, suite and evaluation programs are there and can be read.
 
     Raises IsolationUnavailable if the machine cannot run the sandbox. This is checked before a run starts,
     because the run itself would fail only after hours.
@@ -232,6 +232,7 @@ def check_environment(run: PipelineRun) -> None:
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
     from components.storage import open_store
+    from components.synthesis.contamination import EvaluationPrograms
 
     params = run.params
     needed = {"g++": "g++"} | ({"nvcc": "the CUDA toolkit (nvcc)"} if params.device == "cuda" else {})
@@ -245,6 +246,7 @@ def check_environment(run: PipelineRun) -> None:
     open_store(params.store, run.home)
     if params.evaluation.suite != HELD_OUT:
         load_suite(params, Path())
+    EvaluationPrograms(params.data.against)
 
 
 def interface_commands(run: PipelineRun) -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from ctypes.util import find_library
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -125,6 +126,8 @@ def examine(resolved: Resolved) -> list[Finding]:
             f"{free / 2**30:.0f} GiB free at {home}",
             "a run may fail on a full disk; free some space or give another --home",
         ),
+        _readable("suite", lambda: _suite(params)),
+        _readable("evaluation programs", lambda: _evaluation_programs(params)),
         *(_package(name, cost) for name, cost in PACKAGES.items()),
     ]
 
@@ -148,6 +151,30 @@ def _package(name: str, cost: str) -> Finding:
     here = importlib.util.find_spec(name) is not None
     version = importlib.metadata.version(name) if here else ""
     return Finding(name, here, version, cost, needed=name not in OPTIONAL_PACKAGES)
+
+
+def _readable(name: str, read: Callable[[], str]) -> Finding:
+    """Return the finding on data that `read` reads and describes, or for which it raises UserError."""
+    from components.core.errors import UserError
+
+    try:
+        return Finding(name, True, read(), "", True)
+    except UserError as error:
+        return Finding(name, False, "", str(error), True)
+
+
+def _suite(params: Params) -> str:
+    from components.evaluation.suites import HELD_OUT, load_suite
+
+    suite = params.evaluation.suite
+    return suite if suite == HELD_OUT else f"{suite}: {len(load_suite(params, Path()))} tasks"
+
+
+def _evaluation_programs(params: Params) -> str:
+    from components.synthesis.contamination import EvaluationPrograms
+
+    count = len(EvaluationPrograms(params.data.against).programs)
+    return f"training tasks stay clear of {count} programs" if count else "none given in data.against"
 
 
 def _isolation(params: Params) -> Finding:

@@ -190,6 +190,11 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             for key, (low, high) in (("data.eager_seconds", data.eager_seconds), ("data.numel", data.numel))
         ),
         (
+            params.evaluation.suite == "held-out" and params.evaluation.levels,
+            "evaluation.levels",
+            "names levels, which tasks of the suite held-out do not have; set it to [] too",
+        ),
+        (
             policy.source != "scratch" and not Path(policy.source).is_dir(),
             "policy.source",
             f"names no folder ({policy.source}); give scratch or the folder of a Hugging Face model",

@@ -55,7 +55,9 @@ class Data(FrozenModel):
     max_similarity: Share = Field(
         description="highest structural similarity to any evaluation program (paper, appendix 6)"
     )
-    against: list[str] = Field(description="folders or parquet files of evaluation programs to stay clear of")
+    against: list[str] = Field(
+        description="evaluation programs to stay clear of: KernelBench checkouts, folders, parquet files"
+    )
 
 
 class Sandbox(FrozenModel):

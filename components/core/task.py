@@ -19,6 +19,7 @@ from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
 from components.core.records import FrozenModel
 
+KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
 REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 
 
@@ -74,6 +75,16 @@ def check_contract(code: str, origin: str) -> None:
             f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); "
             f"add {', '.join(missing)}."
         )
+
+
+def missing_kernelbench(path: Path) -> str:
+    """Return how to get KernelBench if `path` has this name and does not exist, otherwise an empty string."""
+    if path.name != "KernelBench" or path.exists():
+        return ""
+    return (
+        f"{path} is missing; get it with `git clone {KERNELBENCH} {path}`, or give the path of another "
+        "checkout or of KernelBench's parquet file from Hugging Face"
+    )
 
 
 def load_task(path: Path) -> KernelTask:

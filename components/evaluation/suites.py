@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.core.task import KernelTask, check_contract, load_task, read_tasks
+from components.core.task import KernelTask, check_contract, load_task, missing_kernelbench, read_tasks
 
 HELD_OUT = "held-out"
 SHIPPED = "shipped"
@@ -41,7 +41,7 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
         )
         raise UserError(
             f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels "
-            f"are: {there}."
+            f"are: {there}. Give some of these, or [] for all tasks."
         )
     return chosen
 
@@ -65,10 +65,11 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
     elif path.is_dir():
         tasks = _from_folder(path)
     else:
-        raise UserError(
-            f"evaluation.suite: {suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file "
-            f"or a parquet file; give one of these."
+        fault = missing_kernelbench(path) or (
+            f"{suite} is neither {HELD_OUT}, nor {SHIPPED}, nor a folder, a task file or a parquet file; "
+            "give one of these"
         )
+        raise UserError(f"evaluation.suite: {fault}.")
     if not tasks:
         raise UserError(
             f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench "

@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes
+from components.core.task import missing_kernelbench
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
 # Largest number of syntax nodes of an expression that is inlined. The limit is needed because repeated
@@ -67,9 +68,10 @@ class EvaluationPrograms:
     """The evaluation programs to which training tasks must not be similar."""
 
     def __init__(self, against: Iterable[str]):
-        """Read the programs in .py files, folders of .py files, or parquet files with a column `code`.
+        """Read the programs in .py files, in parquet files with a column `code`, and in folders of either.
 
-        Raises UserError, which names the first path that cannot be read or has no program.
+        Of a KernelBench checkout only the folder `KernelBench` is read, which has the tasks. Raises
+        UserError, which names the first path that cannot be read or has no program.
         """
         self.programs = [
             (origin, count_subtrees(code)) for name in against for origin, code in _sources(Path(name))
@@ -97,13 +99,17 @@ def _sources(path: Path) -> list[tuple[str, str]]:
             ) from error
         sources = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
-        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        nested = path / "KernelBench"
+        root = nested if nested.is_dir() else path
+        files = sorted(root.rglob("*.py")) if path.is_dir() else [path]
+        if not files and (tables := sorted(root.rglob("*.parquet"))):
+            return [source for table in tables for source in _sources(table)]
         sources = [(str(file.relative_to(path.parent)), file.read_text(errors="replace")) for file in files]
     else:
-        raise UserError(
-            f"data.against: {path} is neither a folder of .py files nor a parquet file; "
-            "give an existing path."
+        fault = missing_kernelbench(path) or (
+            f"{path} is neither a folder of .py files nor a parquet file; give an existing path"
         )
+        raise UserError(f"data.against: {fault}.")
     programs = [(origin, code) for origin, code in sources if _has_model(code)]
     if not programs:
         raise UserError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from components.cli.doctor import Finding, examine
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import environment_fault
@@ -91,6 +92,11 @@ def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
         ("store.url=s3://", "names no bucket"),
         ("evaluation.suite=nowhere", "evaluation.suite: nowhere is neither"),
         ("evaluation.suite=shipped evaluation.levels=[9]", "shipped has no task of level 9"),
+        (
+            "evaluation.suite=nowhere/KernelBench",
+            "git clone https://github.com/ScalingIntelligence/KernelBench nowhere/KernelBench",
+        ),
+        ("data.against=[nowhere]", "data.against: nowhere is neither"),
     ],
 )
 def test_what_only_the_last_steps_of_a_run_use_is_looked_at_first(
@@ -229,6 +235,30 @@ def test_the_doctor_says_what_an_absence_costs(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert not found["bwrap"]["here"] and "refuses" in found["bwrap"]["cost"]
     assert not found["g++"]["here"] and "kernel" in found["g++"]["cost"]
+
+
+def test_the_doctor_says_how_to_get_kernelbench_and_that_it_is_there(tmp_path: Path) -> None:
+    checkout = tmp_path / "KernelBench"
+
+    def found() -> dict[str, Finding]:
+        sets = (
+            "device=cpu",
+            f"home={tmp_path}",
+            f"evaluation.suite={checkout}",
+            f"data.against=[{checkout}]",
+        )
+        return {finding.name: finding for finding in examine(resolve("h20-pool", sets))}
+
+    for finding in (found()["suite"], found()["evaluation programs"]):
+        assert finding.needed and not finding.here
+        assert f"git clone https://github.com/ScalingIntelligence/KernelBench {checkout}" in finding.cost
+    (checkout / "KernelBench" / "level1").mkdir(parents=True)
+    for name in ("1_A.py", "2_B.py"):
+        (checkout / "KernelBench" / "level1" / name).write_text(
+            "class Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n"
+        )
+    assert found()["suite"].found == f"{checkout}: 2 tasks"
+    assert found()["evaluation programs"].found == "training tasks stay clear of 2 programs"
 
 
 def test_no_model_yet_is_one_sentence(tmp_path: Path) -> None:

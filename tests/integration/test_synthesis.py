@@ -167,6 +167,25 @@ def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> No
         assert value == 1.0 and origin in ("level1/88_Gelu_Softmax.py", "suite.parquet:0")
     with pytest.raises(UserError, match=r"data\.against"):
         EvaluationPrograms([str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match=r"git clone https://github.com/ScalingIntelligence/KernelBench"):
+        EvaluationPrograms([str(tmp_path / "KernelBench")])
+
+
+def test_of_a_kernelbench_checkout_the_tasks_are_the_programs_to_stay_clear_of(tmp_path: Path) -> None:
+    for name in ("KernelBench/level1/88_Gelu_Softmax.py", "src/prompts/example.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(EVALUATION_PROGRAM)
+    assert [Path(origin).name for origin, _ in EvaluationPrograms([str(tmp_path)]).programs] == [
+        "88_Gelu_Softmax.py"
+    ]
+
+
+def test_a_folder_of_kernelbenchs_parquet_files_has_programs_to_stay_clear_of(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for level in (1, 2):
+        table = pyarrow.table({"code": [EVALUATION_PROGRAM]})
+        pyarrow.parquet.write_table(table, tmp_path / "data" / f"level_{level}-00000-of-00001.parquet")
+    assert len(EvaluationPrograms([str(tmp_path)]).programs) == 2
 
 
 # --- the build ------------------------------------------------------------------------------------

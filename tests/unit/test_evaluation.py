@@ -257,6 +257,7 @@ def test_public_columns_and_plain_folders_load(tmp_path: Path) -> None:
     ("files", "suite", "says"),
     [
         ({}, "nowhere", "nor a folder"),
+        ({}, "KernelBench", "git clone https://github.com/ScalingIntelligence/KernelBench"),
         ({}, ".", "holds no task"),
         ({"a.py": "x = 1"}, ".", "add Model, get_inputs(), get_init_inputs()"),
         ({"a.py": "def"}, ".", "not valid Python"),
@@ -287,6 +288,22 @@ def shipped(numel: int, levels: list[int]) -> list[KernelTask]:
         ),
         Path("nowhere"),
     )
+
+
+def test_profiles_of_large_models_are_evaluated_on_the_kernelbench_that_their_tasks_stay_clear_of(
+    tmp_path: Path,
+) -> None:
+    for profile in ("h20-pool", "hf"):
+        found = resolve(profile, (f"policy.source={tmp_path}",)).params
+        assert found.evaluation.suite == "KernelBench" and found.evaluation.levels == [1, 2, 3]
+        assert found.data.against == [found.evaluation.suite]
+    other = resolve("h20-pool", ("evaluation.suite=held-out", "evaluation.levels=[]")).params
+    assert other.evaluation.suite == "held-out"
+
+
+def test_levels_of_the_held_out_tasks_are_refused() -> None:
+    with pytest.raises(UserError, match=r"evaluation\.levels names levels.*set it to \[\]"):
+        resolve("h20-pool", ("evaluation.suite=held-out",))
 
 
 def test_the_shipped_suite_has_three_levels_at_the_profiles_size() -> None:
