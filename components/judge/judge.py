@@ -300,7 +300,7 @@ class Judge:
         else:
             runner, evidence = bench.baselines.get(COMPILE), {"compile_mode": COMPILE.mode}
         candidate.extend_deadline(time.monotonic() - began)
-        return runner, evidence
+        return runner, evidence | {"compile_cached": runner.is_cached}
 
     @contextlib.contextmanager
     def _timing(self, candidate: TimedRunner) -> Iterator[None]:

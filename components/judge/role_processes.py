@@ -10,7 +10,6 @@ from typing import Self
 
 import torch
 
-from components.core.files import digest_bytes
 from components.core.params import Device
 from components.judge.task_layout import TaskLayout
 from components.sandbox import shared_memory
@@ -123,8 +122,6 @@ class OneProcess:
         """
         if self.runner is None:
             header = header | {"zygote": self.zygote, "share": self.memory_share}
-            if self.zygote == "compile":
-                header["cache"] = digest_bytes(header["code"].encode())
             self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
         else:
             self.runner.deadline = time.monotonic() + seconds

@@ -1,13 +1,14 @@
 """Task bench: the reference data and running baselines with which the candidates of one task are judged."""
 
 import contextlib
+import functools
 import threading
 from dataclasses import dataclass
 from typing import Literal
 
 from components.core.errors import TaskError
-from components.core.files import digest_bytes
 from components.core.params import Params
+from components.judge.compile_cache import start_compiled
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.exact_runner import ExactRunner
 from components.judge.role_processes import OneProcess, ProcessPerRole
@@ -53,16 +54,28 @@ def start_baseline(
     The no-op is neither warmed up nor verified. `warm_up_seconds` limits the wall time of the warm-up. Raises
     TaskError if the baseline fails or an output is wrong.
     """
+    start = functools.partial(_start_baseline, reference, processes, baseline, warm_up_seconds)
+    if baseline.role == "compile":
+        return start_compiled(reference, baseline.mode, start, save_seconds=warm_up_seconds)
+    return start(None)
+
+
+def _start_baseline(
+    reference: TaskReference,
+    processes: ProcessPerRole | OneProcess,
+    baseline: Baseline,
+    warm_up_seconds: float,
+    library: int | None,
+) -> TimedRunner:
+    """Start the timed runner of a baseline; `library` is the descriptor of torch.compile's archive."""
     header: RoleHeader = {
         "role": baseline.role,
         "code": reference.code,
         "compile_mode": baseline.mode,
     }
-    if baseline.role == "compile":
-        header["cache"] = digest_bytes(reference.code.encode())
     try:
         with contextlib.ExitStack() as cleanup:
-            runner = TimedRunner(reference, processes, header, None, seconds=BASELINE_SECONDS)
+            runner = TimedRunner(reference, processes, header, library, seconds=BASELINE_SECONDS)
             cleanup.callback(runner.close)
             if baseline != NOOP:
                 runner.warm_up(warm_up_seconds)

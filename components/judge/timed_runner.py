@@ -79,8 +79,8 @@ class TimedRunner:
     ):
         """Start the runner with a copy of the task's parameters, and wait until it is ready.
 
-        `library` is the file descriptor of a candidate's library, and None for a baseline. `seconds` limits
-        the runner's wall time. Raises RunnerError if the runner fails.
+        `library` is the file descriptor of a candidate's library or of torch.compile's archive, and None for
+        the other baselines. `seconds` limits the runner's wall time. Raises RunnerError if the runner fails.
         """
         self.reference = reference
         self.processes = processes
@@ -89,6 +89,8 @@ class TimedRunner:
         self.role = header["role"]
         # Whether the candidate's last round changed its inputs.
         self.inputs_changed = False
+        # Whether torch.compile had nothing to compile, because the judge's cache had everything.
+        self.is_cached = False
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
         self.runner: Runner | None = None
         with self.scheduler.preparing():
@@ -128,10 +130,17 @@ class TimedRunner:
 
         `seconds` limits the wall time of the call.
         """
+        self._untimed("warm", seconds)
+
+    def save_artefacts(self, seconds: float) -> None:
+        """Have torch.compile write what it compiled to its archive, within `seconds` of wall time."""
+        self._untimed("save", seconds)
+
+    def _untimed(self, operation: Literal["warm", "save"], seconds: float) -> None:
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
         with self.scheduler.background_work(self.runner):
-            self.runner.request({"op": "warm", "sets": 0})
+            self.runner.request({"op": operation, "sets": 0})
         self._freeze()
 
     def verify(self, operation: Operation, *, loose: bool = False) -> str | None:

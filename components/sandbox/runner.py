@@ -19,8 +19,6 @@ import torch
 
 # Maximum number of characters of a traceback that are sent to the judge.
 MAX_TRACEBACK = 6000
-# Folder for the results of torch.compile, used by runners that are not isolated.
-_cache_folder = ""
 
 
 def main(
@@ -38,8 +36,6 @@ def main(
     code = 1
     try:
         torch.set_num_threads(1)
-        if message.get("cache") and not isolated:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_cache_folder}/tasks/{message['cache']}"
         runner_roles.serve(connection, message, descriptors, receive)
         code = 0
     except MemoryError:
@@ -56,14 +52,12 @@ def main(
     os._exit(code)
 
 
-def warm_up(kind: str, device: str, cache_folder: str = "", warm_folder: str = "") -> None:
+def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """Do the slow first-use work of torch once, before runners are forked, so that no runner repeats it.
 
-    `kind` is the kind of zygote. The folders are for the results of torch.compile and for the precompiled
-    headers of Inductor, torch.compile's compiler.
+    `kind` is the kind of zygote. `warm_folder` is for the precompiled headers of Inductor, torch.compile's
+    compiler.
     """
-    global _cache_folder
-    _cache_folder = cache_folder
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):
         op_blocker.compute_operators(key)

@@ -36,6 +36,8 @@ MAX_FAILED_STARTS = 2
 CACHE_SECONDS = 14 * 24 * 3600
 # Capacity of a runner's private /workspace.
 TEMPORARY_BYTES = 1 << 29
+# The same for a runner that compiles for a GPU, where max-autotune compiles hundreds of kernels to time them.
+AUTOTUNE_BYTES = 1 << 32
 SANDBOX_FOLDER = Path(__file__).resolve().parent
 WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
@@ -107,10 +109,10 @@ class RunnerFactory:
         Raises RunnerError if the header is too long, InfrastructureError if the runner does not start, and
         UserError if repeatedly no zygote of its kind can start.
         """
-        message = {**header, **self._confinement(header["role"])}
+        kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
+        message = {**header, **self._confinement(header["role"], kind)}
         if len(json.dumps(message)) > HEADER_BYTES:
             raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
-        kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as on_failure:
             on_failure.enter_context(ours)
@@ -154,9 +156,9 @@ class RunnerFactory:
         self.starter.shutdown()
         os.close(self.empty_library)
 
-    def _confinement(self, role: Role) -> Confinement:
-        """Return the resource limits and the system-call filter of a runner of this role."""
-        candidate = role == "candidate"
+    def _confinement(self, role: Role, kind: ZygoteKind) -> Confinement:
+        """Return the resource limits and the system-call filter of a runner of this role and zygote."""
+        candidate, autotunes = role == "candidate", kind == "compile" and self.device == "cuda"
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,
             "RLIMIT_NOFILE": 256,
@@ -176,7 +178,7 @@ class RunnerFactory:
                 name: isolation.capped_by_hard_limit(getattr(resource, name), value)
                 for name, value in limits.items()
             },
-            "temporary_bytes": TEMPORARY_BYTES,
+            "temporary_bytes": AUTOTUNE_BYTES if autotunes else TEMPORARY_BYTES,
             "seccomp": program.hex(),
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
             "device": self.device,
@@ -196,12 +198,7 @@ class RunnerFactory:
             # /warm contains Inductor's precompiled headers, which all homes of a user share. Only zygotes
             # write there, before they fork runners. Several zygotes may do so at the same time, because
             # Inductor names these files by their content and locks them while it writes.
-            caches = {
-                "/cache": torch_cache(self.folder / "inductor"),
-                "/warm": torch_cache(user_cache("inductor")),
-            }
-            if (tasks := caches["/cache"] / "tasks").is_dir():
-                remove_stale(tasks, CACHE_SECONDS)
+            caches = {"/warm": torch_cache(user_cache("inductor"))}
         isolated = self.sandbox.isolation == "bubblewrap"
         environment = dict(isolation.BUBBLEWRAP_ENVIRONMENT)
         if isolated:

@@ -2,9 +2,9 @@
 
 A role begins with a RoleHeader. A runner in the role `describe` answers once. In every other role it sends
 `R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
-`parameters`, `fill` and `exact` for the role `reference`, and `warm`, `time`, `check` and `release` (return
-free memory to the device) for the measured roles. After each order the runner sends `D`. This file imports
-nothing of the project.
+`parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and `release` (return free
+memory to the device) for the measured roles, and `save` for the role `compile`. After each order the runner
+sends `D`. This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
@@ -44,7 +44,8 @@ class MemoryLayout(TypedDict, total=False):
 class RoleHeader(TypedDict, total=False):
     """The message with which the judge gives a runner its role and all that the role needs.
 
-    The descriptors of its buffers are sent with it, in the order of RegionName.
+    The descriptors of its buffers are sent with it, in the order of RegionName. A measured role gets one more
+    before them: a candidate's library, the archive of `compile` (compile_artefacts.py), or an empty file.
     """
 
     role: Required[Role]
@@ -52,11 +53,10 @@ class RoleHeader(TypedDict, total=False):
     precision: str  # `strict-fp32` or `tf32`
     code: str  # the task's source; not used by the role `candidate`
     files: dict[str, str]  # a candidate's Python sources by workspace path
-    suffix: str  # file suffix of a candidate's library; its descriptor is sent before those of the buffers
+    suffix: str  # file suffix of a candidate's library
     init_inputs: list[Any]  # arguments of the model's constructor
     layout: MemoryLayout
     compile_mode: str  # `mode` of torch.compile
-    cache: str  # name of the folder for Inductor's results, shared by all `compile` runners of a task
     zygote: ZygoteKind  # kind of the zygote that forks the runner, if the role does not determine it
     share: float  # maximum share of the GPU's memory that a `describe` runner may allocate
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import reference
 import result_channel
 import torch
+from compile_artefacts import CompileArtefacts
 from op_blocker import ForbiddenOperator, prepare_operator_block
 from runner_support import SharedTensors, define_module, eval_mode, flatten_outputs
 
@@ -128,9 +129,9 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     """Load the candidate, baseline or no-op, and make the calls that the judge orders.
 
     Each order makes one call for each of its input sets. `library` is the descriptor of a candidate's
-    compiled library.
+    compiled library, or of the archive of the role `compile` (compile_artefacts.py).
     """
-    refuse_compute = None
+    refuse_compute, artefacts = None, None
     if header["role"] == "candidate":
         refuse_compute = prepare_operator_block(shared.device)
         call = load_candidate(header, shared, library)
@@ -141,6 +142,8 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
             return next(outputs)
 
     else:
+        if header["role"] == "compile":
+            artefacts = CompileArtefacts(library)
         call = load_baseline(header, shared)
     arguments = [tuple(shared.arguments(i)) for i in range(shared.layout["sets"])]
     inputs = [tensor for i in range(len(arguments)) for tensor in shared.tensors("inputs", i)]
@@ -163,6 +166,8 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
                 torch.cuda.empty_cache()
             elif order["op"] == "warm":
                 call(*arguments[-1])
+            elif order["op"] == "save" and artefacts is not None:
+                artefacts.save(library)
             elif order["op"] == "time":
                 delivery.calls(call, arguments[: order["sets"]])
             else:

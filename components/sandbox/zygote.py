@@ -1,10 +1,10 @@
 """The zygote: the process that loads torch once and forks a runner for every piece of untrusted code.
 
-    python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [CACHE WARM]
+    python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [WARM]
 
 FD is the descriptor of the socket on which the judge asks for runners. MODULES is the folder of the compiled
-result_channel.cpp, and PACKAGES are folders of Python packages. CACHE and WARM are the folders for the
-results of torch.compile and for its precompiled headers.
+result_channel.cpp, and PACKAGES are folders of Python packages. WARM is the folder for the precompiled
+headers of torch.compile.
 
 Importing torch takes seconds, a fork only milliseconds. The zygote is trusted and runs no untrusted code.
 Each runner isolates itself from the zygote and from the other runners (new PID, mount, IPC, UTS and network
@@ -51,8 +51,8 @@ MESSAGE_BYTES = 1 << 20
 # Maximum number of files in a runner's /workspace. Each file takes about a kilobyte of kernel memory, which
 # no other limit includes.
 INODES = 1 << 16
-# Folder in which torch.compile stores its results; only the runners of one task share it.
-INDUCTOR_FOLDER = "/workspace/inductor"
+# Folder of torch.compile's precompiled headers, which the sandbox of a zygote of the kind `compile` has.
+WARM_FOLDER = "/warm"
 # Size of the memory that the judge reads from the runner of a `probe` zygote.
 PROBE_BYTES = 4096
 
@@ -108,8 +108,7 @@ def close_descriptors_except(keep: set[int]) -> None:
 def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
     """Isolate this process from all other runners and drop its privileges.
 
-    All descriptors except 0 to 2 and those in `keep` are closed. `lock_folders` are hidden if the runner
-    compiles.
+    All descriptors except 0 to 2 and those in `keep` are closed. The content of `lock_folders` is hidden.
     """
     # A network namespace is needed too: two candidates that communicate over a local socket could share
     # computing time that the judge does not measure.
@@ -119,8 +118,10 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
     options = f"size={message['temporary_bytes']},nr_inodes={INODES},mode=0777"
     mount("tmpfs", "/workspace", "tmpfs", MS_NOSUID | MS_NODEV, options)
     hide("/dev/pts")  # all runners of a zygote share its pseudo-terminals and could communicate over them
-    if message.get("cache"):
-        bind_compile_cache(f"/cache/tasks/{message['cache']}", lock_folders)
+    if os.path.isdir(WARM_FOLDER):
+        mount("none", WARM_FOLDER, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for lock_folder in lock_folders:  # a runner that locked a file there would block every starting zygote
+        hide(lock_folder)
     try:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     # In a user namespace the kernel may refuse to mount another /proc. An empty folder hides the other
@@ -129,24 +130,6 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
         hide("/proc")
     os.chdir("/workspace")
     drop_privileges(message)
-
-
-def bind_compile_cache(folder: str, lock_folders: list[str]) -> None:
-    """Bind `folder`, one task's compile cache, at INDUCTOR_FOLDER, and protect all other compile caches.
-
-    The other caches become read-only, and the content of `lock_folders`, the folders of their lock files, is
-    hidden.
-    """
-    os.makedirs(folder, exist_ok=True)
-    os.utime(folder)  # mark it as used, because RunnerFactory removes folders that were not used for long
-    os.makedirs(INDUCTOR_FOLDER)
-    os.chmod(folder, 0o777 if os.getuid() == 0 else 0o700)
-    mount(folder, INDUCTOR_FOLDER, None, MS_BIND)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR_FOLDER
-    for shared in ("/cache", "/warm"):
-        mount("none", shared, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-    for lock_folder in lock_folders:  # a runner that locked a file there would block every starting zygote
-        hide(lock_folder)
 
 
 def drop_privileges(message: Message) -> None:
@@ -272,7 +255,7 @@ def report_privileges(
 
 
 def main() -> None:
-    descriptor, device, kind, isolation, modules, packages, *caches = sys.argv[1:]
+    descriptor, device, kind, isolation, modules, packages, *warm = sys.argv[1:]
     os.umask(0o022)  # if the judge is root, runners have another uid and must be able to read shared files
     sys.path += [path for path in packages.split(os.pathsep) if path]
     runner_main: RunnerMain = report_privileges
@@ -281,9 +264,9 @@ def main() -> None:
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         import runner
 
-        runner.warm_up(kind, device, *caches)
+        runner.warm_up(kind, device, *warm)
         runner_main = functools.partial(runner.main, receive)
-    walked = os.walk(caches[1]) if caches else ()
+    walked = os.walk(warm[0]) if warm else ()
     lock_folders = [path for path, _, _ in walked if os.path.basename(path) == "locks"]
     serve(socket.socket(fileno=int(descriptor)), isolation == "isolated", runner_main, lock_folders)
 

@@ -14,8 +14,10 @@ import pytest
 
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
+from components.judge import compile_cache
 from components.judge import judge as judge_module
 from components.judge.judge import Judge
+from components.judge.task_bench import COMPILE
 from components.sandbox import seccomp_filter
 from components.sandbox.runner_process import RunnerError
 
@@ -123,6 +125,25 @@ def test_candidate_writes_to_its_workspace_only_and_finds_nothing_of_its_predece
         assert refused.pop("/cache/mark") == "FileNotFoundError"  # it is the compile baselines' alone
         del refused[PLACES[0]]
         assert set(refused.values()) <= {"PermissionError", "OSError"}, refused
+
+
+def test_candidate_sees_nothing_of_the_compile_baseline_and_cannot_change_its_archive(
+    cold_judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = cold_judge
+    monkeypatch.setattr(compile_cache, "user_cache", lambda name: tmp_path)
+    with judge.bench(corpus.TASK) as bench:
+        bench.baselines.get(COMPILE)
+        (entry,) = tmp_path.iterdir()
+        before = entry.read_bytes()
+        places = [str(entry), str(tmp_path), "/warm", "/cache", "/workspace/inductor"]
+        assert ask(judge, f"[p for p in {places!r} if os.path.exists(p)]") == []
+        written = ask(judge, f"[attempt(lambda: write(p + '/mark')) for p in {places!r}]")
+        assert set(written) <= {"PermissionError", "OSError", "FileNotFoundError"}, written
+        links = "[attempt(lambda: os.readlink(f'/proc/self/fd/{n}')) for n in os.listdir('/proc/self/fd')]"
+        descriptors = ask(judge, links)
+        assert descriptors and not [name for name in descriptors if "artefacts" in name]
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
 
 
 def test_what_a_candidate_prints_is_not_there_for_the_next(judge: Judge) -> None:
@@ -269,7 +290,6 @@ def test_no_lock_that_a_zygote_needs_is_there_to_be_held(judge: Judge) -> None:
         "code": look,
         "precision": "strict-fp32",
         "zygote": "compile",
-        "cache": "a test's",
     }
     runner = judge.runner_factory.spawn(header, seconds=60)
     try:

@@ -29,6 +29,7 @@ INSIDE = (
     "runner_roles.py",
     "reference.py",
     "runner_support.py",
+    "compile_artefacts.py",
     "op_blocker.py",
     "float64_mode.py",
     "input_distributions.py",

@@ -1,0 +1,141 @@
+"""Cache of what torch.compile makes of each task: compiled kernels and the results of autotuning.
+
+An entry is an archive that a runner of torch.compile wrote inside the sandbox
+(components/sandbox/compile_artefacts.py). The task's source ran in that runner, so the archive is untrusted:
+the judge never opens it, and sends it only to later runners that compile the same task in the same mode. No
+sandbox contains the cache's folder.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from components.core.errors import TaskError
+from components.core.files import atomic_write, digest_bytes, digest_json, remove_stale, user_cache
+from components.core.params import Device
+from components.judge.task_reference import TaskReference
+from components.judge.timed_runner import TimedRunner
+from components.sandbox.compiler_flags import compiler, processor_features
+from components.sandbox.runner_factory import CACHE_SECONDS
+from components.sandbox.runner_process import RunnerError
+
+# Number that is part of every key. Increase it if the format of the entries changes.
+FORMAT = 1
+# Largest size of an archive that is kept.
+MAX_ENTRY_BYTES = 128 << 20
+# Largest size of all entries together; the least recently used ones are removed.
+MAX_BYTES = 8 << 30
+# File with the version of NVIDIA's driver, which torch does not report.
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@functools.cache
+def installation(device: Device) -> tuple[str, ...]:
+    """Return the versions and the hardware on which compiled kernels and autotuning depend."""
+    triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+    host = (torch.__version__, triton, sys.version, os.path.realpath(compiler("cpu")), processor_features())
+    if device == "cpu":
+        return host
+    return (*host, torch.cuda.get_device_name(), DRIVER.read_text() if DRIVER.exists() else "")
+
+
+def entry_key(reference: TaskReference, mode: str) -> str:
+    """Return the key of a task's archive for a mode of torch.compile, which is also its file name."""
+    params, task = reference.params, digest_bytes(reference.code.encode())
+    return digest_json([FORMAT, task, mode, params.precision, *installation(params.device)])
+
+
+@dataclass(frozen=True)
+class CompileCache:
+    """Folder of archives, each in a file that begins with the archive's SHA-256.
+
+    Several judges may use the folder at the same time, because files appear in one step. All entries together
+    have at most `max_bytes` bytes.
+    """
+
+    folder: Path
+    max_bytes: int = MAX_BYTES
+
+    def load(self, key: str) -> bytes:
+        """Return an archive, or b"" if there is none; a damaged entry is removed."""
+        path = self.folder / key
+        try:
+            content = path.read_bytes()
+            os.utime(path)
+        except FileNotFoundError:
+            return b""
+        digest, archive = content[:32], content[32:]
+        if hashlib.sha256(archive).digest() == digest:
+            return archive
+        self.remove(key)
+        return b""
+
+    def store(self, key: str, archive: bytes) -> None:
+        """Add or replace an archive, and remove old entries."""
+        atomic_write(self.folder / key, hashlib.sha256(archive).digest() + archive)
+        remove_stale(self.folder, CACHE_SECONDS)
+        total, found = 0, list[tuple[float, int, Path]]()
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another judge may have removed it
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > self.max_bytes:
+                path.unlink(missing_ok=True)
+
+    def remove(self, key: str) -> None:
+        (self.folder / key).unlink(missing_ok=True)
+
+
+def start_compiled(
+    reference: TaskReference, mode: str, start: Callable[[int], TimedRunner], *, save_seconds: float
+) -> TimedRunner:
+    """Return a timed runner of torch.compile, which compiles only what the cache does not have.
+
+    `start` starts and verifies the runner; its argument is the descriptor of a file with the archive, which
+    is empty if there is none. New artefacts are stored when the runner's outputs have been verified. If the
+    runner fails with an archive from the cache, the entry is removed and the runner is started without it.
+    `save_seconds` limits the wall time in which the runner writes its archive. Raises TaskError if the runner
+    fails.
+    """
+    folder = user_cache("compile")
+    folder.chmod(0o700)  # no other user of the machine may read what a task's source wrote
+    cache, key = CompileCache(folder), entry_key(reference, mode)
+    if archive := cache.load(key):
+        try:
+            return _start(cache, key, archive, start, save_seconds)
+        except TaskError:
+            cache.remove(key)
+    return _start(cache, key, b"", start, save_seconds)
+
+
+def _start(
+    cache: CompileCache, key: str, archive: bytes, start: Callable[[int], TimedRunner], save_seconds: float
+) -> TimedRunner:
+    """Start a runner with an archive, and store the archive that it writes if it compiles anything."""
+    with os.fdopen(os.memfd_create("artefacts"), "r+b", buffering=0) as file:
+        file.write(archive)
+        runner = start(file.fileno())
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(runner.close)
+            file.truncate(0)  # frees the memory, although the runner has a descriptor of the file
+            try:
+                runner.save_artefacts(save_seconds)
+            except RunnerError as error:
+                raise TaskError(f"compile: {error}") from error
+            size = os.fstat(file.fileno()).st_size
+            if 0 < size <= MAX_ENTRY_BYTES:
+                cache.store(key, os.pread(file.fileno(), size, 0))
+            file.truncate(0)
+            runner.is_cached = bool(archive) and size == 0
+            on_failure.pop_all()
+    return runner

@@ -1,0 +1,144 @@
+"""What torch.compile made of a task is compiled once, for that task only, and a damaged entry again."""
+
+import contextlib
+import copy
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import judge_fixtures as corpus
+import pytest
+
+from components.core.errors import TaskError
+from components.judge import compile_cache
+from components.judge.compile_cache import CompileCache, entry_key
+from components.judge.judge import Judge
+from components.judge.task_bench import COMPILE, TaskBench
+
+# A task whose source fails in a runner of torch.compile that has received an archive.
+REFUSES = f"""{corpus.CODE}
+import os
+if os.path.isdir("inductor") and os.listdir("inductor"):
+    raise RuntimeError("an archive is here")
+"""
+# A task whose source reports what a runner of torch.compile can see.
+REPORTS = f"""{corpus.CODE}
+import os
+if os.path.isdir("inductor"):
+    raise RuntimeError((os.listdir("inductor"), [p for p in PLACES if os.path.exists(p)]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty folder for the cache of compiled baselines."""
+    monkeypatch.setattr(compile_cache, "user_cache", lambda name: tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def bench(judge: Judge, code: str = corpus.CODE) -> Iterator[TaskBench]:
+    with contextlib.closing(TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)) as made:
+        made.fill()
+        yield made
+
+
+def is_cached(judge: Judge, code: str = corpus.CODE) -> bool:
+    """Start and verify torch.compile in a new runner, and return whether it compiled nothing."""
+    with bench(judge, code) as made:
+        return made.baselines.get(COMPILE).is_cached
+
+
+def test_a_task_is_compiled_once(cold_judge: Judge, folder: Path) -> None:
+    assert [is_cached(cold_judge) for _ in range(3)] == [False, True, True]
+    (entry,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    simd = corpus.files("honest", "simd")
+    assert cold_judge.verdict(corpus.TASK, simd, compare_compile=True).evidence["compile_cached"] is True
+    assert list(folder.iterdir()) == [entry]
+
+
+def test_another_task_receives_nothing(judge: Judge, folder: Path) -> None:
+    is_cached(judge)
+    (entry,) = folder.iterdir()
+    places = ["/cache", str(folder), str(entry)]
+    with pytest.raises(TaskError) as caught:
+        is_cached(judge, f"PLACES = {places!r}\n{REPORTS}")
+    assert "RuntimeError: ([], [])" in str(caught.value)
+    assert is_cached(judge, corpus.CODE + "\n# another digest\n") is False
+
+
+def test_a_task_that_fails_with_its_archive_is_compiled_again(judge: Judge, folder: Path) -> None:
+    assert is_cached(judge, REFUSES) is False
+    (entry,) = folder.iterdir()
+    before = entry.stat().st_ino
+    assert is_cached(judge, REFUSES) is False
+    assert entry.stat().st_ino != before
+
+
+def test_modes_precisions_and_installations_have_their_own_entries(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bench(judge) as made:
+        reference = made.reference
+    half = copy.copy(reference)
+    half.params = judge.params.model_copy(update={"precision": "tf32"})
+    keys = [entry_key(reference, "default"), entry_key(reference, "max-autotune"), entry_key(half, "default")]
+    monkeypatch.setattr(compile_cache, "installation", lambda device: ("another version of torch",))
+    assert len({*keys, entry_key(reference, "default")}) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: b"",
+    ],
+)
+def test_a_damaged_entry_is_compiled_again(
+    damage: Callable[[bytes], bytes], judge: Judge, folder: Path
+) -> None:
+    is_cached(judge)
+    (entry,) = folder.iterdir()
+    entry.write_bytes(damage(entry.read_bytes()))
+    assert [is_cached(judge), is_cached(judge)] == [False, True]
+
+
+def test_an_archive_that_cannot_be_unpacked_is_compiled_again(judge: Judge, folder: Path) -> None:
+    is_cached(judge)
+    (entry,) = folder.iterdir()
+    CompileCache(folder).store(entry.name, b"what a hostile task may leave for itself")
+    assert [is_cached(judge), is_cached(judge)] == [False, True]
+
+
+def test_an_archive_that_is_too_large_is_not_kept(
+    judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_cache, "MAX_ENTRY_BYTES", 100)
+    assert is_cached(judge) is False
+    assert list(folder.iterdir()) == []
+
+
+def test_the_least_recently_used_entries_are_removed(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, max_bytes=3 * 132)
+    for age, key in zip((300, 200, 100), "abc", strict=True):
+        cache.store(key, bytes(100))
+        os.utime(tmp_path / key, (time.time() - age, time.time() - age))
+    assert cache.load("a") == bytes(100)
+    cache.store("d", bytes(100))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c", "d"]
+    assert cache.load("b") == b""
+
+
+def test_judges_that_store_the_same_entry_leave_a_whole_one(tmp_path: Path) -> None:
+    cache, archives = CompileCache(tmp_path), [bytes([number]) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        stored = [threads.submit(cache.store, "key", archive) for archive in archives]
+        seen = [cache.load("key") for _ in itertools.repeat(None, 200)]
+        for each in stored:
+            each.result()
+    assert set(seen) <= {b"", *archives} and cache.load("key") in archives
