@@ -89,7 +89,7 @@ class TimedRunner:
         self.role = header["role"]
         # Whether the candidate's last round changed its inputs.
         self.inputs_changed = False
-        # Whether torch.compile had nothing to compile, because the judge's cache had everything.
+        # Whether torch.compile had an archive from the judge's cache and nothing to add to it.
         self.is_cached = False
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
         self.runner: Runner | None = None

@@ -3,11 +3,12 @@
     python tests/bench/bench_baselines.py SUITE OUT.json --profile h200 --levels 1,2,3 --every 4 \
         --set precision=tf32 --set sandbox.device_bytes=96000000000
 
-Every pass makes each task's runners anew, and the second begins when the first has ended. OUT.json is
-written after every task; a repeated command goes on where the last one ended. The tables give, for each
-level, the tasks that were measured, those that take too much memory with the reason, and the seconds of both
-passes; for each task OUT.json has its placement, the bytes of device memory that were planned, and the
-largest number of bytes that all processes used (if tasks are measured one at a time, with --workers 1).
+Every pass makes each task's runners anew, and the second begins when the first has ended. What torch.compile
+makes of a task is taken from the user's cache if it is there. OUT.json is written after every task; a
+repeated command goes on where the last one ended. The tables give, for each level, the tasks that were
+measured, those that take too much memory with the reason, and the seconds of both passes; for each task
+OUT.json has its placement, the bytes of device memory that were planned, and the largest number of bytes that
+all processes used (if tasks are measured one at a time, with --workers 1).
 """
 
 import argparse
