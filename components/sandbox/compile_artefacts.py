@@ -5,6 +5,7 @@ next runner that compiles the same task (components/judge/compile_cache.py).
 """
 
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -16,18 +17,29 @@ class CompileArtefacts:
     """
 
     def __init__(self, descriptor: int):
-        """Create the folders, and unpack the archive in the file `descriptor` unless the file is empty."""
+        """Create the folders, and unpack the archive in the file `descriptor` unless the file is empty.
+
+        An archive that cannot be unpacked is ignored.
+        """
         self.folder = Path.cwd() / "inductor"
         self.folder.mkdir(exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
         os.environ["TRITON_CACHE_DIR"] = str(self.folder / "triton")
+        # Names of the files that the judge's cache has.
+        self.unpacked: set[str] = set()
         if os.fstat(descriptor).st_size:
-            with open(descriptor, "rb", closefd=False) as file, zipfile.ZipFile(file) as archive:
-                for name in archive.namelist():
-                    # An existing file may be a library that this process has loaded in an earlier role.
-                    if not (self.folder / name).exists():
-                        archive.extract(name, self.folder)
-        self.unpacked = set(self.files())
+            try:
+                self._unpack(descriptor)
+                self.unpacked.update(self.files())
+            except Exception:  # a task's source may have written anything
+                shutil.rmtree(self.folder)
+
+    def _unpack(self, descriptor: int) -> None:
+        with open(descriptor, "rb", closefd=False) as file, zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                # An existing file may be a library that this process has loaded in an earlier role.
+                if not (self.folder / name).exists():
+                    archive.extract(name, self.folder)
 
     def files(self) -> list[str]:
         """Return the paths of the files to keep, relative to the folder.
