@@ -64,4 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/uv pip install -q -c constraints.txt --no-build-isolation-package deepspeed \
 	    -r pyproject.toml --extra train --extra orchestrate --extra serve --group dev
 	$(BIN)/uv pip install -q --no-deps --no-build-isolation -e .
+	@# Write the bytecode of torch.compile's modules, which sandboxes cannot: it halves the time of their start.
+	@TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.venv/inductor $(BIN)/python -c \
+	    "import torch; torch.compile(lambda x: x.sigmoid().sum())(torch.ones(8))" >/dev/null 2>&1 || true
 	@touch $(STAMP)

@@ -275,7 +275,10 @@ class _Speller(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _is_second_operand(self, node: ast.expr) -> bool:
-        """Return whether the node is a number, a parameter or the second input, which are written second."""
+        """Return whether composed tasks write the node on the right of `+` or `*`.
+
+        They do so with numbers, parameters and the second input.
+        """
         return (
             _is_number(node)
             or isinstance(node, ast.Attribute)

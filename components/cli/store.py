@@ -38,7 +38,7 @@ def _open_store(resolved: Resolved) -> Store:
 @store_app.command("list")
 @with_common_options()
 def store_list(options: CommonOptions, prefix: Prefix = "") -> Output:
-    """List all objects with size and time of the last change."""
+    """List the objects whose key begins with a prefix, with size and time of the last change."""
     entries = list(_open_store(options.resolve()).entries(prefix))
     for entry in entries:
         print_line(f"{entry.bytes:>14,}  {entry.modified:%Y-%m-%d %H:%M}  {entry.key}")

@@ -174,9 +174,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def compare(first: Side, second: Side) -> Comparison:
-    """Return the differences between two sides.
+    """Return how the second of two runs or evaluations differs from the first.
 
-    Raises UserError if the two sides have no task in common.
+    Results are compared on the tasks that both have, besides parameters, code and data. Raises UserError if
+    they have no task in common.
     """
     earlier = {row.task_id: row for row in first.evaluation.tasks}
     pairs = [(earlier[row.task_id], row) for row in second.evaluation.tasks if row.task_id in earlier]

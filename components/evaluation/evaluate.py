@@ -43,6 +43,8 @@ from components.judge.verdict import Admission, Verdict
 # Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on
 # which the judge fails even in the last retry become errors of the evaluation.
 RETRY_SECONDS = (0.0, 30.0, 120.0)
+# Reasons for refusing admission to a task on which nothing can be measured.
+NOT_MEASURABLE = ("too_large", "does_not_run")
 # Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
 SOUND = ("", "eager_time", "infrastructure")
 
@@ -64,9 +66,10 @@ def evaluate(
     measurement only within one epoch. `admit` is the method of a judge pool that finds out whether a task can
     be measured and whether a wrong kernel could pass on it. It is called for tasks without evidence of an
     earlier admission, before the policy attempts any. Tasks on which a wrong kernel could pass are marked as
-    degenerate but remain included in the figures. Tasks that take more memory than there is are left out and
-    listed in `Evaluation.not_measurable`. Raises UserError if there is no task, if no task can be measured,
-    if `out` holds a different evaluation, or if the policy's server does not answer.
+    degenerate but remain included in the figures. Tasks whose own source fails, and tasks that take more
+    memory than there is, are left out and listed in `Evaluation.not_measurable`. Raises UserError if there is
+    no task, if no task can be measured, if `out` holds a different evaluation, or if the policy's server does
+    not answer.
     """
     params = policy.params
     if not tasks:
@@ -79,13 +82,13 @@ def evaluate(
         return load_evaluation(out)
 
     admissions = _admissions(tasks, admit, progress) if admit is not None else {}
-    too_large = {task_id: found for task_id, found in admissions.items() if found.reason == "too_large"}
-    measurable = [task for task in tasks if task.task_id not in too_large]
+    refused = {task_id: found for task_id, found in admissions.items() if found.reason in NOT_MEASURABLE}
+    measurable = [task for task in tasks if task.task_id not in refused]
     if not measurable:
-        detail = next(iter(too_large.values())).evidence["detail"]
+        detail = next(iter(refused.values())).evidence["detail"]
         raise UserError(
             f"evaluation.suite: no task of {params.evaluation.suite} can be measured on this device "
-            f"({detail}); use a device with more memory, or raise sandbox.device_bytes."
+            f"({detail}); give another suite, or a device with more memory."
         )
     attempts = _attempts(policy, measurable, pool, out, epoch=epoch, progress=progress, seed=seed)
     results = _measure(measurable, attempts, pool, out, admissions, epoch=epoch, progress=progress)
@@ -107,10 +110,10 @@ def evaluate(
                 task_id=task.task_id,
                 name=task.name,
                 level=task.level,
-                reason=too_large[task.task_id].evidence["detail"],
+                reason=refused[task.task_id].evidence["detail"],
             )
             for task in tasks
-            if task.task_id in too_large
+            if task.task_id in refused
         ),
     )
     write_json(out / RESULTS, evaluation.model_dump(mode="json"))
@@ -283,10 +286,10 @@ def _measure(
 
 
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
-    """Return a future of the verdict of the final measurement of the files of `attempt`.
+    """Measure the files of a finished attempt once more, and return a future of the verdict.
 
-    If the attempt has no files, nothing is measured, and the future has the verdict from the end of the
-    episode. If the policy's server failed, it has a verdict with the status `infrastructure`.
+    An attempt without files keeps the verdict from the end of its episode. If the policy's server failed, the
+    verdict has the status `infrastructure`. Nothing is measured in either case.
     """
     if _measurable(attempt):
         return pool.submit(

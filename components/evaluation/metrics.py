@@ -168,7 +168,7 @@ class Summary(FrozenModel):
 
 
 class NotMeasurable(FrozenModel):
-    """Task that the judge cannot measure on the device, and the sentence that says why."""
+    """Task that the judge cannot measure on the device, and the reason."""
 
     task_id: str
     name: str
@@ -193,7 +193,7 @@ class Evaluation(FrozenModel):
     levels: dict[str, Summary]
     # Number of tasks on which the judge itself failed, so that they were neither solved nor failed.
     errors: int
-    # Tasks of the suite that are not among `tasks`, because the device has too little memory for them.
+    # Tasks of the suite that are not among `tasks`, because they do not run or take too much memory.
     not_measurable: tuple[NotMeasurable, ...] = ()
 
 

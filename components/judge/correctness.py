@@ -100,7 +100,7 @@ class ReferenceOutput:
 
     @property
     def _starts(self) -> range:
-        """Index of the first element of each part."""
+        """Indices at which the parts begin into which a comparison divides the flattened output."""
         return range(0, self.single.numel(), PART_NUMEL)
 
     def _piece(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
@@ -214,7 +214,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _combined(errors: list[tuple[float, float]], count: int) -> tuple[float, float]:
-    """Return the maximum and the RMS of the error of `count` elements from those of their parts."""
+    """Return the maximum and the RMS of the error of `count` elements.
+
+    `errors` has the maximum and the Euclidean norm of the error of each part. The maximum is NaN if that of a
+    part is.
+    """
     largest = [part[0] for part in errors]
     return math.nan if any(map(math.isnan, largest)) else max(largest), math.hypot(
         *(norm for _, norm in errors)

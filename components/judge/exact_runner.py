@@ -27,8 +27,8 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
     inputs of the distribution `given`, a random one of the rest of them, and the one that departs most among
     the calls with inputs of another distribution.
 
-    The random call is needed where eager itself is inexact in some calls: a candidate could otherwise be
-    wrong in many calls as long as it departs more from eager, correctly, in another one.
+    The random call is needed because eager itself can be inexact. A correct answer then departs far from
+    eager, and if only the largest departure were examined, one such call would hide wrong answers in others.
     """
     flagged = sorted(
         (i for i, figure in enumerate(departures) if not figure <= 1), key=departures.__getitem__

@@ -22,12 +22,12 @@ BLOCK_NUMEL = 1 << 26
 
 
 class InputMix(NamedTuple):
-    """Recipe for the inputs of one call, made of the sets `first` and `second` of an input bank.
+    """Recipe for the inputs of one call, which blends the sets `first` and `second` of an `InputBank`.
 
     Each tensor of either set is flattened and rotated by an offset of its own (`first_shifts` and
-    `second_shifts`, in elements). The call gets (1 -
-    weight) * first + weight * second, changed according to the input distribution `distribution`. Tensors of
-    integers are only rotated, and inputs with a structure (`has_structure`) are not rotated.
+    `second_shifts`, in elements). The call gets `(1 - weight) * first + weight * second`, changed according
+    to the input distribution `distribution`. Tensors of integers are only rotated. If an input has a
+    structure that rotation would destroy, such as a triangular matrix (`has_structure`), none is rotated.
 
     Every call thus has inputs that no earlier call had, although the task's source made only a few sets. An
     answer that a candidate kept from an earlier call is therefore wrong. Rotation alone would not be enough,

@@ -184,7 +184,11 @@ class LocalPool:
         return self._measure_once(key, measure, Verdict.model_validate)
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
-        """Return a future of a task's admission, which is read from the journal or measured."""
+        """Return a future of the check whether the task with source `code` can be judged, its admission.
+
+        The result is read from the journal or measured. For `headroom` see `admission.admit`. A result with
+        the reason `infrastructure` is not written to the journal.
+        """
         window = self.params.data.eager_seconds
         key = digest_json(["admission", self.protocol, window, headroom, digest_bytes(code.encode())])
 

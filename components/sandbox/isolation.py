@@ -100,7 +100,10 @@ def package_folders() -> tuple[Path, ...]:
 
 @functools.cache
 def python_paths() -> PathMap:
-    """Return the map of the interpreter's folder to its own path and of package folders to /packages/N."""
+    """Return the paths inside the sandbox of Python's folders.
+
+    The interpreter's folder has the same path as outside, and the i-th package folder is /packages/i.
+    """
     return interpreter_paths() | {folder: f"/packages/{i}" for i, folder in enumerate(package_folders())}
 
 
@@ -204,7 +207,10 @@ def _system_folders(device: str) -> list[str]:
 
 
 def _same_path(option: str, paths: list[str]) -> list[str]:
-    """Return bwrap's options that bind each path at the same path inside."""
+    """Return bwrap's options that bind each path at the same path inside the sandbox.
+
+    `option` names the kind of bind, such as --ro-bind.
+    """
     return [word for path in paths for word in (option, path, path)]
 
 

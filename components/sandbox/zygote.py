@@ -9,15 +9,16 @@ headers of torch.compile.
 Importing torch takes seconds, a fork only milliseconds. The zygote is trusted and runs no untrusted code.
 Each runner isolates itself from the zygote and from the other runners (new PID, mount, IPC, UTS and network
 namespaces, private /workspace and /proc), drops all capabilities and privileges, and applies the system-call
-filter. Then it sends the judge a message with which the kernel tells the judge the runner's PID. Only after
-the judge's answer it loads untrusted code. A runner is used once.
+filter. Then it sends the judge a message to which the kernel attaches the runner's PID (SCM_CREDENTIALS).
+Only after the judge's answer it loads untrusted code. A runner is used once. With `open`, runners are not
+isolated.
 
-The judge sends a runner JSON messages with descriptors (runner_protocol.py). A runner sends the judge a
-letter, followed by text or numbers. The judge checks their length and does not trust their content: it relies
-only on the outputs that it reads from memory and on its own clock.
+The judge sends a runner JSON messages with descriptors (runner_protocol.py). Each message of a runner is one
+character that names its type, followed by text or numbers. The judge checks their length and does not trust
+their content: it relies only on the outputs that it reads from memory and on its own clock.
 
-A zygote of the kind `probe` does not load torch. Its single runner is isolated in the same way and reports
-its privileges (preflight.py).
+A zygote of the kind `compile` also loads what torch.compile needs. A zygote of the kind `probe` does not load
+torch. Its single runner is isolated in the same way and reports its privileges (preflight.py).
 """
 
 import array

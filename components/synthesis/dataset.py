@@ -111,12 +111,13 @@ def source_shares(data: Data) -> dict[str, float]:
 
 
 class DatasetBuilder:
-    """A builder that decides which candidates become tasks of a data set, and writes the data set.
+    """A builder that decides which proposed tasks (`TaskCandidate`) enter a data set, and writes the set.
 
-    Candidates enter a queue, the window, in the order in which they are composed or read. They may be judged
-    in any order while they are in the window, but are admitted or rejected in the order of the window.
-    `wanted` has the number of tasks for each pair of a split and a kind. If it is None, as for an import,
-    every candidate that is not refused because of its source is judged.
+    Proposed tasks enter a queue, the window, in the order in which they are composed or read. The judge may
+    check them in any order while they are in the window, but they are admitted or rejected in the order of
+    the window. `wanted` has the number of tasks for each split and kind; the kind is a task's `data_source`,
+    such as `torch#3`. If `wanted` is None, as for an import, the judge checks every proposed task whose
+    source passes the filter.
     """
 
     def __init__(

@@ -55,7 +55,11 @@ class ModelComposer:
     """
 
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):
-        """Prepare the client. `answers` is the folder in which answers are stored."""
+        """Create the client of the language model's server, `data.composer`.
+
+        `operators` has the names from which each request draws. `answers` is the folder in which the model's
+        answers are kept, so that an interrupted build does not ask again.
+        """
         self.operators, self.data, self.answers = operators, data, answers
         self.client = ChatClient(data.composer, data.composer_model, option="data.composer")
 

@@ -230,7 +230,10 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
-    """Return the layout before each operator and its cost, or None if an operator does not fit."""
+    """Return the layout of each operator's input and the operator's cost.
+
+    Returns None if an operator cannot take its input, or if a tensor becomes too large.
+    """
     layout, walked = (shape, _contiguous(shape)), []
     for template in chain:
         cost = operator_cost(template, *layout)

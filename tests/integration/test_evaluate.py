@@ -407,13 +407,13 @@ def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(
 
 
 def test_tasks_too_large_for_the_device_are_left_out_before_any_attempt_and_listed(tmp_path: Path) -> None:
-    too_large = {TASKS[1].code}
+    refused = {TASKS[1].code: "too_large"}
 
     def admit(code: str) -> Future[Admission]:
         future: Future[Admission] = Future()
         detail = "judging it takes 99.9 GB of device memory"
-        large = code in too_large
-        future.set_result(Admission(not large, "too_large" if large else "", {"detail": detail}))
+        reason = refused.get(code, "")
+        future.set_result(Admission(not reason, reason, {"detail": detail}))
         return future
 
     def evaluated(out: Path) -> Evaluation:
@@ -437,7 +437,7 @@ def test_tasks_too_large_for_the_device_are_left_out_before_any_attempt_and_list
     assert gate.name == "integrity.measured" and gate.passed, "what cannot be measured is no error"
     assert "can be measured on this device" not in write_evaluation_report(tmp_path, found).read_text()
     assert "cannot be measured on this device" in write_evaluation_report(tmp_path, found).read_text()
-    too_large |= {TASKS[0].code, TASKS[2].code}
+    refused |= {TASKS[0].code: "does_not_run", TASKS[2].code: "too_large"}
     with pytest.raises(
         UserError, match=r"no task .* can be measured on this device \(judging it takes 99.9 GB"
     ):

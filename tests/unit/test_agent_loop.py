@@ -103,7 +103,8 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
             return Interrupting()
 
     settings = params(**({"context": 4096} if kind == "tokens" else {"prompt": "full", "context": 32_768}))
-    pool = Pool(settings, tmp_path / "verdicts", workers=2)
+    two = settings.sandbox.model_copy(update={"build_workers": 2})
+    pool = Pool(settings.model_copy(update={"sandbox": two}), tmp_path / "verdicts")
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # pytest's own workers ignore SIGINT
     with pytest.raises(KeyboardInterrupt):
         if kind == "tokens":
