@@ -1,8 +1,10 @@
 """Comparison of timed calls with float64 outputs that a runner of the task's own source computes."""
 
+import functools
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,6 @@ from components.judge.correctness import TIMED_MULTIPLE, ReferenceOutput
 from components.judge.input_mixing import InputMix
 from components.judge.role_processes import ProcessPerRole
 from components.judge.task_reference import TaskReference, first_mismatch
-from components.judge.timed_runner import StagedInputs
 from components.sandbox import shared_memory
 from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RegionName, RoleHeader
@@ -91,7 +92,7 @@ class ExactRunner:
             if self.reference.layout.placement.shares_buffers:
                 self._defer(figures[index], mixes[index], ours[index], eager[index])
                 continue
-            expected = self.outputs(calls[index])
+            expected = self.outputs(functools.partial(self._copy_inputs, calls[index]))
             reason = self._mismatch(mixes[index], ours[index], eager[index], expected)
             if reason is not None:
                 return reason
@@ -140,8 +141,7 @@ class ExactRunner:
         deferred, self.deferred, self.deferrable = self.deferred, [], 0
         try:
             for call in deferred:
-                staged = StagedInputs(self.reference, 1).hold([call.mix])
-                expected = self.outputs(staged.inputs)
+                expected = self.outputs(functools.partial(self._write_inputs, call.mix))
                 reason = self._mismatch(call.mix, call.results, call.eager_results, expected)
                 if reason is not None:
                     return reason
@@ -149,17 +149,26 @@ class ExactRunner:
         finally:
             self.close()
 
-    def outputs(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return the float64 outputs for the inputs of one call, which are given as bytes.
+    @staticmethod
+    def _copy_inputs(inputs: torch.Tensor, memory: torch.Tensor) -> None:
+        memory.copy_(inputs)
 
-        The result is overwritten by the next use. Raises InfrastructureError if the runner fails.
+    def _write_inputs(self, mix: InputMix, memory: torch.Tensor) -> None:
+        """Write the inputs that `mix` describes into `memory`, a tensor of bytes."""
+        for index, view in enumerate(self.reference.layout.inputs.views(memory, 0)):
+            self.reference.inputs.write(mix, index, view)
+
+    def outputs(self, write_inputs: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+        """Return the float64 outputs for the inputs of one call.
+
+        `write_inputs` writes the inputs into a tensor of bytes. The result is overwritten by the next use.
+        Raises InfrastructureError if the runner fails.
         """
         scheduler, seconds = self.reference.scheduler, self.reference.params.sandbox.run_seconds
         try:
             with scheduler.measuring():  # nothing else uses a GPU meanwhile
                 runner = self.runner or self._start()
-                self.buffers["inputs"].raw()[: inputs.numel()].copy_(inputs)
-                del inputs  # frees device memory if the caller has no other reference
+                write_inputs(self.buffers["inputs"].raw()[: self.reference.layout.inputs.stride])
                 if self.reference.params.device == "cuda":
                     torch.cuda.synchronize()
                 runner.deadline = time.monotonic() + seconds

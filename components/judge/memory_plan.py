@@ -109,18 +109,19 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
     parameters, peak = layout.parameters.stride, layout.description.peak_bytes
     count, capacity = len(layout.distributions), layout.capacity
-    input_bank, references = inputs * layout.input_sets, (outputs + expected) * count
     bank, host = COMPARING_BYTES, parameters
     if layout.placement.inputs_on_host:
-        host += input_bank
+        host += inputs * layout.input_sets
     else:
-        bank += input_bank
+        bank += inputs * layout.input_sets
+    # One more float64 output is computed when a timed call is compared after the measurement.
+    references = outputs * count + expected * (count + 1)
     if layout.placement.references_on_host:
         host += references
     else:
         bank += references
-    # The parameters of the task's model, their first values, the inputs, and the call in float64.
-    reference_runner = CONTEXT_BYTES + 2 * parameters + inputs + 2 * peak
+    # The parameters' first values, the inputs, and the call in float64 beside the model in float32.
+    reference_runner = CONTEXT_BYTES + parameters + inputs + 3 * peak
     # The no-op's outputs are views of its inputs if these are larger.
     noop = outputs * capacity if outputs > inputs else 0
     # A runner in its round has what a call needs beside its inputs, and the outputs of all calls.
@@ -134,10 +135,9 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     # parameters of two torch.compile modes and one more runner that wait.
     buffers = (3 * inputs + 4 * outputs) * capacity + noop + 3 * parameters
     timed = bank + TIMED_RUNNERS * CONTEXT_BYTES + buffers + working
-    # Suspicious calls are compared after all timed runners have ended: the inputs of one in the runner of the
-    # reference and in the judge, its float64 outputs, and the outputs of two runners in two calls.
-    host += 3 * parameters + expected + 4 * outputs
-    return MemoryNeed(bank + reference_runner + inputs, timed, host)
+    # The parameters of the candidate, the baselines and the runner of float64 outputs, and the outputs of two
+    # runners in two calls that are compared after the measurement.
+    return MemoryNeed(bank + reference_runner, timed, host + 3 * parameters + 4 * outputs)
 
 
 def plan_layout(description: Description, params: Params, sizing: Sizing, budget: MemoryBudget) -> TaskLayout:

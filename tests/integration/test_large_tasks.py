@@ -1,5 +1,7 @@
 """Tasks that need much of the device's memory: the verdicts are the same in every placement of their data."""
 
+from collections.abc import Callable
+
 import judge_fixtures as corpus
 import pytest
 import torch
@@ -65,10 +67,10 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     monkeypatch.setattr(TaskReference, "departures", lambda self, ours, eager, calls: [2.0] * calls)
     honest, compared = ExactRunner.outputs, []
 
-    def outputs(self: ExactRunner, inputs: torch.Tensor) -> list[torch.Tensor]:
+    def outputs(self: ExactRunner, write: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
         (bench,) = cold_judge.bench_cache.benches.values()
         compared.append(len(bench.baselines.runners))
-        return honest(self, inputs)
+        return honest(self, write)
 
     monkeypatch.setattr(ExactRunner, "outputs", outputs)
     simd = corpus.files("honest", "simd")

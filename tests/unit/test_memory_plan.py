@@ -44,17 +44,22 @@ def budget(total: int, host: int = HOST_BYTES) -> MemoryBudget:
 
 @pytest.mark.parametrize("sizing", [Sizing(), ADMISSION], ids=["candidates", "admission"])
 @pytest.mark.parametrize("total", [141_000_000_000, 96_000_000_000], ids=["141 GB", "96 GB"])
-def test_every_kernelbench_task_fits(total: int, sizing: Sizing) -> None:
-    allowed = budget(total)
-    assert len(SIZES) == 270
+def test_every_kernelbench_task_of_levels_1_to_3_fits(total: int, sizing: Sizing) -> None:
+    allowed, checked = budget(total), 0
     for task in SIZES:
-        layout = plan_layout(description(task), BASE, sizing, allowed)
+        try:
+            layout = plan_layout(description(task), BASE, sizing, allowed)
+        except TaskTooLarge:
+            assert (task["level"], task["problem"]) == (4, 18), "parameters of 11 GB and a call of 25 GB"
+            continue
+        checked += 1
         need = memory_need(layout, allowed.runner_bytes)
         assert need.device <= allowed.device_bytes and need.host <= allowed.host_bytes, task["name"]
         # All that exists at once whatever the placement: the call itself and the judge's copy of its inputs.
         assert need.timed >= task["peak_bytes"] + layout.inputs.stride, task["name"]
         assert need.fill >= task["float64_peak_bytes"], task["name"]
         assert layout.calls >= 1 and layout.input_sets >= len(layout.distributions) + 2
+    assert checked == (269 if total < 100_000_000_000 else 270)
 
 
 def test_small_tasks_keep_the_fastest_placement_and_all_correctness_sets() -> None:
