@@ -18,12 +18,13 @@ from statistics import median, stdev
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 import judge_fixtures as corpus
+import numpy as np
 
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.task_bench import NOOP
-from components.judge.timed_rounds import speedup, timed_rounds
+from components.judge.timed_rounds import median_seconds, speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
@@ -122,10 +123,35 @@ def validity(judge: Judge, first: int, second: int, repeats: int) -> Validity:
     return Validity(second / first, pairs)
 
 
+FIXED_COST_WORK = (5, 10, 20, 40)
+
+
+def fixed_cost(judge: Judge) -> str:
+    """What a call costs besides its work: the line through the times of 5 to 40 times the work.
+
+    A cost that does not grow with the work makes twice the work take less than twice the time.
+    """
+    seconds = []
+    for times in FIXED_COST_WORK:
+        files = repeating(judge.params.device, times)
+        with pair(judge, files, files) as arms, judge.bench(small_task(judge.params.device)) as bench:
+            noop = bench.baselines.get(NOOP)
+            raw = timed_rounds(bench, {"candidate": arms[0], "eager": arms[1], "noop": noop}, ["eager"])
+        seconds.append((median_seconds(raw, "candidate") + median_seconds(raw, "eager")) / 2)
+    slope, cost = np.polyfit(FIXED_COST_WORK, seconds, 1)
+    times = ", ".join(f"{took * 1e6:.1f}" for took in seconds)
+    return (
+        f"{times} µs for {', '.join(map(str, FIXED_COST_WORK))} times the work: {slope * 1e6:.2f} µs each and"
+        f" {cost * 1e6:.2f} µs besides, so twice the work of ten should read"
+        f" {(20 * slope + cost) / (10 * slope + cost):.3f}"
+    )
+
+
 def report(judge: Judge, repeats: int) -> None:
-    """Equal code, ten per cent more work, twice the work."""
+    """Equal code, ten per cent more work, twice the work, and the cost of a call besides its work."""
     for name, first, second in (("A/A", 10, 10), ("10 % more work", 10, 11), ("twice the work", 10, 20)):
         print(f"{name}: {validity(judge, first, second, repeats)}", flush=True)
+    print(f"cost of a call: {fixed_cost(judge)}", flush=True)
 
 
 if __name__ == "__main__":
