@@ -470,3 +470,23 @@ def test_what_tf32_rounds_is_allowed_where_tf32_is_the_precision(ci_params: Para
         expected = ReferenceOutput(single, exact, ci_params.sandbox, precision)
         assert (expected.mismatch(exact.float()) is None) and (expected.mismatch(rounded) is None) == right
         assert expected.mismatch(torch.zeros_like(rounded)) == "max_error"
+
+
+def test_symbols_behind_a_megabyte_of_others_are_not_overlooked(judge: Judge) -> None:
+    names = [f"PyA{'a' * 1000}{number:05d}" for number in range(1100)]
+    declared = "".join(f'extern "C" void {name}() __attribute__((weak));\n' for name in names)
+    hidden = (
+        f'extern "C" int system(const char*);\nstatic void (*volatile kept[])() = {{{",".join(names)}}};\n'
+    )
+    code = SIMD[KERNEL].replace(
+        "KERNEL(forward) {",
+        f"{declared}{hidden}KERNEL(forward) {{\n  if (kept[3] != nullptr) system(nullptr);",
+    )
+    verdict = judge.verdict(corpus.TASK, SIMD | {KERNEL: code})
+    assert (verdict.status, verdict.reason) == ("forbidden", "symbol:too_many_symbols")
+
+
+@pytest.mark.timeout(60)
+def test_a_source_of_line_ends_holds_nobody_up(judge: Judge) -> None:
+    """The look for an include of torch is quick at 100,000 lines: other threads wait for it."""
+    assert judge.verdict(corpus.TASK, SIMD | {KERNEL: SIMD[KERNEL] + "\n" * 1_000_000}).status == "correct"

@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=PLACEMENTS[1:], ids=["shared", "references_on_host", "all_on_host"])
+@pytest.fixture(params=[PLACEMENTS[1], PLACEMENTS[-1]], ids=["shared", "all_on_host"])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Placement:
     """Place all tasks like large ones on a GPU, with many parts of an output and one call a round."""
     monkeypatch.setattr(memory_plan, "PLACEMENTS", (request.param,))
