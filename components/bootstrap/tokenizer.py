@@ -110,7 +110,9 @@ def encode_conversations(
     """
     split = [pieces(conversation) for conversation in conversations]
     texts = sorted({text for conversation in split for text, _ in conversation})
-    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    # The tokenizer refuses an empty list.
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    ids = dict(zip(texts, encoded, strict=True))
     for conversation in split:
         yield (
             [token for text, _ in conversation for token in ids[text]],

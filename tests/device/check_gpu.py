@@ -53,6 +53,7 @@ def checks(out: Path) -> list[Check]:
     own = [
         Check("isolation", ("-c", PREFLIGHT)),
         Check("exact-answers", ("tests/device/exact_answers.py",)),
+        Check("large-tasks", ("tests/device/large_tasks.py",)),
         Check("corpus", (*corpus, "--table", str(out / "corpus.md"))),
     ]
     if os.geteuid() != 0:

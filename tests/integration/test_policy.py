@@ -141,6 +141,7 @@ def test_prompt_turn_and_suffix_tokenised_apart_give_the_conversation(
     pieces.append(f"\n<|im_start|>tool\n{tool}<|im_end|>\n<|im_start|>assistant\n")
     grown = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     assert next(encode_conversations(tokenizer, [conversation]))[0][: len(grown)] == grown
+    assert list(encode_conversations(tokenizer, [])) == []
 
 
 def test_tokenizer_is_the_same_after_saving(
