@@ -133,16 +133,24 @@ def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, In
 
 
 def zero_memory(
-    parameters: float, gpus: float, stage: int, *, trained: int = 2, frozen: int = 1, offload: bool = False
+    parameters: float,
+    gpus: float,
+    stage: int,
+    *,
+    trained: int = 2,
+    frozen: int = 1,
+    offload: bool = False,
+    gradient_bytes: float = 4.0,
 ) -> float:
     """Return the bytes per GPU of weights, gradients and Adam's state under a ZeRO stage.
 
     `trained` is the number of trained networks (actor and critic). `frozen` is the number of networks that
     are not trained (the reference), of which only the weights are included. With `offload`, Adam's state is
-    not included, because it lies in the memory of the host.
+    not included, because it lies in the memory of the host. `gradient_bytes` is the size of one gradient,
+    which the trainer accumulates in float32.
     """
     weights = 2.0 * parameters / (gpus if stage >= 3 else 1)
-    gradients = 2.0 * parameters / (gpus if stage >= 2 else 1)
+    gradients = gradient_bytes * parameters / (gpus if stage >= 2 else 1)
     state = 12.0 * parameters / (gpus if stage >= 1 else 1)
     return trained * (weights + gradients + (0.0 if offload else state)) + frozen * weights
 
@@ -158,8 +166,8 @@ def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing:
     kept = (
         2.0 * tokens * inputs["hidden"] * inputs["layers"] if checkpointing else full_layer * inputs["layers"]
     )
-    # The logits are kept in bfloat16 and once in float32, for at most 8,192 tokens at a time.
-    return kept + full_layer + 6.0 * min(tokens, 8192.0) * inputs["vocabulary"]
+    # At most four float32 tensors of logits are alive, each of at most LOGITS_BYTES (token_scores.py).
+    return kept + full_layer + 4.0 * min(4.0 * tokens * inputs["vocabulary"], 2.0**28)
 
 
 def training_seconds(

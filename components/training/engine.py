@@ -144,6 +144,9 @@ class DeepSpeedEngine:
             # Set explicitly, because DeepSpeed's default is 1.0 from version 0.19.3 on and was off before.
             "gradient_clipping": gradient_clip,
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
+            # DeepSpeed's default is the model's precision. In bfloat16 a sum ignores gradients of less than
+            # 1/512 of it, and most are in a step of a hundred micro-batches.
+            "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": zero,
             # torch's AdamW everywhere, because DeepSpeed would compile its own optimizer for the cpu.
             "zero_allow_untested_optimizer": True,

@@ -11,15 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel
 
 from components.core.errors import UserError
+from components.training.token_scores import TokenScores
 
 VALUE_HEAD = "value_head.safetensors"
-# Maximum number of logits in memory. Larger batches are computed in slices, whose logits are computed again
-# in the backward pass.
-LOGITS = 2**26
 
 
 class Actor(nn.Module):
@@ -30,8 +27,10 @@ class Actor(nn.Module):
 
     def __init__(self, policy: PreTrainedModel, temperature: float):
         super().__init__()
+        head = policy.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
         self.policy = policy
-        self.temperature = temperature
+        self.scores = TokenScores(head, temperature)
 
     def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, both [batch, seq], 0 where `action_mask` is False."""
@@ -39,27 +38,10 @@ class Actor(nn.Module):
             input_ids=ids, use_cache=False
         ).last_hidden_state  # [batch, seq, hidden]
         own = action_mask[:, 1:]
-        # Compute logits of own tokens only, because most tokens of a rollout are prompt and observations.
-        states, targets = hidden[:, :-1][own], ids[:, 1:][own]  # [own tokens, hidden], [own tokens]
-        rows = max(1, LOGITS // self.policy.config.get_text_config().vocab_size)
-        if len(states) <= rows:
-            logprob, entropy = self._score(states, targets)
-        else:
-            parts = [
-                checkpoint(self._score, *part, use_reentrant=False)
-                for part in zip(states.split(rows), targets.split(rows), strict=True)
-            ]
-            logprob, entropy = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        # Score own tokens only, because most tokens of a rollout are prompt and observations.
+        logprob, entropy = self.scores(hidden[:, :-1][own], ids[:, 1:][own])  # [own tokens]
         empty = torch.zeros(ids.shape, device=ids.device)
         return empty.masked_scatter(action_mask, logprob), empty.masked_scatter(action_mask, entropy)
-
-    def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # states [n, hidden], targets [n]
-        logits = self.policy.get_output_embeddings()(states).float() / self.temperature
-        logprobs = functional.log_softmax(logits, dim=-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
 class ValueHead(nn.Linear):

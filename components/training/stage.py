@@ -141,8 +141,13 @@ def replayed_rows(rejection: Rejection) -> int:
 def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
     """Raise UserError, which names the parameter, if one of `stages` cannot run with `params`.
 
-    A run of only stage 3 (value pretraining) is never refused here, because it samples nothing.
+    Parameters of sampling do not matter to a run of only stage 3 (value pretraining), which samples nothing.
     """
+    if params.engine.zero_stage == 0 and params.engine.dtype == "bfloat16":
+        raise UserError(
+            "engine.zero_stage: 0 would accumulate gradients in bfloat16; "
+            "set it to 1 or more, or engine.dtype to float32."
+        )
     if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
         raise UserError(
             "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."

@@ -4,9 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_fixtures import STAGES, engine_of, largest_difference, loss, parameters, train, uneven
+from engine_fixtures import (
+    STAGES,
+    engine_of,
+    largest_difference,
+    loss,
+    parameters,
+    settings,
+    train,
+    uneven,
+)
+from torch import Tensor, nn
 from training_fixtures import VOCABULARY, tiny_policy
 
+from components.training.batches import Microbatch
+from components.training.engine import DeepSpeedEngine
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import Actor
 
@@ -19,14 +31,17 @@ def test_micro_batches_of_any_size_make_the_same_step() -> None:
     assert largest_difference(parameters(one), start) > 1e-4, "nothing was trained"
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
-def test_a_saved_state_continues_to_the_same_bits(zero_stage: int, tmp_path: Path) -> None:
-    whole = engine_of(zero_stage)
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype"),
+    [*((zero_stage, "float32") for zero_stage in STAGES), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")],
+)
+def test_a_saved_state_continues_to_the_same_bits(zero_stage: int, dtype: str, tmp_path: Path) -> None:
+    whole = engine_of(zero_stage, dtype=dtype)
     train(whole, range(2))
     whole.save(tmp_path / "state")
     torch.manual_seed(5)
     expected = train(whole, range(2, 4))
-    resumed = engine_of(zero_stage)
+    resumed = engine_of(zero_stage, dtype=dtype)
     resumed.load(tmp_path / "state")
     assert train(resumed, range(2, 4)) == expected
     assert largest_difference(parameters(resumed), parameters(whole)) == 0
@@ -61,6 +76,36 @@ def test_bfloat16_and_recomputed_activations_train() -> None:
     assert losses[5] < losses[0]
 
 
+class Constants(nn.Module):
+    """A network whose only output is its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants = nn.Parameter(torch.zeros(4))
+
+    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
+        return (self.constants * 1.0,)
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_small_gradients_of_many_micro_batches_survive_in_bfloat16(
+    zero_stage: int, cpu_offload: bool
+) -> None:
+    options = settings(zero_stage, dtype="bfloat16").model_copy(update={"cpu_offload": cpu_offload})
+    engine = DeepSpeedEngine(Constants(), options, device="cpu", gradient_clip=1e6)
+    # In bfloat16 1 + 2^-9 is 1.
+    gradients = [1.0] + [2.0**-9] * 127
+
+    def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
+        (constants,) = network(torch.zeros(1, 1), torch.ones(1, 1))
+        return constants.float().sum() * gradients[microbatch.rows[0]]
+
+    norm = engine.step([Microbatch((row,)) for row in range(128)], share, learning_rate=1e-3)
+    # ZeRO 1 sends the sum over the micro-batches, which is 1.25, in bfloat16.
+    assert norm == pytest.approx(sum(gradients) * 4**0.5, rel=2**-8)
+
+
 def test_no_native_extension_is_built_on_cpu() -> None:
     engine_of(1)
     from deepspeed import comm
@@ -70,8 +115,8 @@ def test_no_native_extension_is_built_on_cpu() -> None:
 
 def test_recomputing_sliced_logits_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, gradients = uneven(), []
-    for limit in (2**26, VOCABULARY * 8):
-        monkeypatch.setattr("components.training.networks.LOGITS", limit)
+    for limit in (2**28, 4 * VOCABULARY * 8):
+        monkeypatch.setattr("components.training.token_scores.LOGITS_BYTES", limit)
         network = Actor(tiny_policy(), 0.7)
         loss(network, batch)[0].backward()
         gradients.append(

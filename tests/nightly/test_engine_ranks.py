@@ -1,4 +1,4 @@
-"""Two ranks of the engine equal one process, under every ZeRO stage."""
+"""Two ranks of the engine equal one process, under every ZeRO stage and with a real vocabulary."""
 
 import math
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import vocabulary_fixtures
 from engine_fixtures import STAGES, engine_of, largest_difference, parameters, train, uneven
 from safetensors.torch import load_file
 
@@ -15,7 +16,8 @@ from components.core import config
 from components.training.microbatching import evaluate
 
 
-def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:
+def two_ranks(program: str, out: Path) -> None:
+    """Run a program of tests/fixtures as two ranks that write to `out`."""
     command = [
         sys.executable,
         "-m",
@@ -23,8 +25,8 @@ def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -
         "--standalone",
         "--nproc-per-node",
         "2",
-        str(config.PROJECT / "tests" / "fixtures" / "engine_fixtures.py"),
-        str(tmp_path),
+        str(config.PROJECT / "tests" / "fixtures" / program),
+        str(out),
     ]
     environment = os.environ | {
         "PYTHONPATH": f"{config.PROJECT}:{config.PROJECT / 'tests' / 'fixtures'}",
@@ -32,6 +34,10 @@ def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -
     }
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:
+    two_ranks("engine_fixtures.py", tmp_path)
     one = engine_of(1, tokens=10_000)
     losses = train(one, range(3))
     for zero_stage in STAGES:
@@ -41,3 +47,16 @@ def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -
         logprob, _ = evaluate(one.forward, one.world, uneven(), 10_000)
         torch.testing.assert_close(saved.pop("logprob"), logprob, atol=1e-5, rtol=0)
         assert largest_difference(saved, parameters(one)) < 1e-6, f"ZeRO {zero_stage}"
+
+
+def test_ranks_with_different_numbers_of_slices_of_logits_equal_one_process(tmp_path: Path) -> None:
+    two_ranks("vocabulary_fixtures.py", tmp_path)
+    for is_tied in (True, False):
+        two = load_file(tmp_path / f"tied-{is_tied}.safetensors")
+        one = vocabulary_fixtures.train(1, is_tied)
+        assert two.keys() == one.keys()
+        for name, expected in one.items():
+            if name in vocabulary_fixtures.SCORES:  # about 12 nats, sums over the vocabulary in float32
+                torch.testing.assert_close(two[name], expected, atol=0, rtol=3e-6)
+            else:  # changed by up to 6e-4 in two steps
+                torch.testing.assert_close(two[name], expected, atol=3e-6, rtol=0)

@@ -21,6 +21,7 @@ def params(folder: Path, *sets: str) -> Params:
 @pytest.mark.parametrize(
     ("sets", "sentence"),
     [
+        (("engine.zero_stage=0", "engine.dtype=bfloat16"), r"engine\.zero_stage: .* set it to 1"),
         (("rejection.replay_share=0.5",), r"rejection\.replay_share: .* set it to 0\."),
         (
             ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.server=''"),
