@@ -57,6 +57,6 @@ def test_ranks_with_different_numbers_of_slices_of_logits_equal_one_process(tmp_
         assert two.keys() == one.keys()
         for name, expected in one.items():
             if name in vocabulary_fixtures.SCORES:  # about 12 nats, sums over the vocabulary in float32
-                torch.testing.assert_close(two[name], expected, atol=0, rtol=3e-6)
-            else:  # changed by up to 6e-4 in two steps
-                torch.testing.assert_close(two[name], expected, atol=3e-6, rtol=0)
+                torch.testing.assert_close(two[name], expected, atol=0, rtol=2e-6)
+            else:  # Two steps change weights by 6e-4. AdamW magnifies rounding in gradients close to zero.
+                torch.testing.assert_close(two[name], expected, atol=1e-5, rtol=0)
