@@ -25,7 +25,9 @@ help: ## Print this list
 run: environment ## Run the whole pipeline once with PROFILE (smoke)
 	@$(BIN)/cuda-agent run --profile $(PROFILE)
 
-test: lint test-unit test-integration ## Run lint and the unit and integration tests
+test: environment ## Run lint and the unit and integration tests
+	@$(MAKE) --no-print-directory --jobs 2 lint test-unit
+	@$(MAKE) --no-print-directory test-integration
 
 test-all: test test-nightly ## Run test, the nightly tests and, for root, part of them as an ordinary account
 	@if [ "$$(id -u)" -eq 0 ]; then .ci/ordinary-account; fi

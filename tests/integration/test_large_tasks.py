@@ -1,4 +1,7 @@
-"""Tasks that need much of the device's memory: the verdicts are the same in every placement of their data."""
+"""Tasks that need much of the device's memory, with all of their data in host memory.
+
+tests/nightly/test_placements.py judges in the other placements.
+"""
 
 from collections.abc import Callable
 
@@ -24,16 +27,15 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[PLACEMENTS[1], PLACEMENTS[-1]], ids=["shared", "all_on_host"])
-def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Placement:
+@pytest.fixture
+def placement(monkeypatch: pytest.MonkeyPatch) -> Placement:
     """Place all tasks like large ones on a GPU, with many parts of an output and one call a round."""
-    monkeypatch.setattr(memory_plan, "PLACEMENTS", (request.param,))
+    monkeypatch.setattr(memory_plan, "PLACEMENTS", PLACEMENTS[-1:])
     monkeypatch.setattr(task_layout, "SHARING_ROUND_SHARE", 1e-9)
     monkeypatch.setattr(task_layout, "MAX_REFERENCE_BYTES", 1)
     monkeypatch.setattr(correctness, "PART_NUMEL", 4099)
     monkeypatch.setattr(input_mixing, "BLOCK_NUMEL", 5003)
-    found: Placement = request.param
-    return found
+    return PLACEMENTS[-1]
 
 
 def test_verdicts_are_those_of_small_tasks(placement: Placement, cold_judge: Judge) -> None:
