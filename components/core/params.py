@@ -115,6 +115,16 @@ class Sandbox(FrozenModel):
     )
 
 
+class Adapter(FrozenModel):
+    """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft."""
+
+    rank: Natural = Field(description="rank of the adapters; 0 trains all parameters instead")
+    alpha: Positive = Field(description="the adapters' product is scaled by alpha / rank")
+    targets: list[str] = Field(
+        description="names of the linear layers that get an adapter; empty is all of them but the output head"
+    )
+
+
 class Policy(FrozenModel):
     """Parameters of the policy and its sampler."""
 
@@ -127,6 +137,7 @@ class Policy(FrozenModel):
     feed_forward: Count = Field(description="its feed-forward width")
     vocabulary: Count = Field(description="its vocabulary size")
     context: Count = Field(description="its context window in tokens")
+    adapter: Adapter = Field(description="low-rank adapters, which are trained in place of all parameters")
     prompt: Literal["compact", "full"] = Field(
         description="compact: the task's source only; full: SKILL.md before it"
     )
@@ -205,10 +216,19 @@ class Ppo(FrozenModel):
     importance_cap: Positive = Field(
         description="cap of the truncated importance weights between sampler and trainer"
     )
+    advantages: Literal["critic", "group", "turns"] = Field(
+        description="critic: generalised advantage estimation; group: the reward less the mean of the task's "
+        "other samples, without a critic; turns: the same for every turn's own rewards (Dr. Kernel, "
+        "arXiv 2602.05885)"
+    )
     whiten: bool = Field(description="whiten advantages over the batch")
     gradient_clip: Positive = Field(description="largest gradient norm")
     kl_coefficient: Annotated[float, Field(ge=0)] = Field(
         description="weight of the KL penalty to the stage's first policy; 0 is off, as in the paper"
+    )
+    measure_kl: bool = Field(
+        description="compute the KL divergence from the stage's first policy also if kl_coefficient is 0; it "
+        "takes a second copy of the weights unless policy.adapter is used"
     )
     replay_coefficient: Annotated[float, Field(ge=0)] = Field(
         description="weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
@@ -268,10 +288,22 @@ class Engine(FrozenModel):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(description="DeepSpeed ZeRO stage")
     dtype: Literal["float32", "bfloat16"] = Field(description="precision of the trained weights")
     tokens_per_microbatch: Count = Field(
-        description="padded tokens of one forward pass; micro-batches are packed to it"
+        description="tokens of one forward pass; rows are packed to it, and a longer row has one of its own"
+    )
+    sequence_parallel: Annotated[int, Field(ge=1, le=8)] = Field(
+        description="ranks that divide the tokens of a forward pass among them (Ulysses, arXiv 2309.14509)"
+    )
+    mlp_tokens: Natural = Field(
+        description="tokens that a feed-forward layer computes at once; 0 is all of the forward pass"
     )
     activation_checkpointing: bool = Field(description="recompute activations in the backward pass")
+    activation_offload: bool = Field(
+        description="keep the inputs of the layers in host memory until the backward pass"
+    )
     cpu_offload: bool = Field(description="keep the optimizer state in host memory")
+    reference_offload: bool = Field(
+        description="keep the parameters of the stage's first policy, for the KL divergence, in host memory"
+    )
     collective_seconds: Positive = Field(
         description="longest wait of a rank for the others; rank 0 samples while they wait"
     )
