@@ -8,7 +8,9 @@ is not a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +33,9 @@ from components.core.records import FrozenModel
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Size of the parts, in bytes, in which a model is read and written. A model of at most this size is one file.
+SHARD_BYTES = 2**31
 
 
 class Manifest(FrozenModel):
@@ -64,16 +69,29 @@ def save_checkpoint(
     params: dict[str, Any],
     figures: dict[str, float],
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
-) -> Manifest:
+    writes: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> Manifest | Any:  # None without `writes`, which a caller knows; Any spares the others a check
     """Write the model, the tokenizer and a manifest to `folder` atomically, and return the manifest.
 
-    The arguments from `stage` to `figures` are recorded in the manifest. `extra` has further tensors, by the
-    name of the safetensors file in which they are stored.
+    Every rank must call this, because the model may be sharded, and exactly one with `writes`; the other
+    ranks return None. No rank holds more of the model than about `shard_bytes` in addition to its own part. A
+    model with an adapter is written with the adapter merged, and the adapter itself, in peft's format, to the
+    folder `adapter`. The arguments from `stage` to `figures` are recorded in the manifest. `extra` has
+    further tensors, by the name of the safetensors file in which they are stored.
     """
     from safetensors.torch import save_file
 
+    from components.policy.weight_stream import adapter_buckets, weight_buckets
+
+    if not writes:
+        for _ in itertools.chain(weight_buckets(model, shard_bytes), adapter_buckets(model, shard_bytes)):
+            pass
+        return None
     with atomic_folder(folder) as temporary:
-        model.save_pretrained(temporary)
+        _write_model(temporary, model, shard_bytes)
+        if model._hf_peft_config_loaded:
+            _write_adapter(temporary / "adapter", model, shard_bytes)
         tokenizer.save_pretrained(temporary)
         for name, tensors in extra.items():
             save_file(tensors, temporary / name)
@@ -90,6 +108,59 @@ def save_checkpoint(
         )
         write_json(temporary / MANIFEST, manifest.model_dump())
     return manifest
+
+
+def _write_model(folder: Path, model: PreTrainedModel, shard_bytes: int) -> None:
+    """Write the configuration and the weights of `model` under the file names of `save_pretrained`."""
+    from safetensors.torch import save_file
+
+    from components.policy.weight_stream import weight_buckets
+
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    shards: list[list[str]] = []
+    total = 0
+    for bucket in weight_buckets(model, shard_bytes):
+        tensors = {name: tensor.contiguous() for name, tensor in bucket.items()}
+        shards.append(list(tensors))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def _write_adapter(folder: Path, model: PreTrainedModel, shard_bytes: int) -> None:
+    """Write the adapter of `model` as peft's `save_pretrained` does."""
+    from safetensors.torch import save_file
+
+    from components.policy.weight_stream import ADAPTER, adapter_buckets
+
+    tensors = {
+        name: tensor.cpu().contiguous().clone()
+        for bucket in adapter_buckets(model, shard_bytes)
+        for name, tensor in bucket.items()
+    }
+    config: Any = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path = None
+    config.inference_mode = True
+    # peft keeps a set, whose order differs between processes.
+    config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def verify_checkpoint(folder: Path, device: str = "") -> Manifest:

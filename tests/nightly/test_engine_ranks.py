@@ -1,39 +1,16 @@
 """Two ranks of the engine equal one process, under every ZeRO stage and with a real vocabulary."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import vocabulary_fixtures
 from engine_fixtures import STAGES, engine_of, largest_difference, parameters, train, uneven
+from rank_processes import two_ranks
 from safetensors.torch import load_file
 
-from components.core import config
 from components.training.microbatching import evaluate
-
-
-def two_ranks(program: str, out: Path) -> None:
-    """Run a program of tests/fixtures as two ranks that write to `out`."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(config.PROJECT / "tests" / "fixtures" / program),
-        str(out),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": f"{config.PROJECT}:{config.PROJECT / 'tests' / 'fixtures'}",
-        "OMP_NUM_THREADS": "1",
-    }
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): small matrices that are trained in place of all parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from components.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from components.core.params import Adapter
+
+# Names of an expert's matrices and of the router. In a mixture of experts, peft takes a linear layer with
+# such a name for the fused experts.
+EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
+    """Add trainable adapters to linear layers of `model` and freeze all its other parameters.
+
+    Does nothing if `settings.rank` is 0. Otherwise it must be called before a DeepSpeed engine is made for
+    the model. A new adapter does not change what the model computes. Its values are equal in every call, so
+    also on all ranks, and have the dtype of their layer, because DeepSpeed requires one dtype and keeps the
+    trained values in float32 itself.
+
+    In a mixture of experts, only the linear layers of the attention get an adapter. transformers 5 fuses the
+    experts of a layer into two parameters, which are no linear layers, and neither is the router. Raises
+    UserError if a target is not a linear layer that can have an adapter.
+    """
+    if settings.rank == 0:
+        return
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+    layers = _linear_layers(model)
+    for target in settings.targets:
+        if not any(_matches(layer, target) for layer in layers):
+            raise UserError(
+                f"policy.adapter.targets: {model.name_or_path or type(model).__name__} has no linear layer "
+                f"{target} that can have an adapter; give some of "
+                f"{', '.join(sorted({layer.rpartition('.')[2] for layer in layers}))}, or [] for all."
+            )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        target_modules=[
+            layer
+            for layer in layers
+            if not settings.targets or any(_matches(layer, target) for target in settings.targets)
+        ],
+    )
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would also change the random state of GPUs.
+        torch.default_generator.manual_seed(0)
+        model.add_adapter(config)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            base = layer.get_base_layer()
+            assert isinstance(base, nn.Linear)
+            for matrix in (*layer.lora_A.parameters(), *layer.lora_B.parameters()):
+                matrix.data = matrix.data.to(base.weight.dtype)
+
+
+@contextlib.contextmanager
+def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Return a context in which `model` computes without its adapter, as before the adapter was trained.
+
+    Gradients of the adapter cannot be computed in it. Does nothing if `model` has no adapter.
+    """
+    if not model._hf_peft_config_loaded:
+        yield
+        return
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def _matches(layer: str, target: str) -> bool:
+    """Return whether a target is the name of a layer, or the last parts of the name."""
+    return f".{layer}".endswith(f".{target}")
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of `model` that can have an adapter."""
+    head = model.get_output_embeddings()
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
+    # ZeRO 3 keeps the shape of a parameter that it has sharded in `ds_shape`.
+    has_experts = any(
+        len(getattr(parameter, "ds_shape", parameter.shape)) == 3 for parameter in model.parameters()
+    )
+    return [name for name in names if not (has_experts and name.rpartition(".")[2] in EXPERT_NAMES)]

@@ -1,0 +1,158 @@
+"""The weights of a model as a stream of complete tensors in the public checkpoint format.
+
+Checkpoints and weight transfers read a model only through this stream, so no process holds a second copy of
+the whole model, and none holds a whole model that DeepSpeed's ZeRO 3 has sharded. The names and shapes are
+those that `save_pretrained` writes and vLLM loads: experts that transformers fuses are separate tensors, tied
+weights occur once, and the adapters of `components.policy.adapter` are merged into the layers that they
+change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Name under which transformers and peft store the only adapter of a model.
+ADAPTER = "default"
+BASE, LOW_RANK_A, LOW_RANK_B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor of the model without adapters.
+
+    If `low_rank` is given, it has the matrices A [rank, in] and B [out, rank] of an adapter and their scale,
+    and the value is `stored` + scale * B A.
+    """
+
+    name: str
+    stored: Tensor
+    low_rank: tuple[Tensor, Tensor, float] | None = None
+
+    def parts(self) -> list[Tensor]:
+        return [self.stored, *(self.low_rank[:2] if self.low_rank else ())]
+
+    def value(self) -> Tensor:
+        """Return the tensor; all `parts` must be gathered.
+
+        The sum with an adapter is computed in float32 and rounded once to the dtype of `stored`.
+        """
+        stored = self.stored.detach()
+        if self.low_rank is None:
+            return stored
+        a, b, scale = self.low_rank
+        merged = torch.addmm(stored.float(), b.detach().float(), a.detach().float(), alpha=scale)
+        return merged.to(stored.dtype)
+
+
+def weight_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield all weights of `model` by name, in buckets of complete tensors.
+
+    The buckets are in the order of the model's modules. Each has at most `limit_bytes` of the model's
+    parameters, or a single parameter that is larger. If ZeRO 3 has sharded the model, every rank must iterate
+    over the whole stream, and only the parameters of the present bucket are gathered. The tensors may be the
+    model's own memory, so they are valid until the next bucket is requested, and the caller must not write to
+    them.
+    """
+    for bucket in _split(_conversion_groups(model, _weights(model)), limit_bytes):
+        with _gathered([part for weight in bucket for part in weight.parts()]):
+            yield revert_weight_conversion(model, {weight.name: weight.value() for weight in bucket})
+
+
+def adapter_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the adapter's matrices under the names of peft's file format, in buckets as `weight_buckets`."""
+    matrices = [
+        [_Weight(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", tensor)]
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if LOW_RANK_A in name or LOW_RANK_B in name
+    ]
+    for bucket in _split(matrices, limit_bytes):
+        with _gathered([weight.stored for weight in bucket]):
+            yield {weight.name: weight.value() for weight in bucket}
+
+
+def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
+    """Yield parameters and persistent buffers in the order of the modules, and tied parameters once."""
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    seen = set()
+    for name, tensor in tensors.items():
+        if id(tensor) in seen or name in (model._keys_to_ignore_on_save or ()):
+            continue
+        seen.add(id(tensor))
+        if BASE in name:
+            layer, _, field = name.partition(BASE)
+            merged = f"{layer}.{field}"
+            if field == "weight":
+                adapted: Any = model.get_submodule(layer)
+                a, b = (tensors[f"{layer}{part}weight"] for part in (LOW_RANK_A, LOW_RANK_B))
+                yield _Weight(merged, tensor, (a, b, float(adapted.scaling[ADAPTER])))
+            else:
+                yield _Weight(merged, tensor)
+        elif LOW_RANK_A not in name and LOW_RANK_B not in name:
+            yield _Weight(name, tensor)
+
+
+def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> list[list[_Weight]]:
+    """Group the weights that the public format stores as one tensor, which must be converted together.
+
+    Most groups have one weight. Some formats fuse matrices that transformers separates, such as query, key
+    and value.
+    """
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(
+        model, add_legacy=False
+    )
+    converters: list[Any] = [
+        conversion.reverse_transform()
+        for conversion in reversed(conversions)
+        if isinstance(conversion, WeightConverter)
+    ]
+    groups: dict[str, list[_Weight]] = {}
+    for weight in weights:
+        groups.setdefault(apply_converters(weight.name, converters)[0], []).append(weight)
+    return list(groups.values())
+
+
+def _split(groups: Sequence[list[_Weight]], limit_bytes: int) -> Iterator[list[_Weight]]:
+    """Yield lists of consecutive groups with at most `limit_bytes`, or with one larger group."""
+    bucket: list[_Weight] = []
+    filled = 0
+    for group in groups:
+        size = sum(_bytes(part) for weight in group for part in weight.parts())
+        if bucket and filled + size > limit_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket, filled = bucket + group, filled + size
+    if bucket:
+        yield bucket
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the size of a tensor in bytes, that of the complete tensor if ZeRO 3 has sharded it."""
+    return int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
+
+
+def _gathered(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which this process has the complete tensors; every rank must enter it."""
+    sharded = [tensor for tensor in tensors if _is_sharded(tensor)]
+    if not sharded:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    context: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded)
+    return context
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Return whether ZeRO 3 has sharded a parameter and it is not gathered at present."""
+    status = getattr(tensor, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
