@@ -6,18 +6,23 @@ can give other tokens than the policy sampled.
 
 import itertools
 import json
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from components.core.errors import UserError
 from components.core.files import atomic_folder
 from components.judge.verdict import Verdict
 
 SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler_logprob": np.float32}
+TYPECODES = {"ids": "i", "action_mask": "B", "sampler_logprob": "f"}
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,9 @@ class Trajectory:
     """
 
     task_id: str
-    ids: tuple[int, ...]
-    action_mask: tuple[int, ...]
-    sampler_logprob: tuple[float, ...]
+    ids: Sequence[int]
+    action_mask: Sequence[int]
+    sampler_logprob: Sequence[float]
     turns: tuple[Turn, ...]
     verdicts: tuple[Verdict, ...]
     reward: float
@@ -80,9 +85,30 @@ class Trajectory:
     start: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # Tuples of numbers would take ten times the memory of arrays, whose type is that of the file.
+        for name, code in TYPECODES.items():
+            given = getattr(self, name)
+            if isinstance(given, np.ndarray):
+                given = given.astype(SEQUENCES[name]).tobytes()
+            object.__setattr__(self, name, array(code, given))
+
     @property
     def final(self) -> Verdict:
         return self.verdicts[-1]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The sequences of tokens.safetensors, mapped into memory; trajectory i is offsets[i]:offsets[i + 1]."""
+
+    ids: NDArray[np.int32]
+    action_mask: NDArray[np.uint8]
+    sampler_logprob: NDArray[np.float32]
+    offsets: NDArray[np.int64]
+
+    def span(self, index: int) -> slice:
+        return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
 def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
@@ -98,7 +124,9 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
         record["verdicts"] = [verdict.model_dump() for verdict in trajectory.verdicts]
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     tokens: dict[str, Any] = {
-        name: np.array([x for trajectory in trajectories for x in getattr(trajectory, name)], dtype=dtype)
+        name: np.concatenate(
+            [np.zeros(0, dtype), *(np.asarray(getattr(one, name), dtype) for one in trajectories)]
+        )
         for name, dtype in SEQUENCES.items()
     }
     offsets = list(itertools.accumulate((len(trajectory.ids) for trajectory in trajectories), initial=0))
@@ -109,29 +137,55 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
         save_file(tokens | {"offsets": np.array(offsets, dtype=np.int64)}, temporary / "tokens.safetensors")
 
 
-def load_trajectories(folder: Path) -> list[Trajectory]:
-    """Read the trajectories that `save_trajectories` has written to `folder`.
+def load_tokens(folder: Path) -> TokenFile:
+    """Map the token sequences of a folder that `save_trajectories` has written.
 
-    Raises UserError if trajectories.jsonl or tokens.safetensors is missing or damaged, or if the two files do
-    not have the same number of trajectories and tokens.
+    Raises UserError if tokens.safetensors is missing or damaged.
     """
+    from safetensors.torch import load_file  # maps the file, which the numpy version reads
+
     try:
-        records = [
-            json.loads(line) for line in (folder / "trajectories.jsonl").read_text().split("\n") if line
-        ]
-        tokens = load_file(folder / "tokens.safetensors")
+        tensors = load_file(folder / "tokens.safetensors")
+        return TokenFile(**{name: tensor.numpy() for name, tensor in tensors.items()})
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise UserError(
+            f"{folder}: not a folder of trajectories ({error}); give one that a stage wrote."
+        ) from error
+
+
+def read_records(folder: Path, tokens: TokenFile) -> Iterator[dict[str, Any]]:
+    """Yield the lines of trajectories.jsonl as JSON objects, one for each trajectory of `tokens`.
+
+    Raises UserError if the file is missing or damaged, or if it does not have as many trajectories, or
+    `tokens` as many tokens, as the offsets say.
+    """
+    lines = 0
+    try:
+        with (folder / "trajectories.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                lines += 1
+                yield json.loads(line)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder}: not a folder of trajectories ({error}); give one that a stage wrote."
         ) from error
-    offsets = tokens["offsets"].tolist()
-    if len(offsets) != len(records) + 1 or offsets[-1] != len(tokens["ids"]):
+    if len(tokens.offsets) != lines + 1 or tokens.offsets[-1] != len(tokens.ids):
         raise UserError(
             f"{folder}: trajectories.jsonl and tokens.safetensors disagree; restore both from the same run."
         )
+
+
+def load_trajectories(folder: Path) -> list[Trajectory]:
+    """Read the trajectories that `save_trajectories` has written to `folder`.
+
+    Raises UserError if a file is missing or damaged, or if the files do not fit each other.
+    """
+    tokens = load_tokens(folder)
+    records = list(read_records(folder, tokens))
     result = []
-    for number, (record, start, end) in enumerate(zip(records, offsets[:-1], offsets[1:], strict=True), 1):
-        sequences = {name: tuple(tokens[name][start:end].tolist()) for name in SEQUENCES}
+    for index, record in enumerate(records):
+        span = tokens.span(index)
+        sequences = {name: getattr(tokens, name)[span] for name in SEQUENCES}
         try:
             turns = tuple(
                 Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])}))
@@ -141,7 +195,7 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
             result.append(Trajectory(**(record | {"turns": turns, "verdicts": verdicts} | sequences)))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(
-                f"{folder / 'trajectories.jsonl'}: line {number} is no trajectory ({error}); restore the "
+                f"{folder / 'trajectories.jsonl'}: line {index + 1} is no trajectory ({error}); restore the "
                 f"file from its run."
             ) from error
     return result

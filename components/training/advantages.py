@@ -4,10 +4,19 @@ Only own tokens, the tokens that the policy sampled, are time steps. So a long o
 the rewards after it, and the critic's values at observation tokens are not used.
 """
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from components.training.batches import EarnedRows, stream
+
+# Number of elements of a block of `_discounted_sums`.
+SUMMED_BLOCK = 256
+# Number of elements that are copied to float64 at once.
+BLOCK_TOKENS = 2**24
 
 
 def gae(
@@ -24,17 +33,59 @@ def gae(
     """
     mask = action_mask.bool()
     advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])  # [batch], V'
-    next_advantage = torch.zeros_like(values[:, 0])  # [batch], A'
-    for t in reversed(mask.any(0).nonzero().flatten().tolist()):
-        own = mask[:, t]  # [batch]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        # torch.where instead of a multiplication, because a masked value may be NaN.
-        next_advantage = torch.where(own, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(own, values[:, t], next_value)
-        advantages[:, t] = torch.where(own, next_advantage, 0.0)
+    for row, own in enumerate(mask):
+        advantages[row, own] = _advantages(rewards[row, own], values[row, own], gamma, lam)
     returns = torch.where(mask, advantages + values, 0.0)
     return advantages, returns
+
+
+def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Return `gae` of the rows of a batch, whose rewards are earned at their last own tokens.
+
+    `values` and both results are [own tokens].
+    """
+    advantages, returns = stream(batch.tokens), stream(batch.tokens)
+    for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+        rewards = torch.zeros(last - first)
+        rewards[-1] = batch.rewards[row]
+        advantages[first:last] = _advantages(rewards, values[first:last], gamma, lam)
+        returns[first:last] = advantages[first:last] + values[first:last]
+    return advantages, returns
+
+
+def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Return the advantages [n] of the own tokens of one row; the sums are computed in float64."""
+    following = torch.zeros_like(values, dtype=torch.float64)
+    following[:-1] = values[1:]
+    deltas = rewards.double() + gamma * following - values.double()
+    return _discounted_sums(deltas, gamma * lam).to(values.dtype)
+
+
+def _discounted_sums(x: Tensor, discount: float) -> Tensor:
+    """Return y [n] with y_i = sum over k >= 0 of discount^k x_(i+k), for `x` [n] in float64.
+
+    A loop over a hundred thousand tokens would take a second for each row, so blocks of elements are
+    multiplied by a matrix of powers, and what the later blocks add is the same sum over blocks.
+    """
+    if discount == 1:
+        return x.flip(0).cumsum(0).flip(0)
+    size = min(len(x), SUMMED_BLOCK)
+    blocks = functional.pad(x, (0, -len(x) % size)).view(-1, size)
+    distance = torch.arange(size)[:, None] - torch.arange(size)  # [size, size]
+    powers = torch.where(distance >= 0, discount ** distance.clamp(min=0).double(), 0.0)
+    sums = blocks @ powers
+    if len(blocks) > 1:
+        later = functional.pad(_discounted_sums(sums[:, 0], discount**size)[1:], (0, 1))
+        sums = sums + later[:, None] * discount ** torch.arange(size, 0, -1, dtype=torch.float64)
+    return sums.view(-1)[: len(x)]
+
+
+def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:
+    """Return the discounted reward from each own token to the end of its row (Monte Carlo), [own tokens]."""
+    returns = stream(batch.tokens)
+    for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+        returns[first:last] = batch.rewards[row] * gamma ** torch.arange(last - first - 1, -1, -1)
+    return returns
 
 
 def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
@@ -52,14 +103,29 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
     return torch.where(mask, scaled, 0.0)
 
 
-def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor | None = None) -> float:
     """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over the tokens that the policy sampled.
 
-    All tensors are [batch, seq], and `action_mask` is 1 at these tokens. Returns NaN if the returns at these
-    tokens are all equal or there is no such token.
+    The tensors have equal shapes, and `action_mask` is 1 at these tokens; without a mask it is all tokens.
+    Returns NaN if the returns at these tokens are all equal or there is no such token.
     """
-    mask = action_mask.bool()
-    own_returns, own_values = returns[mask].double(), values[mask].double()
-    if own_returns.numel() == 0 or own_returns.var(correction=0) < 1e-8:
+    if action_mask is not None:
+        values, returns = values[action_mask.bool()], returns[action_mask.bool()]
+    variance = _variance(returns, torch.zeros(()))
+    if not variance >= 1e-8:
         return math.nan
-    return 1.0 - float((own_returns - own_values).var(correction=0) / (own_returns.var(correction=0) + 1e-5))
+    return 1.0 - _variance(returns, values) / (variance + 1e-5)
+
+
+def _variance(one: Tensor, other: Tensor) -> float:
+    """Return the variance of `one` - `other` [n] in float64, computed in blocks; NaN if n is 0."""
+    if not len(one):
+        return math.nan
+    starts = range(0, len(one), BLOCK_TOKENS)
+
+    def differences(first: int) -> Tensor:
+        block = slice(first, first + BLOCK_TOKENS)
+        return one[block].double() - (other[block] if other.ndim else other).double()
+
+    mean = sum(float(differences(first).sum()) for first in starts) / len(one)
+    return sum(float((differences(first) - mean).square().sum()) for first in starts) / len(one)

@@ -1,103 +1,185 @@
-"""Trajectories as padded tensors, and the micro-batches that each rank computes.
+"""Rows of tokens of different lengths, and the packed micro-batches that the ranks compute.
 
-Rows are padded only on the right. Because attention is causal, tokens do not see the padding after them, so
-no attention mask and no position ids are needed.
+Nothing is padded. A row is a pair of arrays, which may be mapped from a file, and a micro-batch is rows one
+after the other in one sequence, in which attention does not cross from one row to another
+(`document_attention`). Values that belong to own tokens, the tokens that the policy sampled, are stored as
+one flat tensor [own tokens] over all rows of a batch, a *stream*.
 """
 
 import dataclasses
+import heapq
+import itertools
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from components.agent.trajectory import Trajectory
 
+# Streams of at least this many bytes are kept in a temporary file that is mapped into memory.
+MAPPED_BYTES = 2**28
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows of token ids; every tensor is [batch, seq] and is made in host memory."""
+    """Rows of token ids; row r is `ids[r]` with `action_mask[r]`, both [tokens of the row].
 
-    ids: Tensor
-    # True on own tokens, the tokens that the policy sampled. It is never True at the first position, because
-    # no hidden state precedes that token.
-    action_mask: Tensor
-    # True on tokens, False on padding.
-    valid: Tensor
+    The mask is 1 on own tokens, the tokens that the policy sampled. It is 0 at the first token of a row,
+    because no hidden state precedes that token.
+    """
 
-    def rows(self, index: Sequence[int]) -> Self:
-        """Return the rows at the positions `index`, without the columns that are padding in all of them."""
-        chosen = torch.tensor(index)
-        width = int(self.valid[chosen].sum(1).max())
-        fields = {field.name: getattr(self, field.name)[chosen, :width] for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **fields)
-
-    def to(self, device: torch.device) -> Self:
-        return dataclasses.replace(
-            self, **{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)}
-        )
+    ids: Sequence[NDArray[np.int32]]
+    action_mask: Sequence[NDArray[np.uint8]]
+    # Row r has the own tokens offsets[r] to offsets[r + 1] of the batch.
+    offsets: NDArray[np.int64]
 
     @property
     def lengths(self) -> list[int]:
-        return self.valid.sum(1).tolist()
+        return [len(row) for row in self.ids]
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in all rows that the policy sampled."""
-        return int(self.action_mask.sum())
+        """Return the number of own tokens in all rows."""
+        return int(self.offsets[-1])
+
+    def own_tokens(self, rows: Sequence[int]) -> int:
+        """Return the number of own tokens in the rows with the numbers `rows`."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return int((self.offsets[chosen + 1] - self.offsets[chosen]).sum())
 
 
 @dataclass(frozen=True)
-class Rollout(Batch):
-    """Batch of sampled trajectories with the sampler's log-probabilities (nats) and the rewards.
+class EarnedRows(Batch):
+    """Batch with the reward of each row, which is earned at its last own token, [rows]."""
 
-    `rewards` is the trajectory's reward at the last token of each row that the policy sampled, and 0
-    elsewhere.
-    """
-
-    sampler_logprob: Tensor
     rewards: Tensor
 
 
-def pad(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Return pairs of token ids and action mask as one padded batch.
+@dataclass(frozen=True)
+class Rollout(EarnedRows):
+    """Batch of sampled trajectories with the sampler's log-probabilities (nats), [own tokens]."""
 
-    The mask is 1 at the tokens that the policy sampled. Raises ValueError if the lengths of a pair differ, if
-    no mask entry of a row is 1, or if the first one is 1.
+    sampler_logprob: Tensor
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Tensors with one value for each own token of a batch, [own tokens]; subclasses declare them."""
+
+    def at(self, own: Tensor, device: torch.device) -> Self:
+        """Return the values of the own tokens with the numbers `own` [n], on the device."""
+        return dataclasses.replace(
+            self,
+            **{field.name: getattr(self, field.name)[own].to(device) for field in dataclasses.fields(self)},
+        )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tokens of one forward pass on this rank: the rows of a micro-batch one after the other.
+
+    With sequence parallelism the ranks of a group have consecutive slices of the sequence, of equal lengths.
     """
-    width = max(len(ids) for ids, _ in rows)
-    batch = Batch(
-        ids=torch.zeros(len(rows), width, dtype=torch.int64),
-        action_mask=torch.zeros(len(rows), width, dtype=torch.bool),
-        valid=torch.zeros(len(rows), width, dtype=torch.bool),
-    )
-    for row, (ids, mask) in enumerate(rows):
-        if len(ids) != len(mask) or not any(mask) or mask[0]:
+
+    ids: Tensor  # [1, tokens]
+    # Position of each token in its row, [1, tokens].
+    positions: Tensor
+    # Where each row begins in the whole sequence, and where the last one ends; the same on all ranks.
+    documents: tuple[int, ...]
+    # Positions in this slice of the tokens that precede own tokens, [n]; their hidden states predict them.
+    before: Tensor
+    # The own tokens that they precede, [n].
+    targets: Tensor
+    # The numbers of these own tokens among the own tokens of the batch, [n], in host memory.
+    own: Tensor
+
+
+def stream(count: int) -> Tensor:
+    """Return `count` zeros (float32) in host memory, or in a mapped temporary file if they are many."""
+    if 4 * count < MAPPED_BYTES:
+        return torch.zeros(count)
+    with tempfile.TemporaryFile() as file:
+        return torch.from_numpy(np.memmap(file, dtype=np.float32, mode="w+", shape=(count,)))
+
+
+def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+    """Return pairs of token ids and action mask as a batch; arrays of int32 and uint8 are not copied.
+
+    Raises ValueError if the lengths of a pair differ, if no mask entry of a row is 1, or if the first one is.
+    """
+    ids = [np.asarray(row, dtype=np.int32) for row, _ in rows]
+    masks = [np.asarray(mask, dtype=np.uint8) for _, mask in rows]
+    for number, (row, mask) in enumerate(zip(ids, masks, strict=True)):
+        if len(row) != len(mask) or not mask.any() or mask[0]:
             raise ValueError(
-                f"row {row}: {len(ids)} ids, {len(mask)} mask entries, {sum(mask)} own tokens; "
+                f"row {number}: {len(row)} ids, {len(mask)} mask entries, {int(mask.sum())} own tokens; "
                 "the mask must fit and spare the first token"
             )
-        batch.ids[row, : len(ids)] = torch.tensor(ids)
-        batch.action_mask[row, : len(ids)] = torch.tensor(mask, dtype=torch.bool)
-        batch.valid[row, : len(ids)] = True
-    return batch
+    return Batch(ids, masks, own_offsets(masks))
+
+
+def own_offsets(masks: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
+    """Return the number of own tokens before each row, and that of all rows, [rows + 1]."""
+    return np.cumsum([0, *(int(np.count_nonzero(mask)) for mask in masks)], dtype=np.int64)
 
 
 def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None = None) -> Rollout:
-    """Return trajectories as one batch; `rewards`, if given, replace the trajectories' own rewards.
-
-    The reward is placed at the last token that the policy sampled, because advantages skip prompt and
-    observation tokens and would ignore a reward there.
-    """
+    """Return trajectories as one batch; `rewards`, if given, replace the trajectories' own rewards."""
     earned = [trajectory.reward for trajectory in trajectories] if rewards is None else rewards
-    batch = pad([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
-    sampler_logprob, reward_at = torch.zeros(batch.ids.shape), torch.zeros(batch.ids.shape)
-    for row, (trajectory, reward) in enumerate(zip(trajectories, earned, strict=True)):
-        sampler_logprob[row, : len(trajectory.ids)] = torch.tensor(trajectory.sampler_logprob)
-        last = max(t for t, own in enumerate(trajectory.action_mask) if own)
-        reward_at[row, last] = reward
-    return Rollout(**vars(batch), sampler_logprob=sampler_logprob, rewards=reward_at)
+    batch = make_batch([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
+    logprobs = [
+        np.asarray(trajectory.sampler_logprob, dtype=np.float32)[mask.astype(bool)]
+        for trajectory, mask in zip(trajectories, batch.action_mask, strict=True)
+    ]
+    return Rollout(
+        **vars(batch),
+        sampler_logprob=torch.from_numpy(np.concatenate(logprobs)),
+        rewards=torch.tensor(earned, dtype=torch.float32),
+    )
+
+
+def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Packed:
+    """Return slice number `part` of `parts` of the rows with the numbers `rows`, in host memory.
+
+    The sequence is extended to a multiple of `parts` with a row of zeros without own tokens.
+    """
+    lengths = [len(batch.ids[row]) for row in rows]
+    if spare := -sum(lengths) % parts:
+        lengths.append(spare)
+    documents = tuple(itertools.accumulate(lengths, initial=0))
+    width = documents[-1] // parts
+    begin, end = part * width, (part + 1) * width
+    ids = np.zeros(documents[-1], dtype=np.int64)
+    mask = np.zeros(documents[-1], dtype=bool)
+    positions = np.zeros(documents[-1], dtype=np.int64)
+    for row, first, last in zip(rows, documents, documents[1:], strict=False):
+        ids[first:last], mask[first:last] = batch.ids[row], batch.action_mask[row]
+    for first, last in itertools.pairwise(documents):
+        positions[first:last] = np.arange(last - first)
+    before = np.flatnonzero(mask) - 1
+    own = np.concatenate([np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows])
+    is_here = (before >= begin) & (before < end)
+    return Packed(
+        ids=torch.from_numpy(ids[begin:end])[None],
+        positions=torch.from_numpy(positions[begin:end])[None],
+        documents=documents,
+        before=torch.from_numpy(before[is_here] - begin),
+        targets=torch.from_numpy(ids[before[is_here] + 1]),
+        own=torch.from_numpy(own[is_here]),
+    )
+
+
+def to_device(packed: Packed, device: torch.device) -> Packed:
+    """Return `packed` with everything but the numbers `own` on the device."""
+    moved: dict[str, Any] = {
+        name: getattr(packed, name).to(device) for name in ("ids", "positions", "before", "targets")
+    }
+    return dataclasses.replace(packed, **moved)
 
 
 @dataclass(frozen=True)
@@ -110,26 +192,30 @@ class Microbatch:
 
 
 def plan(
-    lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, rank: int = 0, world: int = 1
+    lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, group: int = 0, groups: int = 1
 ) -> list[Microbatch]:
-    """Return this rank's micro-batches of `rows`, beginning with the longest rows.
+    """Return the micro-batches of `rows` of one group of ranks, beginning with the longest rows.
 
-    Each micro-batch has at most `tokens_per_microbatch` tokens, padding included, or a single row. Rows are
-    sorted by length and dealt to the ranks in turn, so that all ranks get about equal work. Every rank gets
-    the same number of micro-batches, because forward and backward passes are collective under ZeRO 3: a rank
-    with fewer of them repeats the shortest row with `counted` False. The result depends only on the
-    arguments, so the ranks need not communicate.
+    Each micro-batch has at most `tokens_per_microbatch` tokens, or a single row. Rows are sorted by length
+    and dealt to the groups in turn, so that all groups get about equal work. Every group gets the same number
+    of micro-batches, because forward and backward passes are collective under ZeRO 3: a group with fewer of
+    them repeats the shortest row with `counted` False. The result depends only on the arguments, so the ranks
+    need not communicate.
     """
     by_length = sorted(rows, key=lambda row: (-lengths[row], row))
     plans = []
-    for other in range(world):
+    for other in range(groups):
         packed: list[list[int]] = []
-        for row in by_length[other::world]:
-            if packed and (len(packed[-1]) + 1) * lengths[packed[-1][0]] <= tokens_per_microbatch:
-                packed[-1].append(row)
+        used: list[tuple[int, int]] = []  # a heap of each micro-batch's tokens and number, the emptiest first
+        for row in by_length[other::groups]:
+            tokens, number = used[0] if used else (tokens_per_microbatch, 0)
+            if tokens + lengths[row] <= tokens_per_microbatch:
+                packed[number].append(row)
+                heapq.heapreplace(used, (tokens + lengths[row], number))
             else:
+                heapq.heappush(used, (lengths[row], len(packed)))
                 packed.append([row])
         plans.append(packed)
-    own = [Microbatch(tuple(packed)) for packed in plans[rank]]
+    own = [Microbatch(tuple(packed)) for packed in plans[group]]
     missing = max(len(packed) for packed in plans) - len(own)
     return own + [Microbatch((by_length[-1],), counted=False)] * missing

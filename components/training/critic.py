@@ -12,28 +12,41 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from components.agent.trajectory import Trajectory, load_trajectories
+from components.agent.trajectory import load_tokens, read_records
 from components.core.errors import StageFailed, UserError
-from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
-from components.training.advantages import explained_variance, gae
-from components.training.batches import Rollout, collate
-from components.training.engine import DTYPES, DeepSpeedEngine, join_world
+from components.policy.checkpoint import load_tokenizer, verify_checkpoint
+from components.training.advantages import discounted_rewards, explained_variance, row_gae
+from components.training.batches import Batch, EarnedRows, Packed, Streams, own_offsets
+from components.training.engine import DTYPES, DeepSpeedEngine, sharded_loading
 from components.training.losses import value_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
-from components.training.networks import VALUE_HEAD, critic_from_actor
-from components.training.rollouts import derived_seed, trainable
+from components.training.networks import VALUE_HEAD, load_critic
+from components.training.rollouts import derived_seed
 from components.training.stage import Stage, StageResult
 from components.training.training_loop import StepRecord, finish, fit, resume
 
 
 @dataclass(frozen=True)
-class Targets(Rollout):
-    """Trajectories with the returns that the critic learns, [batch, seq], in units of the reward."""
+class StoredRow:
+    """What value pretraining needs of a stored trajectory; the arrays are mapped from its file."""
+
+    task_id: str
+    reward: float
+    ids: NDArray[np.int32]
+    action_mask: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Targets(Streams):
+    """The returns that the critic learns, [own tokens], in units of the reward."""
 
     returns: Tensor
 
@@ -46,16 +59,14 @@ def run(stage: Stage) -> StageResult:
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.critic
     verify_checkpoint(stage.actor, params.device)
-    taught, held_out = split_by_task(
-        read_trajectories(stage.trajectories), settings.held_out_share, seed=params.seed
-    )
-    batch, unseen = collate(taught), collate(held_out)
+    taught, held_out = split_by_task(read_rows(stage.trajectories), settings.held_out_share, seed=params.seed)
+    batch, unseen = batch_of(taught), batch_of(held_out)
 
-    join_world(params.device, params.engine.collective_seconds)
     tokenizer = load_tokenizer(stage.actor)
-    model = load_model(stage.actor, dtype=DTYPES[params.engine.dtype], device=params.device)
-    network, gamma = critic_from_actor(model), params.agentic.gamma
-    network.baseline.fill_(float(_monte_carlo(batch, gamma)[batch.action_mask].mean()))
+    with sharded_loading(params.engine, params.device):
+        network = load_critic(stage.actor, params.engine, params.policy.adapter, DTYPES[params.engine.dtype])
+    gamma = params.agentic.gamma
+    network.baseline.fill_(float(discounted_rewards(batch, gamma).mean()))
     critic = DeepSpeedEngine(
         network, params.engine, device=params.device, gradient_clip=params.agentic.gradient_clip
     )
@@ -63,14 +74,14 @@ def run(stage: Stage) -> StageResult:
 
     def critic_pass(epoch: int, record: StepRecord) -> None:
         sums, norms = MetricSums(), []
-        targets = Targets(**vars(batch), returns=_returns(critic, batch, gamma, settings.lam))
+        targets = Targets(_returns(critic, batch, gamma, settings.lam))
         order = list(range(len(taught)))
         random.Random(derived_seed(params.seed, "critic", epoch)).shuffle(order)
         for first in range(0, len(order), settings.batch):
             steps = (epoch * len(order) + first) / settings.batch
             learning_rate = settings.learning_rate * max(0.0, 1 - steps / steps_of_all_passes)
             rows = order[first : first + settings.batch]
-            norms.append(train_step(critic, targets, rows, _loss, sums, learning_rate=learning_rate))
+            norms.append(train_step(critic, batch, targets, rows, _loss, sums, learning_rate=learning_rate))
         record.figures |= sums.means(critic.world, batch.tokens)
         record.figures |= {
             "critic_gradient_norm": sum(norms) / len(norms),
@@ -98,9 +109,10 @@ def run(stage: Stage) -> StageResult:
             )
     backbone = network.backbone
     assert isinstance(backbone, PreTrainedModel)
+    with critic.gathered(network.value_head):
+        value_head = network.extra()
     return finish(
         state,
-        critic,
         backbone,
         tokenizer,
         started=started,
@@ -114,39 +126,54 @@ def run(stage: Stage) -> StageResult:
         stopped=""
         if measured
         else "all held-out rewards are equal, so the explained variance is undefined and was not required",
-        extra=lambda: {VALUE_HEAD: network.extra()},
+        extra={VALUE_HEAD: value_head},
     )
 
 
-def read_trajectories(folders: Sequence[Path]) -> list[Trajectory]:
-    """Return every trainable trajectory stored below the folders (see `rollouts.trainable`).
+def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
+    """Return the stored trajectories that have own tokens and on which the judge did not fail.
 
-    Raises UserError if there is no trajectory, or if the mask or the log-probabilities of a trajectory do not
-    fit its tokens.
+    Raises UserError if there is no such trajectory, or if the mask or the log-probabilities of a trajectory
+    do not fit its tokens.
     """
-    trajectories: list[Trajectory] = []
+    rows: list[StoredRow] = []
+    failure = ""
     for folder in sorted({file.parent for root in folders for file in root.rglob("trajectories.jsonl")}):
-        trajectories += (loaded := load_trajectories(folder))
-        for index, one in enumerate(loaded):
-            fits = len(one.ids) == len(one.action_mask) == len(one.sampler_logprob)
-            starts_with_action = bool(one.action_mask and one.action_mask[0])
-            is_probability = all(logprob <= 1e-3 for logprob in one.sampler_logprob)
-            if not fits or starts_with_action or not is_probability or not set(one.action_mask) <= {0, 1}:
+        tokens = load_tokens(folder)
+        for index, record in enumerate(read_records(folder, tokens)):
+            span = tokens.span(index)
+            ids, mask, logprob = tokens.ids[span], tokens.action_mask[span], tokens.sampler_logprob[span]
+            fits = len(ids) == len(mask) == len(logprob) and (mask <= 1).all() and (logprob <= 1e-3).all()
+            if not fits or (len(mask) and mask[0]):
                 raise UserError(
                     f"{folder}: action_mask or sampler_logprob of trajectory {index} does not fit its "
                     "tokens; restore the folder from the run that wrote it."
                 )
-    if not trajectories:
+            final = record["verdicts"][-1]
+            if mask.any() and final["status"] != "infrastructure":
+                rows.append(StoredRow(record["task_id"], record["reward"], ids, mask))
+            else:
+                failure = final["reason"]
+    if not rows:
+        mend = f"the judge failed on all ({failure}), run cuda-agent doctor." if failure else ""
         raise UserError(
             f"{', '.join(map(str, folders)) or 'no folder'}: no trajectory to learn values from; "
-            "run the stages from warmup on."
+            + (mend or "run the stages from warmup on.")
         )
-    return trainable(trajectories)
+    return rows
 
 
-def split_by_task(
-    trajectories: Sequence[Trajectory], share: float, *, seed: int
-) -> tuple[list[Trajectory], list[Trajectory]]:
+class OfTask(Protocol):
+    """A trajectory, or what is known of it."""
+
+    @property
+    def task_id(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=OfTask)
+
+
+def split_by_task(trajectories: Sequence[Item], share: float, *, seed: int) -> tuple[list[Item], list[Item]]:
     """Return the trajectories to learn from and the held-out trajectories.
 
     About `share` of the tasks are held out, with all of their trajectories. Each part has at least one task.
@@ -167,28 +194,35 @@ def split_by_task(
     ]
 
 
-def _loss(network: nn.Module, rows: Targets) -> tuple[Tensor, dict[str, Tensor]]:
-    (values,) = network(rows.ids, rows.action_mask)
-    total, _ = value_loss_sum(values, values.detach(), rows.returns, rows.action_mask, None)
+def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
+    """Return the rows as a batch whose arrays stay in their files."""
+    masks = [row.action_mask for row in rows]
+    return EarnedRows(
+        ids=[row.ids for row in rows],
+        action_mask=masks,
+        offsets=own_offsets(masks),
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+    )
+
+
+def _loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor, dict[str, Tensor]]:
+    (values,) = network(packed)
+    every = torch.ones_like(values, dtype=torch.bool)
+    total, _ = value_loss_sum(values, values.detach(), own.returns, every, None)
     return total, {"value_loss": total}
 
 
-def _monte_carlo(batch: Rollout, gamma: float) -> Tensor:
-    """Return the discounted sum of rewards from each token of the policy to the end, [batch, seq]."""
-    return gae(batch.rewards, torch.zeros_like(batch.rewards), batch.action_mask, gamma, 1.0)[1]
-
-
-def _values(engine: DeepSpeedEngine, batch: Rollout) -> Tensor:
+def _values(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
     return evaluate(engine.forward, engine.world, batch, engine.settings.tokens_per_microbatch)[0]
 
 
-def _returns(engine: DeepSpeedEngine, batch: Rollout, gamma: float, lam: float) -> Tensor:
-    """Return the returns that the critic is to learn in the next pass, [batch, seq]."""
+def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: float) -> Tensor:
+    """Return the returns that the critic is to learn in the next pass, [own tokens]."""
     if lam == 1:
-        return _monte_carlo(batch, gamma)
-    return gae(batch.rewards, _values(engine, batch), batch.action_mask, gamma, lam)[1]
+        return discounted_rewards(batch, gamma)
+    return row_gae(batch, _values(engine, batch), gamma, lam)[1]
 
 
-def _explained(engine: DeepSpeedEngine, batch: Rollout, gamma: float) -> float:
-    """Return the share of the variance of the Monte Carlo returns that the critic's values explain."""
-    return explained_variance(_values(engine, batch), _monte_carlo(batch, gamma), batch.action_mask)
+def _explained(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float) -> float:
+    """Return the share of the variance of the discounted rewards that the critic's values explain."""
+    return explained_variance(_values(engine, batch), discounted_rewards(batch, gamma))

@@ -6,10 +6,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from components.training.batches import Batch, Microbatch, plan
+from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream, to_device
 from components.training.engine import DeepSpeedEngine, NotFinite, World
 
-Rows = TypeVar("Rows", bound=Batch)
+Values = TypeVar("Values", bound=Streams)
 
 
 class MetricSums:
@@ -37,53 +37,54 @@ class MetricSums:
         return {name: float(value) / tokens for name, value in zip(self.values, total, strict=True)}
 
 
-# Function that takes a network and rows and returns loss and metrics, each summed over own tokens.
-Loss = Callable[[nn.Module, Rows], tuple[Tensor, dict[str, Tensor]]]
+# Function that takes a network, packed tokens and the values of its own tokens, and returns loss and metrics,
+# each summed over own tokens.
+Loss = Callable[[nn.Module, Packed, Values], tuple[Tensor, dict[str, Tensor]]]
 
 
 def train_step(
     engine: DeepSpeedEngine,
-    batch: Rows,
+    batch: Batch,
+    values: Values,
     index: Sequence[int],
-    loss: Loss[Rows],
+    loss: Loss[Values],
     sums: MetricSums,
     *,
     learning_rate: float,
 ) -> float:
-    """Take one optimizer step on the rows of `batch` at the positions `index`; return the gradient norm.
+    """Take one optimizer step on the rows of `batch` with the numbers `index`; return the gradient norm.
 
-    Every rank calls this with the same arguments. The loss is divided by the number of tokens in all of these
-    rows that the policy sampled. The metrics that `loss` returns are added to `sums`.
+    Every rank calls this with the same arguments. `values` are what the loss needs to know about own tokens.
+    The loss is divided by the number of own tokens in all of these rows. The metrics that `loss` returns are
+    added to `sums`.
     """
-    world, tokens = engine.world, int(batch.action_mask[list(index)].sum())
-    limit = engine.settings.tokens_per_microbatch
+    world, tokens = engine.world, batch.own_tokens(index)
 
     def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
-        total, parts = loss(network, batch.rows(microbatch.rows).to(world.device))
+        packed = to_device(pack(batch, microbatch.rows, world.part, world.sequence_parallel), world.device)
+        total, parts = loss(network, packed, values.at(packed.own, world.device))
         sums.add(parts if microbatch.counted else {name: torch.zeros(()) for name in parts})
         return total / tokens
 
-    microbatches = plan(batch.lengths, index, limit, world.rank, world.size)
+    limit = engine.settings.tokens_per_microbatch
+    microbatches = plan(batch.lengths, index, limit, world.group, world.groups)
     return engine.step(microbatches, share, learning_rate=learning_rate)
 
 
 def evaluate(
-    forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    world: World,
-    batch: Batch,
-    tokens_per_microbatch: int,
+    forward: Callable[[Packed], tuple[Tensor, ...]], world: World, batch: Batch, tokens_per_microbatch: int
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of `forward` on the whole batch, each [batch, seq].
+    """Return the outputs of `forward` on the whole batch, each [own tokens].
 
     Every rank computes some of the micro-batches, and every rank gets the complete outputs.
     """
     results: list[Tensor] = []
-    rows_of_all = range(len(batch.ids))
-    for microbatch in plan(batch.lengths, rows_of_all, tokens_per_microbatch, world.rank, world.size):
-        rows = batch.rows(microbatch.rows).to(world.device)
-        for position, output in enumerate(forward(rows.ids, rows.action_mask)):
+    rows = range(len(batch.ids))
+    for microbatch in plan(batch.lengths, rows, tokens_per_microbatch, world.group, world.groups):
+        packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel)
+        for position, output in enumerate(forward(to_device(packed, world.device))):
             if position == len(results):
-                results.append(torch.zeros(batch.ids.shape))
+                results.append(stream(batch.tokens))
             if microbatch.counted:
-                results[position][list(microbatch.rows), : output.shape[1]] = output.float().cpu()
+                results[position][packed.own] = output.float().cpu()
     return tuple(world.sum(result) for result in results)

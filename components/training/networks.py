@@ -1,22 +1,40 @@
 """The two trained networks: the actor returns log-probabilities and entropies, the critic returns values.
 
-Both compute outputs only for own tokens, the tokens that the policy sampled. The output for token t is
-computed from the hidden state at position t - 1, before the token is emitted.
+Both compute outputs only for own tokens, the tokens that the policy sampled. The output for a token is
+computed from the hidden state of the token before it, so before it is emitted.
 """
 
-import copy
+import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModel, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from components.core import params
 from components.core.errors import UserError
+from components.policy.adapter import add_adapter
+from components.policy.checkpoint import explain_load_errors
+from components.training import document_attention
+from components.training.batches import Packed
 from components.training.token_scores import TokenScores
 
 VALUE_HEAD = "value_head.safetensors"
+
+
+def hidden_states(model: nn.Module, packed: Packed) -> Tensor:
+    """Return the hidden states [n, hidden] from which `model` predicts the own tokens of `packed`."""
+    states: Tensor = model(
+        input_ids=packed.ids,
+        position_ids=packed.positions,
+        documents=packed.documents,
+        use_cache=False,
+    ).last_hidden_state  # [1, tokens, hidden]
+    return states[0, packed.before]
 
 
 class Actor(nn.Module):
@@ -32,23 +50,20 @@ class Actor(nn.Module):
         self.policy = policy
         self.scores = TokenScores(head, temperature)
 
-    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, both [batch, seq], 0 where `action_mask` is False."""
-        hidden = self.policy.base_model(
-            input_ids=ids, use_cache=False
-        ).last_hidden_state  # [batch, seq, hidden]
-        own = action_mask[:, 1:]
+    def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies of the own tokens, both [n]."""
         # Score own tokens only, because most tokens of a rollout are prompt and observations.
-        logprob, entropy = self.scores(hidden[:, :-1][own], ids[:, 1:][own])  # [own tokens]
-        empty = torch.zeros(ids.shape, device=ids.device)
-        return empty.masked_scatter(action_mask, logprob), empty.masked_scatter(action_mask, entropy)
+        scores: tuple[Tensor, Tensor] = self.scores(
+            hidden_states(self.policy.base_model, packed), packed.targets
+        )
+        return scores
 
 
 class ValueHead(nn.Linear):
     """Linear layer with one output; it computes in float32, and its weights start at zero."""
 
-    def __init__(self, hidden: int):
-        super().__init__(hidden, 1)
+    def __init__(self, hidden: int, dtype: torch.dtype = torch.float32):
+        super().__init__(hidden, 1, dtype=dtype)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -57,25 +72,25 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Language model backbone with a value head, which computes V_t from the hidden state at t - 1.
+    """Language model backbone with a value head, which computes a token's value before it is emitted.
 
     `baseline` is a constant that is added to every value, the mean return of the first training data. The
     value head starts at zero and one update changes its output by about learning rate * width, so without the
     baseline tens of updates would be needed to learn the mean return.
     """
 
-    def __init__(self, backbone: nn.Module, hidden: int):
+    def __init__(self, backbone: nn.Module, hidden: int, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.backbone = backbone
-        self.value_head = ValueHead(hidden)
+        # DeepSpeed's ZeRO 3 refuses parameters of different precisions.
+        self.value_head = ValueHead(hidden, dtype)
         self.register_buffer("baseline", torch.zeros(()))
         self.baseline: Tensor
 
-    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
-        """Return a tuple of one tensor: values [batch, seq], 0 where `action_mask` is False."""
-        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
-        values = self.value_head(hidden[:, :-1]).squeeze(-1) + self.baseline.float()
-        return (torch.where(action_mask, functional.pad(values, (1, 0)), 0.0),)
+    def forward(self, packed: Packed) -> tuple[Tensor]:
+        """Return a tuple of one tensor: the values of the own tokens [n]."""
+        values = self.value_head(hidden_states(self.backbone, packed))  # [n, 1]
+        return (values.squeeze(-1) + self.baseline.float(),)
 
     def extra(self) -> dict[str, Tensor]:
         """Return the value head's weight and bias and the baseline, for the file `value_head.safetensors`."""
@@ -83,23 +98,83 @@ class Critic(nn.Module):
         return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def critic_from_actor(policy: PreTrainedModel) -> Critic:
-    """Return a critic whose backbone is a copy of the backbone of `policy`."""
-    return Critic(copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size)
+def load_policy(
+    folder: Path, settings: params.Engine, adapter: params.Adapter, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Load the causal language model in `folder` for training, with an adapter if its rank is above 0.
 
-
-def load_critic(folder: Path, dtype: torch.dtype) -> Critic:
-    """Load a critic that stage 3 wrote: a Hugging Face backbone and `value_head.safetensors`.
-
-    Raises UserError if `folder` has no such file.
+    Under ZeRO 3 it must be called within `engine.sharded_loading`. Raises UserError if it cannot be loaded.
     """
+    return _load(AutoModelForCausalLM, folder, settings, adapter, dtype)
+
+
+def load_critic(folder: Path, settings: params.Engine, adapter: params.Adapter, dtype: torch.dtype) -> Critic:
+    """Return a critic with the backbone in `folder`, which may be a policy's, loaded like `load_policy`.
+
+    Its value head is that of the file `value_head.safetensors`, which stage 3 writes, and starts at zero if
+    there is no such file.
+    """
+    backbone = _load(AutoModel, folder, settings, adapter, dtype)
+    critic = Critic(backbone, backbone.config.get_text_config().hidden_size, dtype)
+    if (folder / VALUE_HEAD).is_file():
+        tensors = load_file(folder / VALUE_HEAD)
+        critic.value_head.load_state_dict({"weight": tensors["weight"], "bias": tensors["bias"]})
+        critic.baseline.copy_(tensors["baseline"])
+    return critic
+
+
+def check_critic(folder: Path) -> None:
+    """Raise UserError if `folder` has no value head, so that it is not a critic that stage 3 wrote."""
     if not (folder / VALUE_HEAD).is_file():
         raise UserError(
             f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3."
         )
-    backbone = AutoModel.from_pretrained(folder, dtype=dtype)
-    critic = Critic(backbone, backbone.config.get_text_config().hidden_size)
-    tensors = load_file(folder / VALUE_HEAD)
-    critic.value_head.load_state_dict({"weight": tensors["weight"], "bias": tensors["bias"]})
-    critic.baseline.copy_(tensors["baseline"])
-    return critic
+
+
+def _load(
+    factory: Any, folder: Path, settings: params.Engine, adapter: params.Adapter, dtype: torch.dtype
+) -> PreTrainedModel:
+    with explain_load_errors(folder, "model"):
+        model: PreTrainedModel = factory.from_pretrained(
+            folder, dtype=dtype, attn_implementation=document_attention.SDPA
+        )
+    if not model._supports_sdpa:
+        if settings.sequence_parallel > 1:
+            raise UserError(
+                f"{folder}: the attention of {type(model).__name__} has no scaled dot product form, which "
+                "sequence parallelism needs; set engine.sequence_parallel to 1."
+            )
+        model.set_attn_implementation(document_attention.EAGER)
+    model.eval()
+    if adapter.rank:
+        add_adapter(model, adapter)
+    if settings.mlp_tokens:
+        tile_mlps(model, settings)
+    return model
+
+
+def tile_mlps(model: PreTrainedModel, settings: params.Engine) -> None:
+    """Let the dense feed-forward layers compute `settings.mlp_tokens` tokens at a time.
+
+    Their intermediate states, several times as wide as the hidden states, then exist for this many tokens
+    only (Arctic long sequence training, arXiv 2506.13996). Under ZeRO 3 a layer must be a leaf module, whose
+    parameters are gathered once for all of its parts, because the ranks may have different numbers of parts.
+    """
+    tiled = {type(module) for module in model.modules() if _is_dense_mlp(module)}
+    for module in model.modules():
+        if _is_dense_mlp(module):
+            module.forward = functools.partial(_in_parts, module.forward, settings.mlp_tokens)
+    if settings.zero_stage == 3 and tiled:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, list(tiled))
+
+
+def _is_dense_mlp(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "down_proj"))
+
+
+def _in_parts(forward: Any, tokens: int, states: Tensor) -> Tensor:
+    """Apply `forward` to parts of `states` [..., tokens, hidden], whose intermediate states are not kept."""
+    parts = states.split(tokens, dim=-2)
+    return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in parts], dim=-2)

@@ -10,38 +10,40 @@ the critic's targets use separate lambdas: with a lambda of 0.95 the targets of 
 hardly depend on a reward that comes more than about a hundred tokens later.
 """
 
-import copy
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.params import Ppo
-from components.policy.checkpoint import load_model, verify_checkpoint
-from components.training.advantages import explained_variance, gae, whiten
-from components.training.batches import Rollout, collate
+from components.policy.adapter import adapter_disabled
+from components.policy.checkpoint import verify_checkpoint
+from components.training.advantages import explained_variance, row_gae, whiten
+from components.training.batches import Packed, Rollout, Streams, collate, stream
 from components.training.collapse_detection import Collapsed, collapse
-from components.training.engine import DTYPES, DeepSpeedEngine
+from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork, sharded_loading
+from components.training.expert_load import ExpertLoad
+from components.training.group_advantages import token_advantages, trajectory_reward
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
     kl_k2,
     kl_k3,
     likelihood_loss_sum,
-    masked_sum,
     policy_loss_sum,
     value_loss_sum,
 )
 from components.training.metrics_file import Figures
 from components.training.microbatching import Loss, MetricSums, evaluate, train_step
-from components.training.networks import Actor, Critic, critic_from_actor, load_critic
+from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
 from components.training.rollouts import (
     RunEpisodes,
     SolveRateTracker,
@@ -62,17 +64,35 @@ TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Experience(Rollout):
-    """Trajectories of a step with the tensors that the updates need; every tensor is [batch, seq]."""
+class Experience(Streams):
+    """What the updates of a step need to know about own tokens; every tensor is [own tokens]."""
 
     old_logprob: Tensor
+    # Zeros if nothing asks for the reference.
     reference_logprob: Tensor
+    # Zeros without a critic, as the returns.
     old_values: Tensor
     advantages: Tensor
     returns: Tensor
     importance: Tensor
-    # True on own tokens of the trajectories with the highest reward of their task, if it is positive.
+    # True on the trajectories with the highest reward of their task, if it is positive.
     best: Tensor
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks of a PPO stage."""
+
+    actor: DeepSpeedEngine
+    # None if advantages are computed from groups of trajectories.
+    critic: DeepSpeedEngine | None
+    # Evaluates the policy that the stage started from; None if neither a loss nor a metric asks for it.
+    reference: Callable[[Rollout], Tensor] | None
+    expert_load: ExpertLoad
+
+    @property
+    def trained(self) -> dict[str, DeepSpeedEngine]:
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
 
 def warmup(stage: Stage, episodes: RunEpisodes) -> StageResult:
@@ -81,47 +101,90 @@ def warmup(stage: Stage, episodes: RunEpisodes) -> StageResult:
     The critic starts as a copy of the actor. During the first `warmup.critic_warmup_steps` steps only the
     critic is trained.
     """
-    dtype = DTYPES[stage.params.engine.dtype]
-    return run_ppo(
-        stage, stage.params.warmup, lambda: critic_from_actor(load_model(stage.actor, dtype=dtype)), episodes
-    )
+    return run_ppo(stage, stage.params.warmup, stage.actor, episodes)
 
 
 def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
     """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic` (stage 4).
 
-    `episodes` runs the agent loop. Raises UserError if `stage.critic` is None, or if the critic's tokenizer
-    differs from the actor's.
+    `episodes` runs the agent loop. Raises UserError if a critic is needed and `stage.critic` is None or no
+    critic, or if the critic's tokenizer differs from the actor's.
     """
-    params, critic = stage.params, stage.critic
+    critic = stage.critic
+    if stage.params.agentic.advantages != "critic":
+        return run_ppo(stage, stage.params.agentic, stage.actor, episodes)
     if critic is None:
         raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
+    check_critic(critic)
     tokenizers = [verify_checkpoint(folder).files.get(TOKENIZER) for folder in (stage.actor, critic)]
     if tokenizers[0] != tokenizers[1]:
         raise UserError(
             f"{critic / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; "
             "give the critic that was made from this actor."
         )
-    return run_ppo(stage, params.agentic, lambda: load_critic(critic, DTYPES[params.engine.dtype]), episodes)
+    return run_ppo(stage, stage.params.agentic, critic, episodes)
 
 
-def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes: RunEpisodes) -> StageResult:
+def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: Path) -> Networks:
+    """Load the networks of a stage; every rank must call this.
+
+    `policy` has loaded the actor, and `critic_folder` is the checkpoint of the critic or of the actor that it
+    starts from.
+    """
+    settings, device = stage.params.engine, stage.params.device
+
+    def engine(network: nn.Module) -> DeepSpeedEngine:
+        return DeepSpeedEngine(network, settings, device=device, gradient_clip=ppo.gradient_clip)
+
+    expert_load = ExpertLoad(policy.model)
+    actor, critic = engine(Actor(policy.model, ppo.rollouts.temperature)), None
+    if ppo.advantages == "critic":
+        with sharded_loading(settings, device):
+            network = load_critic(
+                critic_folder, settings, stage.params.policy.adapter, DTYPES[settings.dtype]
+            )
+        critic = engine(network)
+    is_needed = ppo.kl_coefficient > 0 or ppo.measure_kl
+    reference = _reference(stage, ppo, policy, actor) if is_needed else None
+    return Networks(actor, critic, reference, expert_load)
+
+
+def _reference(
+    stage: Stage, ppo: Ppo, policy: TrainedPolicy, actor: DeepSpeedEngine
+) -> Callable[[Rollout], Tensor]:
+    """Return a function that evaluates the log-probabilities of the policy that the stage started from."""
+    settings, adapter = stage.params.engine, stage.params.policy.adapter
+    limit = settings.tokens_per_microbatch
+    if adapter.rank:
+
+        def without_adapter(batch: Rollout) -> Tensor:
+            with adapter_disabled(policy.model):
+                return evaluate(actor.forward, actor.world, batch, limit)[0]
+
+        return without_adapter
+    with sharded_loading(settings, stage.params.device):
+        first = load_policy(stage.actor, settings, adapter, DTYPES[settings.dtype])
+    frozen = FrozenNetwork(Actor(first, ppo.rollouts.temperature), settings, device=stage.params.device)
+
+    def evaluated(batch: Rollout) -> Tensor:
+        with frozen.on_device():
+            return evaluate(frozen.forward, frozen.world, batch, limit)[0]
+
+    return evaluated
+
+
+def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) -> StageResult:
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
-    `make_critic` returns the critic to start with, and `episodes` runs the agent loop.
+    `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episodes` runs
+    the agent loop.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
     tasks = stage.tasks()
     policy = TrainedPolicy(stage, rollouts, episodes)
-    reference = Actor(copy.deepcopy(policy.model), rollouts.temperature)
-
-    def engine(network: nn.Module) -> DeepSpeedEngine:
-        return DeepSpeedEngine(network, params.engine, device=params.device, gradient_clip=ppo.gradient_clip)
-
-    actor = engine(Actor(policy.model, rollouts.temperature))
-    critic_network = make_critic()
-    critic = engine(critic_network)
-    state = resume(stage, {"actor": actor, "critic": critic}, rolls_back=True)
+    networks = load_networks(stage, ppo, policy, critic_folder)
+    actor, critic = networks.actor, networks.critic
+    state = resume(stage, networks.trained, rolls_back=True)
     tracker = SolveRateTracker.before(stage.out, state.start) if ppo.solve_rate_share else None
 
     def ppo_step(step: int, record: StepRecord) -> None:
@@ -134,31 +197,33 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
         trajectories = trainable(sampled)
         if tracker is not None:
             tracker.add(trajectories)
-        rewards = [training_reward(trajectory, ppo.reward) for trajectory in trajectories]
+        rewards = [trajectory_reward(trajectory, ppo.reward) for trajectory in trajectories]
         batch = collate(trajectories, rewards)
         record.figures |= reward_figures(trajectories)
         record.figures |= {"dropped": len(sampled) - len(trajectories), "tokens": batch.tokens}
         record.end_phase("rollout", batch.tokens)
 
-        if step == 0 and stage.critic is None:
-            critic_network.baseline.fill_(record.figures["reward"])
-        best = best_of_task(trajectories, rewards)
-        experience, scores = score(batch, best, actor, reference, critic, ppo)
+        if critic is not None and step == 0 and stage.critic is None:
+            assert isinstance(critic.module, Critic)
+            critic.module.baseline.fill_(record.figures["reward"])
+        experience, scores = score(batch, trajectories, networks, ppo)
         # If all rewards are equal, the actor is not updated, because the advantages are then only errors of
         # the critic, which whitening would scale up.
         equal_rewards = len(set(rewards)) == 1
         record.figures |= scores | {"equal_rewards": float(equal_rewards)}
-        tokens = int(batch.valid.sum())
+        tokens = sum(batch.lengths)
         record.end_phase("score", tokens)
         if reason := collapse(ppo, record.figures, state.metrics.records):
             raise Collapsed(reason)
 
-        seed = derived_seed(params.seed, "critic", step)
-        record.figures |= update_critic(experience, critic, ppo, seed)
-        record.end_phase("critic", tokens * ppo.epochs)
+        if critic is not None:
+            seed = derived_seed(params.seed, "critic", step)
+            record.figures |= update_critic(batch, experience, critic, ppo, seed)
+            record.end_phase("critic", tokens * ppo.epochs)
         if step >= ppo.critic_warmup_steps and not equal_rewards:
             seed = derived_seed(params.seed, "actor", step)
-            record.figures |= update_actor(experience, actor, ppo, seed, step - ppo.critic_warmup_steps)
+            updates = step - ppo.critic_warmup_steps
+            record.figures |= update_actor(batch, experience, actor, ppo, seed, updates)
             record.end_phase("actor", tokens * ppo.epochs)
 
     stopped = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
@@ -171,7 +236,6 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
     first, last = slice(0, 2), slice(-2, None)
     return finish(
         state,
-        actor,
         policy.model,
         policy.tokenizer,
         started=started,
@@ -182,57 +246,67 @@ def run_ppo(stage: Stage, ppo: Ppo, make_critic: Callable[[], Critic], episodes:
 
 
 def score(
-    batch: Rollout, best: Tensor, actor: DeepSpeedEngine, reference: Actor, critic: DeepSpeedEngine, ppo: Ppo
+    batch: Rollout, trajectories: Sequence[Trajectory], networks: Networks, ppo: Ppo
 ) -> tuple[Experience, Figures]:
-    """Evaluate actor, reference and critic on the batch, and return the tensors for the updates and metrics.
+    """Evaluate the networks on the batch of `trajectories`; return what the updates need, and metrics.
 
-    Every rank must call this, before the step's updates. `best` is [batch] and True for the trajectories
-    whose likelihood the actor's loss also increases (with the weight ppo.replay_coefficient).
+    Every rank must call this, before the step's updates.
     """
-    world, limit = actor.world, actor.settings.tokens_per_microbatch
-    old_logprob, entropy = evaluate(actor.forward, world, batch, limit)
-    (old_values,) = evaluate(critic.forward, world, batch, limit)
-    with torch.no_grad():
-        reference_logprob, _ = evaluate(reference, world, batch, limit)
-    mask, own = batch.action_mask, batch.tokens
-    advantages, _ = gae(batch.rewards, old_values, mask, ppo.gamma, ppo.lam)
-    _, returns = gae(batch.rewards, old_values, mask, ppo.gamma, ppo.critic_lam)
+    actor, own = networks.actor, torch.ones(batch.tokens, dtype=torch.bool)
+    limit, nothing = actor.settings.tokens_per_microbatch, stream(batch.tokens)
+    with networks.expert_load.counting():
+        old_logprob, entropy = evaluate(actor.forward, actor.world, batch, limit)
+    figures = networks.expert_load.figures(actor.world) | {
+        "entropy": float(entropy.mean()),
+        "sampler_difference": float((old_logprob - batch.sampler_logprob).abs().mean()),
+        "effective_share": effective_sample_size(old_logprob, batch.sampler_logprob, own),
+    }
+    reference_logprob = nothing
+    if networks.reference is not None:
+        reference_logprob = networks.reference(batch)
+        figures["kl_start"] = float(kl_k3(old_logprob, reference_logprob).mean())
+    values = returns = nothing
+    if ppo.advantages == "critic":
+        assert networks.critic is not None
+        (values,) = evaluate(networks.critic.forward, actor.world, batch, limit)
+        advantages, _ = row_gae(batch, values, ppo.gamma, ppo.lam)
+        _, returns = row_gae(batch, values, ppo.gamma, ppo.critic_lam)
+        figures["explained_variance"] = explained_variance(values, returns)
+        figures["value"] = float(values.mean())
+    else:
+        by_row = token_advantages(trajectories, ppo.advantages, ppo.gamma, ppo.reward)
+        advantages = torch.from_numpy(np.concatenate(by_row))
+    importance = importance_weights(old_logprob, batch.sampler_logprob, own, ppo.importance_cap)
+    best = best_of_task(trajectories, batch.rewards.tolist())
     experience = Experience(
-        **vars(batch),
         old_logprob=old_logprob,
         reference_logprob=reference_logprob,
-        old_values=old_values,
-        advantages=whiten(advantages, mask) if ppo.whiten else advantages,
+        old_values=values,
+        advantages=whiten(advantages, own) if ppo.whiten else advantages,
         returns=returns,
-        importance=importance_weights(old_logprob, batch.sampler_logprob, mask, ppo.importance_cap),
-        best=mask & best[:, None],
+        importance=importance,
+        best=best.repeat_interleave(torch.from_numpy(np.diff(batch.offsets))),
     )
-    difference = old_logprob - batch.sampler_logprob
-    return experience, {
-        "entropy": float(entropy.sum() / own),
-        "kl_start": float(masked_sum(kl_k3(old_logprob, reference_logprob), mask) / own),
-        "sampler_difference": float(masked_sum(difference.abs(), mask) / own),
-        "importance": float(masked_sum(experience.importance, mask) / own),
-        "effective_share": effective_sample_size(old_logprob, batch.sampler_logprob, mask),
-        "explained_variance": explained_variance(old_values, returns, mask),
-        "value": float(old_values.sum() / own),
-    }
+    return experience, figures | {"importance": float(importance.mean())}
 
 
-def update_critic(experience: Experience, critic: DeepSpeedEngine, ppo: Ppo, seed: int) -> Figures:
+def update_critic(
+    batch: Rollout, experience: Experience, critic: DeepSpeedEngine, ppo: Ppo, seed: int
+) -> Figures:
     """Update the critic so that its values approach the returns, and return the metrics."""
 
-    def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        (values,) = network(rows.ids, rows.action_mask)
-        total, parts = value_loss_sum(values, rows.old_values, rows.returns, rows.action_mask, ppo.value_clip)
+    def loss(network: nn.Module, packed: Packed, own: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        (values,) = network(packed)
+        every = torch.ones_like(values, dtype=torch.bool)
+        total, parts = value_loss_sum(values, own.old_values, own.returns, every, ppo.value_clip)
         return total, parts | {"value_loss": total}
 
-    figures = update(experience, critic, loss, ppo, seed, ppo.critic_learning_rate)
+    figures = update(batch, experience, critic, loss, ppo, seed, ppo.critic_learning_rate)
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
 
 
 def update_actor(
-    experience: Experience, actor: DeepSpeedEngine, ppo: Ppo, seed: int, updates: int
+    batch: Rollout, experience: Experience, actor: DeepSpeedEngine, ppo: Ppo, seed: int, updates: int
 ) -> Figures:
     """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
@@ -241,30 +315,30 @@ def update_actor(
     """
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 
-    def loss(network: nn.Module, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        logprob, _ = network(rows.ids, rows.action_mask)
+    def loss(network: nn.Module, packed: Packed, own: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        logprob, _ = network(packed)
         surrogate, parts = policy_loss_sum(
             logprob,
-            rows.old_logprob,
-            rows.advantages,
-            rows.action_mask,
+            own.old_logprob,
+            own.advantages,
+            torch.ones_like(logprob, dtype=torch.bool),
             ppo.clip_low,
             ppo.clip_high,
-            rows.importance,
+            own.importance,
         )
         total = surrogate
         if ppo.kl_coefficient > 0:
-            kl = masked_sum(kl_k2(logprob, rows.reference_logprob), rows.action_mask)
-            total = total + ppo.kl_coefficient * kl
+            total = total + ppo.kl_coefficient * kl_k2(logprob, own.reference_logprob).sum()
         if ppo.replay_coefficient > 0:
-            total = total + ppo.replay_coefficient * likelihood_loss_sum(logprob, rows.best)
+            total = total + ppo.replay_coefficient * likelihood_loss_sum(logprob, own.best)
         return total, parts | {"policy_loss": surrogate}
 
-    figures = update(experience, actor, loss, ppo, seed, learning_rate)
+    figures = update(batch, experience, actor, loss, ppo, seed, learning_rate)
     return figures | {"learning_rate": learning_rate}
 
 
 def update(
+    batch: Rollout,
     experience: Experience,
     engine: DeepSpeedEngine,
     loss: Loss[Experience],
@@ -276,27 +350,14 @@ def update(
 
     Each pass shuffles the rows and divides them into `ppo.minibatches` optimizer steps.
     """
-    order, norms, sums, shuffler = list(range(len(experience.ids))), [], MetricSums(), random.Random(seed)
+    order, norms, sums, shuffler = list(range(len(batch.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):
         shuffler.shuffle(order)
         for part in range(min(ppo.minibatches, len(order))):
             rows = order[part :: ppo.minibatches]
-            norms.append(train_step(engine, experience, rows, loss, sums, learning_rate=learning_rate))
-    figures = sums.means(engine.world, experience.tokens * ppo.epochs)
+            norms.append(train_step(engine, batch, experience, rows, loss, sums, learning_rate=learning_rate))
+    figures = sums.means(engine.world, batch.tokens * ppo.epochs)
     return figures | {"gradient_norm": sum(norms) / len(norms)}
-
-
-def training_reward(trajectory: Trajectory, shape: Literal["milestone", "speedup"]) -> float:
-    """Return the reward of a trajectory that PPO maximises: its milestone or its speed-up over eager.
-
-    `shape` selects one of them; the ablation of the CUDA Agent paper uses the speed-up in place of the
-    milestone. The speed-up is replaced by -1 if the final candidate is not correct or its speed-up was not
-    measured.
-    """
-    if shape == "milestone":
-        return trajectory.reward
-    speedup = trajectory.final.speedup.eager if trajectory.final.status == "correct" else None
-    return -1.0 if speedup is None else speedup.estimate
 
 
 def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from components.agent.trajectory import Trajectory
 from components.core.files import digest_json
 from components.core.params import Rejection
-from components.training.batches import Batch, pad
+from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine
-from components.training.losses import likelihood_loss_sum
 from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
 from components.training.rollouts import (
@@ -62,11 +61,10 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
     batches = schedule(kept, rejection, replay, seed=params.seed)
 
     def tuning_step(step: int, record: StepRecord) -> None:
-        batch, sums = pad(batches[step]), MetricSums()
+        batch, sums = make_batch(batches[step]), MetricSums()
         learning_rate = rejection.learning_rate * (1 - step / len(batches))
-        norm = train_step(
-            actor, batch, range(len(batch.ids)), likelihood_loss, sums, learning_rate=learning_rate
-        )
+        rows = range(len(batch.ids))
+        norm = train_step(actor, batch, Streams(), rows, likelihood_loss, sums, learning_rate=learning_rate)
         record.figures |= sums.means(actor.world, batch.tokens)
         record.figures |= {"gradient_norm": norm, "learning_rate": learning_rate}
 
@@ -79,7 +77,6 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
         after = reward_figures(trainable(policy.sample(tasks[:MAX_TASKS_AFTER], 1, step=1, steps=1)))
     return finish(
         state,
-        actor,
         policy.model,
         policy.tokenizer,
         started=started,
@@ -94,13 +91,13 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
     )
 
 
-def likelihood_loss(network: nn.Module, rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood of the rows, and the same value as the metric "loss".
+def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the negative log-likelihood of the own tokens, and the same value as the metric "loss".
 
-    It is summed over the tokens that the policy sampled. `network` is an Actor.
+    `network` is an Actor.
     """
-    logprob, _ = network(rows.ids, rows.action_mask)
-    total = likelihood_loss_sum(logprob, rows.action_mask)
+    logprob, _ = network(packed)
+    total = -logprob.sum()
     return total, {"loss": total}
 
 
@@ -110,19 +107,20 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
     The outcome is "kept" or the reason why a trajectory was rejected, such as "low_reward" or "duplicate".
     """
     reasons: Counter[str] = Counter(kept=0)
-    kept: dict[tuple[int, ...], Trajectory] = {}
+    kept: dict[bytes, Trajectory] = {}  # by token ids
     for trajectory in trajectories:
-        reason = rejection_reason(trajectory, rejection) or ("duplicate" if trajectory.ids in kept else "")
+        is_duplicate = bytes(trajectory.ids) in kept
+        reason = rejection_reason(trajectory, rejection) or ("duplicate" if is_duplicate else "")
         if reason:
             reasons[reason] += 1
         else:
-            kept[trajectory.ids] = trajectory
+            kept[bytes(trajectory.ids)] = trajectory
     per_task: Counter[str] = Counter()
     for one in sorted(kept.values(), key=lambda one: (-one.reward, -_speedup(one), len(one.ids))):
         per_task[one.task_id] += 1
         if per_task[one.task_id] > rejection.per_task:
             reasons["over_task_limit"] += 1
-            del kept[one.ids]
+            del kept[bytes(one.ids)]
     reasons["kept"] = len(kept)
     return list(kept.values()), reasons
 

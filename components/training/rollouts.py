@@ -3,7 +3,6 @@
 The trajectories are stored, so a step that is repeated after a kill does not sample them again.
 """
 
-import copy
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -17,14 +16,23 @@ from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core import params
 from components.core.errors import UserError
-from components.core.files import atomic_folder, digest_json
+from components.core.files import digest_json
 from components.core.task import KernelTask
-from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
+from components.policy.adapter import add_adapter
+from components.policy.checkpoint import (
+    SHARD_BYTES,
+    load_model,
+    load_tokenizer,
+    verify_checkpoint,
+    write_model,
+)
 from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler, open_vllm_sampler
-from components.training.engine import DTYPES, DeepSpeedEngine, join_world
+from components.policy.weight_stream import weight_buckets
+from components.training.engine import DTYPES, DeepSpeedEngine, join_world, sharded_loading
 from components.training.metrics_file import Figures
+from components.training.networks import load_policy
 from components.training.stage import Stage
 
 # Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop. They return one
@@ -112,29 +120,33 @@ class TrainedPolicy:
     """The policy that a stage trains, with its tokenizer and the sampler of its newest weights.
 
     With the backend transformers, the sampler uses the trained weights themselves. Under ZeRO 3, which shards
-    the weights, it has a full copy of them instead. With vLLM, rank 0 sends the weights to the sampler after
-    every update. The other ranks have no sampler and only help to gather the weights.
+    the weights, the sampler of rank 0 has a full copy of them instead. With vLLM, rank 0 sends the weights to
+    the sampler after every update. The other ranks have no sampler and only help to gather the weights.
     """
 
     def __init__(self, stage: Stage, rollouts: params.Rollouts, run_episodes: RunEpisodes):
-        """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
-
-        A DeepSpeed engine that trains `model` must be made only after this call, because such an engine may
-        shard the weights, and the sampler may copy them here.
-        """
+        """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights."""
         params = stage.params
-        self.digest = verify_checkpoint(stage.actor, params.device).digest
+        settings, device, dtype = params.engine, params.device, DTYPES[params.engine.dtype]
+        self.digest = verify_checkpoint(stage.actor, device).digest
         self.stage, self.rollouts, self.run_episodes = stage, rollouts, run_episodes
-        self.world = join_world(params.device, params.engine.collective_seconds)
+        self.world = join_world(device, settings)
         self.tokenizer = load_tokenizer(stage.actor)
-        self.model = load_model(stage.actor, dtype=DTYPES[params.engine.dtype], device=params.device)
+        with sharded_loading(settings, device):
+            self.model = load_policy(stage.actor, settings, params.policy.adapter, dtype)
         self.sampler: TransformersSampler | VllmSampler | None = None
+        if self.world.rank > 0:
+            return
         if params.policy.backend == "transformers":
-            model = copy.deepcopy(self.model) if params.engine.zero_stage == 3 else self.model
+            model = self.model
+            if settings.zero_stage == 3:
+                model = load_model(stage.actor, dtype=dtype, device=device)
+                if params.policy.adapter.rank:
+                    add_adapter(model, params.policy.adapter)
             self.sampler = TransformersSampler(
-                model, self.tokenizer, batch=params.policy.batch, device=params.device, version=self.digest
+                model, self.tokenizer, batch=params.policy.batch, device=device, version=self.digest
             )
-        elif self.world.rank == 0:
+        else:
             self.sampler = open_vllm_sampler(params, stage.actor, self.tokenizer, version=self.digest)
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
@@ -145,19 +157,31 @@ class TrainedPolicy:
         stage started from, such as 0123456789abcdef+3.
         """
         version = f"{self.digest[:16]}+{updates}"
-        with engine.gathered_parameters():
-            if isinstance(self.sampler, TransformersSampler):
-                if self.sampler.model is not self.model:
-                    self.sampler.model.load_state_dict(self.model.state_dict())
-                self.sampler.model.eval()
+        policy = self.stage.params.policy
+        if policy.backend == "transformers":
+            if engine.settings.zero_stage == 3:
+                self._copy_to_sampler(engine)
+            if self.sampler is not None:
                 self.sampler.version = version
-            elif self.sampler is not None:
-                folder = self.stage.out / "published"
-                if self.sampler.settings.weight_transfer == "disk":
-                    with atomic_folder(folder) as temporary:
-                        self.model.save_pretrained(temporary)
-                weights = list(self.model.named_parameters())
-                self.sampler.push(weights, version=version, folder=folder)
+        else:
+            folder = self.stage.out / "published"
+            if policy.weight_transfer == "disk":
+                write_model(folder, self.model, writes=self.world.rank == 0)
+            buckets = weight_buckets(self.model, SHARD_BYTES)
+            if isinstance(self.sampler, VllmSampler):
+                self.sampler.push(buckets, version=version, folder=folder)
+            else:
+                for _ in buckets:  # Every rank has to help to gather each bucket.
+                    pass
+
+    def _copy_to_sampler(self, engine: DeepSpeedEngine) -> None:
+        """Copy the sharded weights, one layer at a time, to the sampler of rank 0."""
+        for name, module in self.model.named_modules():
+            with engine.gathered(module, recurse=False):
+                if isinstance(self.sampler, TransformersSampler):
+                    copy = self.sampler.model.get_submodule(name)
+                    for parameter, own in module.named_parameters(recurse=False):
+                        copy.get_parameter(parameter).data.copy_(own.data)
 
     def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
         """Return the trajectories of step `step` of `steps`; every rank must call this.

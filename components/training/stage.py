@@ -143,11 +143,7 @@ def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
 
     Parameters of sampling do not matter to a run of only stage 3 (value pretraining), which samples nothing.
     """
-    if params.engine.zero_stage == 0 and params.engine.dtype == "bfloat16":
-        raise UserError(
-            "engine.zero_stage: 0 would accumulate gradients in bfloat16; "
-            "set it to 1 or more, or engine.dtype to float32."
-        )
+    _check_engine(params)
     if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
         raise UserError(
             "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
@@ -163,4 +159,28 @@ def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
         raise UserError(
             "warmup.rollouts.tasks: stages 1 and 2 sample a single task, and stage 3 cannot hold one out; "
             "raise it to 2 or more."
+        )
+
+
+def _check_engine(params: Params) -> None:
+    """Raise UserError, which names the parameter, if the training engine cannot run with `params`."""
+    engine = params.engine
+    if engine.zero_stage == 0 and engine.dtype == "bfloat16":
+        raise UserError(
+            "engine.zero_stage: 0 would accumulate gradients in bfloat16; "
+            "set it to 1 or more, or engine.dtype to float32."
+        )
+    shared = engine.sequence_parallel
+    if shared > 1 and engine.zero_stage == 0:
+        raise UserError("engine.sequence_parallel: ZeRO 0 cannot use it; set engine.zero_stage to 1 or more.")
+    if shared > 1 and engine.zero_stage < 3 and params.policy.backend == "transformers":
+        # The sampler would share the trained model, whose attention expects a slice of each sequence.
+        raise UserError(
+            "engine.sequence_parallel: the backend transformers samples from the trained model itself; "
+            "set engine.zero_stage to 3, or policy.backend to vllm-server."
+        )
+    if engine.ranks % shared:
+        raise UserError(
+            f"engine.ranks: {engine.ranks} ranks cannot be divided into groups of "
+            f"engine.sequence_parallel {shared}; take a multiple of it."
         )

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,7 +127,6 @@ def fit(
 
 def finish(
     state: TrainState,
-    engine: DeepSpeedEngine,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -134,42 +134,42 @@ def finish(
     figures: Figures,
     rewards: tuple[float | None, float | None] = (None, None),
     stopped: str = "",
-    extra: Callable[[], dict[str, dict[str, Tensor]]] = dict,
+    extra: Mapping[str, dict[str, Tensor]] = MappingProxyType({}),
 ) -> StageResult:
-    """Write the checkpoint of `model` and then stage.json, and return the result on every rank.
+    """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
     `started` is the time.monotonic() at which this process began the stage. The seconds of steps that earlier
     processes ran are added to the result. `rewards` are the mean rewards before and after training. `extra`
-    returns the tensors of additional checkpoint files, by file name. `figures` must not contain times,
-    because they are part of the checkpoint's manifest, which must be the same after a resume.
+    has the tensors of additional checkpoint files, by file name. `figures` must not contain times, because
+    they are part of the checkpoint's manifest, which must be the same after a resume.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
-    with engine.gathered_parameters():
-        if state.world.rank == 0:
-            manifest = save_checkpoint(
-                stage.out / CHECKPOINT,
-                model,
-                tokenizer,
-                stage=stage.name,
-                parent=verify_checkpoint(stage.actor).digest,
-                dataset=dataset_version(stage.dataset / TASKS),
-                code=stage.code,
-                params=stage.params.model_dump(mode="json", exclude={"home"}),
-                figures=figures,
-                extra=extra(),
-            )
-            earlier_seconds = sum(record["seconds"] or 0.0 for record in state.metrics.records[: state.start])
-            result = StageResult(
-                name=stage.name,
-                checkpoint=CHECKPOINT,
-                digest=manifest.digest,
-                reward_before=rewards[0],
-                reward_after=rewards[1],
-                seconds=earlier_seconds + time.monotonic() - started,
-                figures=figures,
-                stopped=stopped,
-            )
-            write_json(stage.out / RESULT, result.model_dump())
+    manifest = save_checkpoint(
+        stage.out / CHECKPOINT,
+        model,
+        tokenizer,
+        stage=stage.name,
+        parent=verify_checkpoint(stage.actor).digest,
+        dataset=dataset_version(stage.dataset / TASKS),
+        code=stage.code,
+        params=stage.params.model_dump(mode="json", exclude={"home"}),
+        figures=figures,
+        extra=extra,
+        writes=state.world.rank == 0,
+    )
+    if manifest is not None:
+        earlier_seconds = sum(record["seconds"] or 0.0 for record in state.metrics.records[: state.start])
+        result = StageResult(
+            name=stage.name,
+            checkpoint=CHECKPOINT,
+            digest=manifest.digest,
+            reward_before=rewards[0],
+            reward_after=rewards[1],
+            seconds=earlier_seconds + time.monotonic() - started,
+            figures=figures,
+            stopped=stopped,
+        )
+        write_json(stage.out / RESULT, result.model_dump())
     state.world.barrier()
     return StageResult.model_validate(read_json(stage.out / RESULT))

@@ -1,14 +1,17 @@
 """The DeepSpeed engine: micro-batches change nothing, a saved state continues to the same bits."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import stored_rows_fixtures
 import torch
 from engine_fixtures import (
     STAGES,
     engine_of,
     largest_difference,
-    loss,
     parameters,
     settings,
     train,
@@ -17,10 +20,12 @@ from engine_fixtures import (
 from torch import Tensor, nn
 from training_fixtures import VOCABULARY, tiny_policy
 
-from components.training.batches import Microbatch
+from components.core import config
+from components.training.batches import Microbatch, Streams, pack
 from components.training.engine import DeepSpeedEngine
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import Actor
+from components.training.rejection import likelihood_loss
 
 
 def test_micro_batches_of_any_size_make_the_same_step() -> None:
@@ -61,12 +66,12 @@ def test_zero_stages_train_alike() -> None:
 def test_the_gradient_norm_is_that_before_clipping(zero_stage: int) -> None:
     engine, batch = engine_of(zero_stage), uneven()
     network = Actor(tiny_policy(), 1.0)
-    total, _ = loss(network, batch)
+    total, _ = likelihood_loss(network, pack(batch, range(7)), Streams())
     (total / batch.tokens).backward()
     expected = torch.stack(
         [parameter.grad.norm() for parameter in network.parameters() if parameter.grad is not None]
     ).norm()
-    found = train_step(engine, batch, range(7), loss, MetricSums(), learning_rate=0.001)
+    found = train_step(engine, batch, Streams(), range(7), likelihood_loss, MetricSums(), learning_rate=0.001)
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -83,7 +88,7 @@ class Constants(nn.Module):
         super().__init__()
         self.constants = nn.Parameter(torch.zeros(4))
 
-    def forward(self, ids: Tensor, action_mask: Tensor) -> tuple[Tensor]:
+    def forward(self) -> tuple[Tensor]:
         return (self.constants * 1.0,)
 
 
@@ -98,7 +103,7 @@ def test_small_gradients_of_many_micro_batches_survive_in_bfloat16(
     gradients = [1.0] + [2.0**-9] * 127
 
     def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
-        (constants,) = network(torch.zeros(1, 1), torch.ones(1, 1))
+        (constants,) = network()
         return constants.float().sum() * gradients[microbatch.rows[0]]
 
     norm = engine.step([Microbatch((row,)) for row in range(128)], share, learning_rate=1e-3)
@@ -118,7 +123,7 @@ def test_recomputing_sliced_logits_changes_no_gradient(monkeypatch: pytest.Monke
     for limit in (2**28, 4 * VOCABULARY * 8):
         monkeypatch.setattr("components.training.token_scores.LOGITS_BYTES", limit)
         network = Actor(tiny_policy(), 0.7)
-        loss(network, batch)[0].backward()
+        likelihood_loss(network, pack(batch, range(7)), Streams())[0].backward()
         gradients.append(
             {
                 name: parameter.grad
@@ -132,14 +137,31 @@ def test_recomputing_sliced_logits_changes_no_gradient(monkeypatch: pytest.Monke
 def test_an_evaluation_equals_the_model_s_own_log_probabilities() -> None:
     policy, batch, engine = tiny_policy(), uneven(), engine_of(1)
     logprob, entropy = evaluate(engine.forward, engine.world, batch, 40)
-    for row, length in enumerate(batch.lengths):
-        ids = batch.ids[row : row + 1, :length]
+    for row, own in enumerate(batch.action_mask):
+        ids = torch.tensor(batch.ids[row])[None].long()
         with torch.no_grad():
             expected = torch.log_softmax(policy(ids).logits[0, :-1], -1)
-        own = batch.action_mask[row, 1:length]
+        mask = torch.tensor(own[1:]).bool()
         chosen = expected.gather(1, ids[0, 1:, None])[:, 0]
-        torch.testing.assert_close(logprob[row, 1:length][own], chosen[own], atol=1e-5, rtol=0)
+        found = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
+        torch.testing.assert_close(logprob[found], chosen[mask], atol=1e-5, rtol=0)
         torch.testing.assert_close(
-            entropy[row, 1:length][own], -(expected.exp() * expected).sum(-1)[own], atol=1e-5, rtol=0
+            entropy[found], -(expected.exp() * expected).sum(-1)[mask], atol=1e-5, rtol=0
         )
-        assert float(logprob[row, 1:length][~own].abs().sum()) == 0
+
+
+def test_value_pretraining_maps_its_trajectories_instead_of_padding_them(tmp_path: Path) -> None:
+    tokens = stored_rows_fixtures.write(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, stored_rows_fixtures.__file__, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(config.PROJECT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    padded = stored_rows_fixtures.TRAJECTORIES * stored_rows_fixtures.LONGEST * 18
+    # Two fifths of the tokens are own tokens, which have values, advantages and returns of 4 bytes; what else
+    # is needed belongs to one micro-batch.
+    assert int(ran.stdout) < 4 * 4 * 0.4 * tokens + 2**27 < padded / 10

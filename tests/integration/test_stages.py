@@ -20,7 +20,7 @@ from components.judge.verdict import Verdict
 from components.policy.checkpoint import load_model, verify_checkpoint
 from components.training import critic, rejection
 from components.training.critic import split_by_task
-from components.training.networks import load_critic
+from components.training.networks import check_critic, load_critic
 from components.training.ppo import best_of_task
 from components.training.rejection import has_loop, schedule, select
 from components.training.rollouts import SolveRateTracker, choose_tasks, step_folder
@@ -198,6 +198,58 @@ def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp
     assert replayed.figures["entropy"] < free.figures["entropy"]
 
 
+def test_adapters_train_in_place_of_the_weights_through_all_stages(tmp_path: Path) -> None:
+    small = (
+        "policy.adapter.rank=4",
+        "policy.adapter.alpha=8",
+        "warmup.steps=3",
+        "warmup.critic_warmup_steps=0",
+        "warmup.learning_rate=0.01",
+        "agentic.steps=1",
+        "critic.epochs=1",
+        "critic.min_explained_variance=-10",
+        "rejection.learning_rate=0.003",
+    )
+    run_stage(stage(tmp_path, "warmup", *small), episodes)
+    records = [json.loads(line) for line in (tmp_path / "warmup" / "metrics.jsonl").read_text().splitlines()]
+    # The reference is the same network without its adapter, and the sampler has the adapter.
+    assert records[0]["kl_start"] == 0 and records[2]["kl_start"] > 1e-6
+    assert max(record["sampler_difference"] for record in records) < 1e-4
+    merged = load_model(tmp_path / "warmup/checkpoint").state_dict()
+    for name, before in load_model(tmp_path / "start").state_dict().items():
+        assert torch.equal(merged[name], before) == ("proj" not in name), name
+    adapter = load_file(tmp_path / "warmup/checkpoint/adapter/adapter_model.safetensors")
+    assert all(4 in tensor.shape for tensor in adapter.values())
+    rejection.run(stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes)
+    actor = tmp_path / "rejection/checkpoint"
+    critic.run(
+        dataclasses.replace(
+            stage(tmp_path, "critic", *small, actor=actor), trajectories=(tmp_path / "warmup/trajectories",)
+        )
+    )
+    last = stage(tmp_path, "agentic", *small, actor=actor)
+    result = run_stage(dataclasses.replace(last, critic=tmp_path / "critic/checkpoint"), episodes)
+    assert verify_checkpoint(last.out / "checkpoint").digest == result.digest
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_the_first_policy_is_kept_only_for_a_loss_or_a_metric(zero_stage: int, tmp_path: Path) -> None:
+    changes = ("warmup.steps=2", "warmup.critic_warmup_steps=0", f"engine.zero_stage={zero_stage}")
+    made = {}
+    for name, more in {
+        "kept": ("engine.reference_offload=true",),
+        "left-out": ("warmup.measure_kl=false",),
+    }.items():
+        made[name] = stage(tmp_path / name, "warmup", *changes, *more)
+        run_stage(made[name], episodes)
+    kept, left_out = (
+        [json.loads(line) for line in (one.out / "metrics.jsonl").read_text().splitlines()]
+        for one in made.values()
+    )
+    assert kept[0]["kl_start"] == pytest.approx(0, abs=1e-6) and kept[1]["kl_start"] > 0
+    assert "kl_start" not in left_out[1] and left_out[1]["policy_loss"] == kept[1]["policy_loss"]
+
+
 def test_replay_takes_the_best_of_each_task_and_never_a_failure() -> None:
     rewards = [("a", 1), ("a", 3), ("a", 3), ("b", -1), ("b", -1), ("c", 2)]
     chosen = best_of_task(
@@ -258,13 +310,14 @@ def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
     )
     result = critic.run(made)
     assert result.figures["explained_variance"] > 0.05, "it explains some of what it was taught"
-    loaded = load_critic(made.out / "checkpoint", torch.float32)
+    engine = made.params.engine
+    loaded = load_critic(made.out / "checkpoint", engine, made.params.policy.adapter, torch.float32)
     tensors = load_file(made.out / "checkpoint/value_head.safetensors")
     assert torch.equal(loaded.value_head.weight, tensors["weight"]) and float(loaded.baseline) == float(
         tensors["baseline"]
     )
     with pytest.raises(UserError, match=r"value_head\.safetensors is missing"):
-        load_critic(tmp_path / "start", torch.float32)
+        check_critic(tmp_path / "start")
 
 
 def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
@@ -348,7 +401,7 @@ def test_rejection_counts_every_trajectory_under_one_reason() -> None:
         example("c", 1, call("x"), ids=(1, 7)),
     ]
     kept, reasons = select(trajectories, limits)
-    assert [(t.task_id, t.ids) for t in kept] == [("a", (1, 3)), ("c", (1, 7))]
+    assert [(t.task_id, list(t.ids)) for t in kept] == [("a", [1, 3]), ("c", [1, 7])]
     assert reasons == {
         "kept": 2,
         "low_reward": 1,

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import sequence_fixtures
 import torch
 import vocabulary_fixtures
 from engine_fixtures import STAGES, engine_of, largest_difference, parameters, train, uneven
@@ -37,3 +38,20 @@ def test_ranks_with_different_numbers_of_slices_of_logits_equal_one_process(tmp_
                 torch.testing.assert_close(two[name], expected, atol=0, rtol=2e-6)
             else:  # Two steps change weights by 6e-4. AdamW magnifies rounding in gradients close to zero.
                 torch.testing.assert_close(two[name], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "heads", "kv_heads", "is_tied"),
+    [(3, 2, 1, True), (3, 4, 2, False), (1, 2, 2, True), (2, 4, 1, False)],
+)
+def test_ranks_that_share_each_forward_pass_equal_one_process(
+    zero_stage: int, heads: int, kv_heads: int, is_tied: bool, tmp_path: Path
+) -> None:
+    two_ranks("sequence_fixtures.py", tmp_path, zero_stage, heads, kv_heads, int(is_tied))
+    shared = load_file(tmp_path / "shared.safetensors")
+    alone = sequence_fixtures.train(zero_stage, heads, kv_heads, is_tied, 1)
+    assert shared.keys() == alone.keys()
+    for name, expected in alone.items():
+        # AdamW magnifies rounding in gradients close to zero.
+        assert torch.allclose(shared[name], expected, atol=1e-5, rtol=1e-5), name
+    assert float(alone["critic-output-0"].std()) > 0

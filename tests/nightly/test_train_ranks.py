@@ -11,11 +11,22 @@ from train_command_fixtures import inputs as inputs
 from train_command_fixtures import train, words
 
 
-@pytest.mark.parametrize("launcher", ["--ranks", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "sets"),
+    [
+        ("--ranks", ()),
+        ("torchrun", ()),
+        ("--ranks", ("engine.zero_stage=3", "engine.sequence_parallel=2", "engine.mlp_tokens=16")),
+    ],
+)
 def test_two_ranks_make_what_one_makes(
-    launcher: str, inputs: Path, alone: tuple[Path, dict[str, Any]], tmp_path: Path
+    launcher: str,
+    sets: tuple[str, ...],
+    inputs: Path,
+    alone: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
-    both = words(inputs, tmp_path)
+    both = [*words(inputs, tmp_path), *(word for value in sets for word in ("--set", value))]
     if launcher == "torchrun":
         two = train(
             *both,

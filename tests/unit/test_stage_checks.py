@@ -22,6 +22,12 @@ def params(folder: Path, *sets: str) -> Params:
     ("sets", "sentence"),
     [
         (("engine.zero_stage=0", "engine.dtype=bfloat16"), r"engine\.zero_stage: .* set it to 1"),
+        (("engine.sequence_parallel=2", "engine.zero_stage=0"), r"sequence_parallel: .* 1 or more"),
+        (("engine.sequence_parallel=2", "engine.zero_stage=2"), r"sequence_parallel: .* zero_stage to 3"),
+        (
+            ("engine.sequence_parallel=2", "engine.zero_stage=3", "engine.ranks=3"),
+            r"engine\.ranks: 3 ranks .* multiple",
+        ),
         (("rejection.replay_share=0.5",), r"rejection\.replay_share: .* set it to 0\."),
         (
             ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.server=''"),

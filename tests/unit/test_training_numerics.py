@@ -15,8 +15,8 @@ from training_fixtures import token_means
 
 from components.agent.trajectory import Trajectory
 from components.judge.verdict import Verdict
-from components.training.advantages import explained_variance, gae, whiten
-from components.training.batches import collate, pad, plan
+from components.training.advantages import discounted_rewards, explained_variance, gae, row_gae, whiten
+from components.training.batches import collate, make_batch, pack, plan
 from components.training.losses import (
     importance_weights,
     kl_k2,
@@ -190,16 +190,16 @@ def trajectory(mask: list[int], reward: float) -> Trajectory:
 
 def test_reward_stands_on_the_last_own_token_not_on_a_later_observation() -> None:
     batch = collate([trajectory([0, 1, 1, 0, 1, 0, 0], 3.0), trajectory([0, 1], -1.0)])
-    assert batch.rewards[0].tolist() == [0, 0, 0, 0, 3.0, 0, 0]
-    assert batch.rewards[1].tolist() == [0, -1.0, 0, 0, 0, 0, 0]
-    assert batch.lengths == [7, 2]
-    assert batch.rows([1]).ids.shape == (1, 2)
+    assert batch.lengths == [7, 2] and batch.offsets.tolist() == [0, 3, 4]
+    advantages, returns = row_gae(batch, torch.zeros(4), 1.0, 0.5)
+    assert advantages.tolist() == returns.tolist() == [0.75, 1.5, 3.0, -1.0]
+    assert discounted_rewards(batch, 0.5).tolist() == [0.75, 1.5, 3.0, -1.0]
 
 
 @pytest.mark.parametrize("mask", [[0, 0], [1, 1]])
 def test_a_row_without_own_tokens_or_with_one_before_any_state_is_refused(mask: list[int]) -> None:
     with pytest.raises(ValueError, match="mask"):
-        pad([([1, 2], mask)])
+        make_batch([([1, 2], mask)])
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 120), st.integers(1, 4))
@@ -218,7 +218,7 @@ def test_a_plan_computes_each_row_once_within_the_budget_and_in_step_on_all_rank
     assert sorted(counted) == list(range(len(lengths)))
     for microbatches in plans:
         for microbatch in microbatches:
-            assert len(microbatch.rows) * max(lengths[row] for row in microbatch.rows) <= budget
+            assert sum(lengths[row] for row in microbatch.rows) <= budget
 
 
 class Positions(nn.Module):
@@ -228,13 +228,13 @@ class Positions(nn.Module):
         def __init__(self, last_hidden_state: Tensor):
             self.last_hidden_state = last_hidden_state
 
-    def forward(self, input_ids: Tensor, use_cache: bool) -> Output:
-        positions = torch.arange(input_ids.shape[1], dtype=torch.float32)
-        return self.Output(positions.expand_as(input_ids)[..., None])
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: object) -> Output:
+        return self.Output(position_ids[..., None].float())
 
 
 def test_the_value_of_a_token_comes_from_the_state_before_it() -> None:
     critic = Critic(Positions(), hidden=1)
     nn.init.ones_(critic.value_head.weight)
-    (values,) = critic(torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[False, True, False, True, True]]))
-    assert values.tolist() == [[0, 0, 0, 2, 3]]
+    batch = make_batch([([0] * 3, [0, 0, 1]), ([0] * 5, [0, 1, 0, 1, 1])])
+    (values,) = critic(pack(batch, [1, 0]))
+    assert values.tolist() == [0, 2, 3, 1]

@@ -169,3 +169,17 @@ def test_equal_rewards_have_no_explained_variance_whatever_the_critic_says() -> 
     mask = torch.ones(3, 5)
     assert math.isnan(explained_variance(tensor(source.normal(size=(3, 5))), torch.full((3, 5), 2.0), mask))
     assert math.isnan(explained_variance(torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3, 5)))
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.95, 0.999, 0.0])
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 70_000])
+def test_advantages_of_long_rows_are_those_of_the_recurrence(length: int, discount: float) -> None:
+    source = np.random.default_rng(0)
+    rewards, values = (tensor(source.normal(size=(1, length))) for _ in range(2))
+    found, _ = gae(rewards, values, torch.ones(1, length), 0.999, discount)
+    expected, following = np.zeros(length), (0.0, 0.0)
+    for t in reversed(range(length)):
+        delta = float(rewards[0, t]) + 0.999 * following[0] - float(values[0, t])
+        expected[t] = delta + 0.999 * discount * following[1]
+        following = float(values[0, t]), expected[t]
+    np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-9, rtol=1e-9)
