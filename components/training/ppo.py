@@ -115,13 +115,13 @@ def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
         return run_ppo(stage, stage.params.agentic, stage.actor, episodes)
     if critic is None:
         raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
-    check_critic(critic)
     tokenizers = [verify_checkpoint(folder).files.get(TOKENIZER) for folder in (stage.actor, critic)]
     if tokenizers[0] != tokenizers[1]:
         raise UserError(
             f"{critic / TOKENIZER}: the critic reads other tokens than the actor in {stage.actor}; "
             "give the critic that was made from this actor."
         )
+    check_critic(critic)
     return run_ppo(stage, stage.params.agentic, critic, episodes)
 
 

@@ -23,7 +23,7 @@ def params(folder: Path, *sets: str) -> Params:
     [
         (("engine.zero_stage=0", "engine.dtype=bfloat16"), r"engine\.zero_stage: .* set it to 1"),
         (("engine.sequence_parallel=2", "engine.zero_stage=0"), r"sequence_parallel: .* 1 or more"),
-        (("engine.sequence_parallel=2", "engine.zero_stage=2"), r"sequence_parallel: .* zero_stage to 3"),
+        (("engine.sequence_parallel=2", "engine.zero_stage=2"), r"sequence_parallel: .*\.zero_stage to 3"),
         (
             ("engine.sequence_parallel=2", "engine.zero_stage=3", "engine.ranks=3"),
             r"engine\.ranks: 3 ranks .* multiple",
