@@ -9,10 +9,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from components.core.params import Params
-from components.policy.checkpoint import load_model
+from components.policy.checkpoint import BUCKET_BYTES, load_model
 from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import open_vllm_sampler
+from components.policy.weight_stream import weight_buckets
 
 
 def open_sampler(
@@ -32,5 +33,5 @@ def open_sampler(
     if settings.backend == "vllm-server":
         device = params.device if settings.weight_transfer == "ipc" else "cpu"
         weights = load_model(folder, dtype=dtype, device=device)
-        sampler.push(list(weights.named_parameters()), version=version, folder=folder)
+        sampler.push(weight_buckets(weights, BUCKET_BYTES), version=version, folder=folder)
     return sampler

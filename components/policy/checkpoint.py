@@ -32,10 +32,11 @@ from components.core.records import FrozenModel
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Size of the parts, in bytes, in which a model is read and written. A model of at most this size is one file.
-SHARD_BYTES = 2**31
+# Size of the parts, in bytes, in which a model is gathered, written and sent. A model of at most this size is
+# written to one file.
+BUCKET_BYTES = 2**31
 
 
 class Manifest(FrozenModel):
@@ -70,28 +71,28 @@ def save_checkpoint(
     figures: dict[str, float],
     extra: Mapping[str, dict[str, torch.Tensor]] = MappingProxyType({}),
     writes: bool = True,
-    shard_bytes: int = SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Manifest | Any:  # None without `writes`, which a caller knows; Any spares the others a check
     """Write the model, the tokenizer and a manifest to `folder` atomically, and return the manifest.
 
     Every rank must call this, because the model may be sharded, and exactly one with `writes`; the other
-    ranks return None. No rank holds more of the model than about `shard_bytes` in addition to its own part. A
-    model with an adapter is written with the adapter merged, and the adapter itself, in peft's format, to the
-    folder `adapter`. The arguments from `stage` to `figures` are recorded in the manifest. `extra` has
-    further tensors, by the name of the safetensors file in which they are stored.
+    ranks return None. No rank gathers more of the model at once than about `bucket_bytes`. A model with an
+    adapter is written with the adapter merged, and the adapter itself is written to the folder `adapter` in
+    peft's format. The arguments from `stage` to `figures` are recorded in the manifest. `extra` has further
+    tensors, by the name of the safetensors file in which they are stored.
     """
     from safetensors.torch import save_file
 
     from components.policy.weight_stream import adapter_buckets, weight_buckets
 
     if not writes:
-        for _ in itertools.chain(weight_buckets(model, shard_bytes), adapter_buckets(model, shard_bytes)):
+        for _ in itertools.chain(weight_buckets(model, bucket_bytes), adapter_buckets(model, bucket_bytes)):
             pass
         return None
     with atomic_folder(folder) as temporary:
-        _write_model(temporary, model, shard_bytes)
+        write_model(temporary, model, bucket_bytes)
         if model._hf_peft_config_loaded:
-            _write_adapter(temporary / "adapter", model, shard_bytes)
+            _write_adapter(temporary / "adapter", model, bucket_bytes)
         tokenizer.save_pretrained(temporary)
         for name, tensors in extra.items():
             save_file(tensors, temporary / name)
@@ -110,8 +111,12 @@ def save_checkpoint(
     return manifest
 
 
-def _write_model(folder: Path, model: PreTrainedModel, shard_bytes: int) -> None:
-    """Write the configuration and the weights of `model` under the file names of `save_pretrained`."""
+def write_model(folder: Path, model: PreTrainedModel, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Write the configuration and the weights of `model` under the file names of `save_pretrained`.
+
+    If the model is sharded, the ranks that do not write must iterate over `weight_buckets` with the same
+    `bucket_bytes` instead.
+    """
     from safetensors.torch import save_file
 
     from components.policy.weight_stream import weight_buckets
@@ -124,7 +129,7 @@ def _write_model(folder: Path, model: PreTrainedModel, shard_bytes: int) -> None
         model.generation_config.save_pretrained(folder)
     shards: list[list[str]] = []
     total = 0
-    for bucket in weight_buckets(model, shard_bytes):
+    for bucket in weight_buckets(model, bucket_bytes):
         tensors = {name: tensor.contiguous() for name, tensor in bucket.items()}
         shards.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -143,7 +148,7 @@ def _write_model(folder: Path, model: PreTrainedModel, shard_bytes: int) -> None
     )
 
 
-def _write_adapter(folder: Path, model: PreTrainedModel, shard_bytes: int) -> None:
+def _write_adapter(folder: Path, model: PreTrainedModel, bucket_bytes: int) -> None:
     """Write the adapter of `model` as peft's `save_pretrained` does."""
     from safetensors.torch import save_file
 
@@ -151,7 +156,7 @@ def _write_adapter(folder: Path, model: PreTrainedModel, shard_bytes: int) -> No
 
     tensors = {
         name: tensor.cpu().contiguous().clone()
-        for bucket in adapter_buckets(model, shard_bytes)
+        for bucket in adapter_buckets(model, bucket_bytes)
         for name, tensor in bucket.items()
     }
     config: Any = copy.copy(model.peft_config[ADAPTER])
@@ -246,6 +251,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
         )
     return tokenizer
+
+
+def load_generation_config(folder: Path) -> GenerationConfig:
+    """Return the generation config of the model in a folder, made from its config if the folder has none."""
+    from transformers import AutoConfig, GenerationConfig
+
+    with explain_load_errors(folder, "generation config"):
+        if (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
 
 
 def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: str = "cpu") -> PreTrainedModel:

@@ -1,7 +1,12 @@
 """The interface of the backends that sample token ids and their log-probabilities for given token ids."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,14 @@ class Sampler(Protocol):
         window at the latest. It is empty if the prompt fills the window.
         """
         ...
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> tuple[int, ...]:
+    """Return the ids of all tokens that end a turn, in ascending order.
+
+    They are the tokenizer's end-of-sequence token and those of the model's generation config, which may have
+    several, such as one for an answer and one for a tool call.
+    """
+    ids = generation.eos_token_id if generation is not None else None
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(sorted({int(tokenizer.eos_token_id), *map(int, listed)}))

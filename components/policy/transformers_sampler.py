@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from components.policy.sampler import Completion
+from components.policy.sampler import Completion, stop_ids
 
 
 @dataclass
@@ -22,10 +22,10 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
 
-    def append(self, token: int, logprob: float, end_of_turn: int) -> None:
+    def append(self, token: int, logprob: float, stop: tuple[int, ...]) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if token == end_of_turn:
+        if token in stop:
             self.finish_reason = "stop"
         elif len(self.ids) == len(self.uniforms):
             self.finish_reason = "length"
@@ -97,8 +97,9 @@ class TransformersSampler:
         self.batch = batch
         self.device = torch.device(device)
         self.context = int(model.config.max_position_embeddings)
-        self.end_of_turn = int(tokenizer.eos_token_id)
-        self.padding = int(tokenizer.pad_token_id)
+        self.stop = stop_ids(tokenizer, model.generation_config)
+        # The value does not matter, because padding is masked.
+        self.padding = self.stop[0]
 
     @torch.no_grad()
     def generate(
@@ -158,7 +159,7 @@ class TransformersSampler:
             tokens, logprobs = draw(output.logits[:, -1], uniforms, temperature)
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
                 if not row.finish_reason:
-                    row.append(token, logprob, self.end_of_turn)
+                    row.append(token, logprob, self.stop)
             unfinished = [index for index, row in enumerate(rows) if not row.finish_reason]
             if not unfinished:
                 return

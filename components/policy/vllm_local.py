@@ -1,7 +1,7 @@
 """A vLLM that is loaded by this process and runs its engine in a child process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class LocalVllm:
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
                 seed=request.seed,
-                stop_token_ids=[request.stop],
+                stop_token_ids=list(request.stop),
                 logprobs=0,
                 detokenize=False,
             )
@@ -83,10 +83,11 @@ class LocalVllm:
     def init_weight_transfer_engine(self) -> None:
         self.llm.init_weight_transfer_engine({"init_info": {}})
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Start an update of the weights, send the data `update_info`, and finish the update."""
+    def update_weights(self, updates: Iterable[dict[str, Any]]) -> None:
+        """Replace the weights in parts, as `VllmServer.update_weights` does."""
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": update_info})
+        for update_info in updates:
+            self.llm.update_weights({"update_info": update_info})
         self.llm.finish_weight_update()
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:

@@ -7,7 +7,7 @@ weights. The names of calls, routes and fields are those of vLLM 0.24.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,36 @@ from transformers import PreTrainedTokenizerBase
 
 from components.core.errors import UserError
 from components.core.params import Params, Policy
-from components.policy.sampler import Completion
+from components.policy.checkpoint import load_generation_config
+from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm_local import LocalVllm
 from components.policy.vllm_server import Request, VllmServer
-from components.policy.weights import fingerprint, ipc_update_info
+from components.policy.weights import MODULUS, fingerprint, ipc_update_info
+
+
+class _Sent:
+    """The weights that are sent to vLLM, in its dtype, with the fingerprint of all that were sent so far."""
+
+    def __init__(self, buckets: Iterable[Mapping[str, Tensor]], dtype: torch.dtype):
+        self.buckets = buckets
+        self.dtype = dtype
+        self.fingerprint = 0
+
+    def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the names and tensors of each bucket."""
+        for bucket in self.buckets:
+            weights = [(name, tensor.detach().to(self.dtype).contiguous()) for name, tensor in bucket.items()]
+            added = fingerprint((tensor for _, tensor in weights), self.dtype)
+            self.fingerprint = (self.fingerprint + added) % MODULUS
+            yield weights
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        """Yield the `update_info` of each bucket, whose tensors live until the next one is requested."""
+        for weights in self.tensors():
+            yield ipc_update_info(weights)
+            if any(tensor.is_cuda for _, tensor in weights):
+                # This frees the memory of tensors that vLLM's process has released.
+                torch.cuda.ipc_collect()
 
 
 class VllmSampler:
@@ -32,15 +58,16 @@ class VllmSampler:
     def __init__(
         self,
         vllm: LocalVllm | VllmServer,
-        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[int, ...],
         settings: Policy,
         *,
         version: str,
     ):
+        """Sample from `vllm`, where a turn ends after any of the tokens `stop`."""
         self.vllm = vllm
         self.version = version
         self.settings = settings
-        self.end_of_turn = int(tokenizer.eos_token_id)
+        self.stop = stop
         self.push_seconds = 0.0
         self.asleep = False
         if settings.weight_transfer == "ipc":
@@ -51,9 +78,7 @@ class VllmSampler:
     ) -> list[Completion]:
         """Sample one completion for each prompt, as specified by `Sampler.generate`."""
         requests = {
-            index: Request(
-                tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.end_of_turn
-            )
+            index: Request(tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.stop)
             for index, prompt in enumerate(prompts)
             if (limit := min(max_new_tokens, self.settings.context - len(prompt))) > 0
         }
@@ -61,48 +86,43 @@ class VllmSampler:
         return [completions.get(index, Completion((), (), "length")) for index in range(len(prompts))]
 
     def push(
-        self, weights: Sequence[tuple[str, Tensor]], *, version: str, folder: Path | None = None
+        self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:
         """Replace the weights of vLLM, and check that its workers have the new ones.
 
-        The names and shapes in `weights` are those of a checkpoint. If the weights are transferred by disk,
-        `folder` is a checkpoint with the same weights. Raises UserError if a worker does not have the new
-        weights.
+        `buckets` are those of `components.policy.weight_stream`, which are consumed completely. If the
+        weights are transferred by disk, `folder` is a checkpoint with the same weights. Raises UserError if a
+        worker does not have the new weights.
         """
         started = time.monotonic()
         self.wake_up()
         before = self.vllm.collective_rpc("weight_fingerprint", {})
+        sent = _Sent(buckets, getattr(torch, before[0]["dtype"]))
         if self.settings.weight_transfer == "disk":
             assert folder is not None, "a transfer by disk needs the folder"
             self.vllm.collective_rpc("reload_weights", {"weights_path": str(folder.resolve())})
+            for _ in sent.tensors():
+                pass
         else:
-            dtype = getattr(torch, before[0]["dtype"])
-            # `sent` keeps the tensors alive until the end of the update, because a handle does not.
-            sent = [(name, tensor.detach().to(dtype).contiguous()) for name, tensor in weights]
-            self.vllm.update_weights(ipc_update_info(sent))
-            if any(tensor.is_cuda for _, tensor in sent):
-                # This frees the memory of tensors that vLLM's process has released.
-                torch.cuda.ipc_collect()
+            self.vllm.update_weights(sent.updates())
         # The cached keys and values were computed with the old weights.
         self.vllm.reset_prefix_cache()
-        self._check(before, [tensor for _, tensor in weights])
+        self._check(before, sent.fingerprint)
         self.version = version
         self.push_seconds = time.monotonic() - started
 
-    def _check(self, before: list[dict[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Raise UserError unless the workers have the weights.
+    def _check(self, before: list[dict[str, Any]], expected: int) -> None:
+        """Raise UserError unless the workers have the weights whose fingerprint is `expected`.
 
-        If there is one worker, its fingerprint must be equal to that of `weights`. If there are several, each
-        of which has a part of the weights, the fingerprint of every worker must differ from that in `before`,
-        the fingerprints of the workers before the weights were sent.
+        If there are several workers, each of which has a part of the weights, the fingerprint of every worker
+        must differ from that in `before`, the fingerprints of the workers before the weights were sent.
         """
         after = self.vllm.collective_rpc("weight_fingerprint", {})
-        expected = fingerprint(weights, getattr(torch, after[0]["dtype"]))
         is_single = len(after) == 1
         arrived = (
             after[0]["fingerprint"] == expected
             if is_single
-            else all(new != old for new, old in zip(after, before, strict=True))
+            else all(new["fingerprint"] != old["fingerprint"] for new, old in zip(after, before, strict=True))
         )
         if not arrived:
             raise UserError(
@@ -137,4 +157,5 @@ def open_vllm_sampler(
         if settings.backend == "vllm-server"
         else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed)
     )
-    return VllmSampler(vllm, tokenizer, settings, version=version)
+    stop = stop_ids(tokenizer, load_generation_config(folder))
+    return VllmSampler(vllm, stop, settings, version=version)

@@ -5,7 +5,7 @@ It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weight
 docs/training.md has the whole command.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to complete until the token `stop`, with at most `max_tokens` tokens.
+    """A sequence to complete until one of the tokens `stop`, with at most `max_tokens` tokens.
 
     At temperature 0, each token is the most probable one.
     """
@@ -33,7 +33,7 @@ class Request:
     max_tokens: int
     temperature: float
     seed: int
-    stop: int
+    stop: tuple[int, ...]
 
 
 class RequestRefused(UserError):
@@ -82,7 +82,7 @@ class VllmServer:
                 "max_tokens": request.max_tokens,
                 "temperature": request.temperature,
                 "seed": request.seed,
-                "stop_token_ids": [request.stop],
+                "stop_token_ids": list(request.stop),
                 # These are set because otherwise the generation_config of the model would truncate the
                 # distribution that is sampled.
                 "top_p": 1.0,
@@ -103,8 +103,12 @@ class VllmServer:
     def init_weight_transfer_engine(self) -> None:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Start an update of the weights, send the data `update_info`, and finish the update."""
+    def update_weights(self, updates: Iterable[dict[str, Any]]) -> None:
+        """Replace the weights: start an update, send each part of it, and finish it.
+
+        A part is the `update_info` of `components.policy.weights`. The next part is requested from `updates`
+        only after vLLM has received the previous one.
+        """
         try:
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
         except RequestRefused:
@@ -112,7 +116,8 @@ class VllmServer:
             # All weights are sent again after it.
             self._call("POST", "/finish_weight_update")
             self._call("POST", "/start_weight_update", {"is_checkpoint_format": True})
-        self._call("POST", "/update_weights", {"update_info": update_info})
+        for update_info in updates:
+            self._call("POST", "/update_weights", {"update_info": update_info})
         self._call("POST", "/finish_weight_update")
 
     def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:

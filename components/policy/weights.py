@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 # Number of elements of a tensor that are converted at the same time.
 CHUNK_ELEMENTS = 2**24
+# Fingerprints are below this number.
+MODULUS = 2**62
 
 
 def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
@@ -22,13 +24,14 @@ def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
 
     It is the sum of the bit patterns of the elements as float32, modulo 2^62. It does not depend on the order
     of the tensors, on their concatenation or on padding with zeros. So it is also correct if vLLM stores the
-    query, key and value projections as one matrix.
+    query, key and value projections as one matrix. The fingerprint of two groups of tensors is the sum of
+    their fingerprints, modulo 2^62.
     """
     total = 0
     for tensor in tensors:
         for part in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
             total += int(part.to(dtype).float().view(torch.int32).sum(dtype=torch.int64))
-    return total % 2**62
+    return total % MODULUS
 
 
 def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -42,7 +45,6 @@ def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
         "names": [name for name, _ in weights],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
         "shapes": [list(tensor.shape) for _, tensor in weights],
-        "packed": False,
         "ipc_handles_pickled": base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode(),
     }
 

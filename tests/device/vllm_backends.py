@@ -39,10 +39,11 @@ from components.bootstrap.tokenizer import train_tokenizer
 from components.core.config import PROJECT, resolve
 from components.core.params import Params
 from components.policy.backends import open_sampler
-from components.policy.checkpoint import load_model, load_tokenizer
+from components.policy.checkpoint import BUCKET_BYTES, load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler
 from components.policy.vllm_local import WORKER_EXTENSION
 from components.policy.vllm_sampler import VllmSampler
+from components.policy.weight_stream import weight_buckets
 from components.training.batches import pad
 from components.training.networks import Actor
 
@@ -164,7 +165,7 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
                 started = time.monotonic()
                 if params.policy.weight_transfer == "disk":
                     trained.save_pretrained(published)
-                vllm.push(list(trained.named_parameters()), version=str(number), folder=published)
+                vllm.push(weight_buckets(trained, BUCKET_BYTES), version=str(number), folder=published)
                 return time.monotonic() - started
 
         else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_fixtures import tiny_policy, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.bootstrap import cold_start
@@ -19,8 +20,13 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.core.task import KernelTask
-from components.policy.checkpoint import load_model, load_tokenizer, verify_checkpoint
-from components.policy.sampler import Completion
+from components.policy.checkpoint import (
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    verify_checkpoint,
+)
+from components.policy.sampler import Completion, stop_ids
 from components.policy.transformers_sampler import TransformersSampler, draw
 from components.synthesis.compose import compose_tasks
 
@@ -243,6 +249,24 @@ def test_a_turn_ends_with_its_end_token_or_at_the_limit(
         assert completion.ids.count(tokenizer.eos_token_id) == (1 if stopped else 0)
         assert completion.ids[-1] == tokenizer.eos_token_id if stopped else len(completion.ids) == 200
         assert len(completion.logprobs) == len(completion.ids)
+
+
+def test_a_turn_ends_with_any_end_token_of_the_generation_config(tmp_path: Path) -> None:
+    several = tiny_policy()
+    several.generation_config.eos_token_id = [9, 5]
+    several.save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    assert stop_ids(tokenizer, load_generation_config(tmp_path)) == (2, 5, 9)
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_ids(tokenizer, load_generation_config(tmp_path)) == (2,)
+    ends = set()
+    for completion in sampler(several, tokenizer).generate(
+        [[1, 7]] * 60, max_new_tokens=100, temperature=1.0, seed=0
+    ):
+        assert completion.finish_reason == "stop"
+        assert [token for token in completion.ids if token in (2, 5, 9)] == [completion.ids[-1]]
+        ends.add(completion.ids[-1])
+    assert ends == {2, 5, 9}
 
 
 def test_the_context_window_cuts_a_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

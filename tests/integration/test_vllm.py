@@ -20,9 +20,13 @@ from components.policy.checkpoint import save_checkpoint
 from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
-from components.policy.weights import fingerprint
+from components.policy.weight_stream import weight_buckets
+from components.policy.weights import MODULUS, fingerprint
 from components.training.run_stage import run_stage
 
+# Bytes, of which the weights of the tiny policy need several times as many.
+BUCKET = 10_000
+UPDATE = "/update_weights"
 PROMPTS = [[1, 5, 6], [1, 5, 6], [1, 9, 10, 11, 12]]
 
 
@@ -42,7 +46,7 @@ def settings(url: str, *sets: str) -> Params:
 
 
 def sampler(url: str, *sets: str) -> VllmSampler:
-    return VllmSampler(VllmServer(url), tiny_tokenizer(), settings(url, *sets).policy, version="v0")
+    return VllmSampler(VllmServer(url), (2,), settings(url, *sets).policy, version="v0")
 
 
 def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, worker: Worker) -> None:
@@ -80,17 +84,22 @@ def test_a_push_replaces_every_weight(transfer: str, url: str, worker: Worker, t
     trained = tiny_policy(seed=8)
     trained.save_pretrained(tmp_path / "new")
     one = sampler(url, f"policy.weight_transfer={transfer}")
-    one.push(list(trained.named_parameters()), version="v1", folder=tmp_path / "new")
+    one.push(weight_buckets(trained, BUCKET), version="v1", folder=tmp_path / "new")
     assert one.version == "v1" and one.push_seconds > 0
     for name, parameter in worker.model.named_parameters():
         assert torch.equal(parameter, dict(trained.named_parameters())[name]), name
     assert worker.calls.index("/reset_prefix_cache") > worker.calls.index("/collective_rpc")
+    if transfer == "ipc":
+        updates = [call for call in worker.calls if "weight_update" in call or call == UPDATE]
+        start, *parts, end = updates
+        assert (start, end) == ("/start_weight_update", "/finish_weight_update")
+        assert len(parts) > 3 and set(parts) == {UPDATE}
 
 
 def test_a_push_that_did_not_arrive_is_noticed(url: str, worker: Worker) -> None:
     worker.loses_updates = True
     with pytest.raises(UserError, match="does not hold the weights"):
-        sampler(url).push(list(tiny_policy(seed=8).named_parameters()), version="v1")
+        sampler(url).push(weight_buckets(tiny_policy(seed=8), BUCKET), version="v1")
 
 
 def test_an_update_that_a_killed_trainer_left_open_is_closed_first_and_a_sleeping_server_woken(
@@ -98,7 +107,7 @@ def test_an_update_that_a_killed_trainer_left_open_is_closed_first_and_a_sleepin
 ) -> None:
     worker.updating = worker.asleep = True
     trained = tiny_policy(seed=8)
-    sampler(url).push(list(trained.named_parameters()), version="v1")
+    sampler(url).push(weight_buckets(trained, BUCKET), version="v1")
     assert torch.equal(worker.model.lm_head.weight, trained.lm_head.weight) and not worker.updating
 
 
@@ -109,6 +118,9 @@ def test_the_fingerprint_sees_one_changed_element_and_not_how_matrices_are_joine
     changed = a.clone()
     changed[1, 1] = torch.nextafter(changed[1, 1], torch.tensor(9.0))
     assert fingerprint([changed, b], torch.float32) != fingerprint([a, b], torch.float32)
+    assert (fingerprint([a], torch.float32) + fingerprint([b], torch.float32)) % MODULUS == fingerprint(
+        [a, b], torch.float32
+    )
     assert fingerprint([a.bfloat16()], torch.bfloat16) == fingerprint([a], torch.bfloat16)
 
 
@@ -116,7 +128,7 @@ def test_a_server_sleeps_between_rollouts_and_wakes_for_the_next_weights(url: st
     one = sampler(url, "policy.sleep=true")
     one.sleep()
     assert worker.asleep
-    one.push(list(tiny_policy(seed=8).named_parameters()), version="v1")
+    one.push(weight_buckets(tiny_policy(seed=8), BUCKET), version="v1")
     assert not worker.asleep and one.generate(PROMPTS, max_new_tokens=2, temperature=1.0, seed=0)
 
 

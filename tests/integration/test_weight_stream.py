@@ -81,7 +81,7 @@ def test_matrices_that_the_public_format_fuses_are_in_one_bucket(tmp_path: Path)
 def test_a_checkpoint_in_several_files_loads_with_plain_transformers(form: str, tmp_path: Path) -> None:
     model = tiny_model(form)
     manifest = save(tmp_path / "parts", model)
-    save(tmp_path / "whole", model, shard_bytes=2**31)
+    save(tmp_path / "whole", model, bucket_bytes=2**31)
     model.save_pretrained(tmp_path / "reference")
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes(), name
@@ -109,7 +109,7 @@ def test_an_adapter_is_merged_into_the_weights_and_kept_beside_them(form: str, t
     before = copy.deepcopy(model.state_dict())
     adapted = logits(model)
     assert (adapted - start).abs().max() > 0.1
-    save(tmp_path / "saved", model, shard_bytes=2**31)
+    save(tmp_path / "saved", model, bucket_bytes=2**31)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     verify_checkpoint(tmp_path / "saved")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
