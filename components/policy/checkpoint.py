@@ -168,18 +168,6 @@ def _write_adapter(folder: Path, model: PreTrainedModel, bucket_bytes: int) -> N
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def write_model(folder: Path, model: PreTrainedModel, *, writes: bool = True) -> None:
-    """Write configuration and weights of `model` to `folder` atomically; called like `save_checkpoint`."""
-    from components.policy.weight_stream import weight_buckets
-
-    if not writes:
-        for _ in weight_buckets(model, SHARD_BYTES):
-            pass
-        return
-    with atomic_folder(folder) as temporary:
-        _write_model(temporary, model, SHARD_BYTES)
-
-
 def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
     """Return the manifest of a checkpoint after checking its files.
 

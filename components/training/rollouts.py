@@ -16,11 +16,11 @@ from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core import params
 from components.core.errors import UserError
-from components.core.files import digest_json
+from components.core.files import atomic_folder, digest_json
 from components.core.task import KernelTask
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import (
-    SHARD_BYTES,
+    BUCKET_BYTES,
     load_model,
     load_tokenizer,
     verify_checkpoint,
@@ -166,13 +166,21 @@ class TrainedPolicy:
         else:
             folder = self.stage.out / "published"
             if policy.weight_transfer == "disk":
-                write_model(folder, self.model, writes=self.world.rank == 0)
-            buckets = weight_buckets(self.model, SHARD_BYTES)
+                if self.world.rank == 0:
+                    with atomic_folder(folder) as temporary:
+                        write_model(temporary, self.model)
+                else:
+                    self._help_to_gather()
             if isinstance(self.sampler, VllmSampler):
+                buckets = weight_buckets(self.model, BUCKET_BYTES)
                 self.sampler.push(buckets, version=version, folder=folder)
             else:
-                for _ in buckets:  # Every rank has to help to gather each bucket.
-                    pass
+                self._help_to_gather()
+
+    def _help_to_gather(self) -> None:
+        """Take part in gathering the weights that rank 0 sends."""
+        for _ in weight_buckets(self.model, BUCKET_BYTES):
+            pass
 
     def _copy_to_sampler(self, engine: DeepSpeedEngine) -> None:
         """Copy the sharded weights, one layer at a time, to the sampler of rank 0."""
