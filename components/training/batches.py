@@ -48,7 +48,7 @@ class Batch:
         return int(self.offsets[-1])
 
     def own_tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of own tokens in the rows with the numbers `rows`."""
+        """Return the number of own tokens in the rows with the indices `rows`."""
         chosen = np.asarray(rows, dtype=np.int64)
         return int((self.offsets[chosen + 1] - self.offsets[chosen]).sum())
 
@@ -72,7 +72,7 @@ class Streams:
     """Tensors with one value for each own token of a batch, [own tokens]; subclasses declare them."""
 
     def at(self, own: Tensor, device: torch.device) -> Self:
-        """Return the values of the own tokens with the numbers `own` [n], on the device."""
+        """Return these tensors at the own tokens with the indices `own` [n], on `device`; each is [n]."""
         return dataclasses.replace(
             self,
             **{field.name: getattr(self, field.name)[own].to(device) for field in dataclasses.fields(self)},
@@ -95,7 +95,7 @@ class Packed:
     before: Tensor
     # The own tokens that they precede, [n].
     targets: Tensor
-    # The numbers of these own tokens among the own tokens of the batch, [n], in host memory.
+    # The indices of these own tokens among the own tokens of the batch, [n], in host memory.
     own: Tensor
 
 
@@ -144,9 +144,10 @@ def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None 
 
 
 def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Packed:
-    """Return slice number `part` of `parts` of the rows with the numbers `rows`, in host memory.
+    """Concatenate the rows with the indices `rows`, and return one of `parts` equal slices, in host memory.
 
-    The sequence is extended to a multiple of `parts` with a row of zeros without own tokens.
+    `part` is the index of the slice. The sequence is first extended to a multiple of `parts` tokens with a
+    row of zeros that has no own tokens.
     """
     lengths = [len(batch.ids[row]) for row in rows]
     if spare := -sum(lengths) % parts:
@@ -175,7 +176,7 @@ def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Pa
 
 
 def to_device(packed: Packed, device: torch.device) -> Packed:
-    """Return `packed` with everything but the numbers `own` on the device."""
+    """Return `packed` with everything but `own` on the device."""
     moved: dict[str, Any] = {
         name: getattr(packed, name).to(device) for name in ("ids", "positions", "before", "targets")
     }

@@ -1,6 +1,7 @@
-"""Resumable states on disk: parameters, optimizer and random state of a stage's engines after a step.
+"""Resumable states of a stage on disk, and how a killed stage continues from the newest of them.
 
-A state is written to a temporary folder that is renamed when it is complete, so a killed process leaves the
+A state holds parameters, optimizer and random state of the stage's engines after a step.
+It is written to a temporary folder that is renamed when it is complete, so a killed process leaves the
 previous state intact. The folder's name contains precision, ZeRO stage and number of ranks (the layout),
 because DeepSpeed cannot load shards of another layout. A stage that resumes with another layout repeats its
 training on its stored trajectories and does not sample them again.
@@ -14,6 +15,12 @@ from pathlib import Path
 from components.core import params
 from components.core.files import sync_tree
 from components.training.engine import DeepSpeedEngine, World
+from components.training.metrics_file import MetricsFile
+from components.training.stage import Stage
+
+# Number of states kept on disk. It is 2 because the newest weights may turn out to be collapsed in the next
+# step, which then needs older ones.
+KEPT_STATES = 2
 
 
 @dataclass(frozen=True)
@@ -71,3 +78,39 @@ class StateStore:
         for name, engine in self.engines.items():
             engine.load(folder / name)
         return steps
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """A stage in training, with its stored states, its metrics and the step at which this process began."""
+
+    stage: Stage
+    world: World
+    saved: StateStore
+    # Number of steps that were done when this process began.
+    start: int
+    metrics: MetricsFile
+    # Whether the stage ends with earlier weights, instead of failing, when its policy has collapsed.
+    rolls_back: bool
+
+
+def resume(
+    stage: Stage,
+    engines: Mapping[str, DeepSpeedEngine],
+    *,
+    kept_states: int = KEPT_STATES,
+    rolls_back: bool = False,
+) -> TrainState:
+    """Load the newest state in the stage's folder into the engines, and return the stage's TrainState.
+
+    If there is no state, training starts at step 0. At most `kept_states` states are kept on disk. With
+    `rolls_back`, the state before the first step is saved too, so that a stage whose policy collapses in its
+    first steps can go back to that state.
+    """
+    world = next(iter(engines.values())).world
+    saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states)
+    start = saved.load()
+    if rolls_back and start == 0:
+        saved.save(0)
+    metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
+    return TrainState(stage, world, saved, start, metrics, rolls_back)

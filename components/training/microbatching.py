@@ -52,7 +52,7 @@ def train_step(
     *,
     learning_rate: float,
 ) -> float:
-    """Take one optimizer step on the rows of `batch` with the numbers `index`; return the gradient norm.
+    """Take one optimizer step on the rows of `batch` with the indices `index`; return the gradient norm.
 
     Every rank calls this with the same arguments. `values` are what the loss needs to know about own tokens.
     The loss is divided by the number of own tokens in all of these rows. The metrics that `loss` returns are

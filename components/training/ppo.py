@@ -28,6 +28,7 @@ from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint
 from components.training.advantages import explained_variance, row_gae, whiten
 from components.training.batches import Packed, Rollout, Streams, collate, stream
+from components.training.checkpointing import resume
 from components.training.collapse_detection import Collapsed, collapse
 from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork, sharded_loading
 from components.training.expert_load import ExpertLoad
@@ -54,7 +55,7 @@ from components.training.rollouts import (
     trainable,
 )
 from components.training.stage import Stage, StageResult
-from components.training.training_loop import StepRecord, finish, fit, resume
+from components.training.training_loop import StepRecord, finish, fit
 
 # Metrics of a step that the progress display shows.
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")

@@ -19,6 +19,7 @@ from components.agent.trajectory import Trajectory
 from components.core.files import digest_json
 from components.core.params import Rejection
 from components.training.batches import Packed, Streams, make_batch
+from components.training.checkpointing import resume
 from components.training.engine import DeepSpeedEngine
 from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
@@ -31,7 +32,7 @@ from components.training.rollouts import (
     trainable,
 )
 from components.training.stage import Stage, StageResult, replayed_rows
-from components.training.training_loop import StepRecord, finish, fit, resume
+from components.training.training_loop import StepRecord, finish, fit
 
 # Token ids and action mask of a trajectory or demonstration.
 Row = tuple[Sequence[int], Sequence[int]]

@@ -1,8 +1,8 @@
-"""Training loop of all stages: resuming a killed stage, running its steps, writing its result.
+"""Training loop of all stages: running the steps of a stage and writing its result.
 
-A stage builds its engines, calls `resume` on them, then `fit` with a function that trains one step, and then
-`finish`. What a step computes depends only on the state and on the step's number, so a resumed stage ends
-with bitwise the same weights as one that was never interrupted.
+A stage builds its engines, calls `checkpointing.resume` on them, then `fit` with a function that trains one
+step, and then `finish`. What a step computes depends only on the state and on the step's number, so a resumed
+stage ends with bitwise the same weights as one that was never interrupted.
 """
 
 import math
@@ -17,51 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from components.core.files import read_json, write_json
 from components.core.task import dataset_version
 from components.policy.checkpoint import save_checkpoint, verify_checkpoint
-from components.training.checkpointing import StateStore
+from components.training.checkpointing import TrainState
 from components.training.collapse_detection import Collapsed, Terminated, sigterm_deferred
-from components.training.engine import DeepSpeedEngine, NotFinite, World
-from components.training.metrics_file import Figures, MetricsFile
-from components.training.stage import CHECKPOINT, RESULT, TASKS, Stage, StageResult
-
-# Number of states kept on disk. It is 2 because the newest weights may turn out to be collapsed in the next
-# step, which then needs older ones.
-KEPT_STATES = 2
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """A stage in training, with its stored states, its metrics and the step at which this process began."""
-
-    stage: Stage
-    world: World
-    saved: StateStore
-    # Number of steps that were done when this process began.
-    start: int
-    metrics: MetricsFile
-    # Whether the stage ends with earlier weights, instead of failing, when its policy has collapsed.
-    rolls_back: bool
-
-
-def resume(
-    stage: Stage,
-    engines: Mapping[str, DeepSpeedEngine],
-    *,
-    kept_states: int = KEPT_STATES,
-    rolls_back: bool = False,
-) -> TrainState:
-    """Load the newest state in the stage's folder into the engines, and return the stage's TrainState.
-
-    If there is no state, training starts at step 0. At most `kept_states` states are kept on disk. With
-    `rolls_back`, the state before the first step is saved too, so that a stage whose policy collapses in its
-    first steps can go back to that state.
-    """
-    world = next(iter(engines.values())).world
-    saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states)
-    start = saved.load()
-    if rolls_back and start == 0:
-        saved.save(0)
-    metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
-    return TrainState(stage, world, saved, start, metrics, rolls_back)
+from components.training.engine import NotFinite
+from components.training.metrics_file import Figures
+from components.training.stage import CHECKPOINT, RESULT, TASKS, StageResult
 
 
 @dataclass
