@@ -77,6 +77,14 @@ class Sandbox(FrozenModel):
     device_bytes: Annotated[int, Field(ge=0)] = Field(
         description="device memory that judging one task may take; 0 is all of the GPU's, and no limit on cpu"
     )
+    host_bytes: Annotated[int, Field(ge=0)] = Field(
+        description="host memory that a judge on a GPU counts as available; 0 is what the machine reports "
+        "and the limits of its control groups leave"
+    )
+    input_delivery: Literal["round", "call"] = Field(
+        description="on a GPU: all inputs of a timed round at once, or one call's after the outputs of the "
+        "call before were taken, for tasks with small inputs and outputs"
+    )
     correctness_sets: Annotated[int, Field(ge=6)] = Field(
         description="secret input sets for correctness, over the input distributions"
     )

@@ -1,12 +1,12 @@
 """Plan of the memory for judging a task: the choice of the placement of its data that fits the device."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from components.core.errors import TaskTooLarge
 from components.core.params import Params
 from components.judge.correctness import PART_NUMEL
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
+from components.judge.host_memory import available_bytes
 from components.judge.input_mixing import MAX_DOUBLED_BYTES
 from components.judge.task_layout import MAX_ROUND_BYTES, PLACEMENTS, Description, Sizing, TaskLayout
 
@@ -26,7 +26,7 @@ class MemoryBudget:
 
     `device_bytes` is the memory of the GPU that can be reserved, or 0 if it is not limited, as on cpu.
     `runner_bytes` is the memory that one runner of the task's source may allocate. `host_bytes` is the host
-    memory that is available.
+    memory that may be used.
     """
 
     device_bytes: int
@@ -41,12 +41,10 @@ class MemoryBudget:
         """
         limit = int(MEMORY_SHARE * params.sandbox.device_bytes)
         sizes = [size for size in (scheduler.reservable_bytes, limit) if size > 0]
-        meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = 1024 * int(meminfo["MemAvailable"].split()[0])
         return MemoryBudget(
             device_bytes=min(sizes, default=0),
             runner_bytes=int(runner_share * scheduler.device_bytes),
-            host_bytes=int(HOST_SHARE * available),
+            host_bytes=int(HOST_SHARE * (params.sandbox.host_bytes or available_bytes())),
         )
 
 

@@ -23,8 +23,9 @@ from components.sandbox.shared_memory import Buffer
 class RunnerMemory:
     """Memory of one timed runner, or of several that take turns.
 
-    `buffers` has the shared buffers by name, for parameters, inputs, and on cuda outputs. `results` is the
-    judge's copy of the outputs of a round, as bytes.
+    `buffers` has the shared buffers by name, for parameters, inputs, and on cuda outputs. If the layout gives
+    inputs call by call, it also has those for the next call's inputs and the last call's outputs. `results`
+    is the judge's copy of the outputs of a round, as bytes.
     """
 
     buffers: dict[RegionName, Buffer]
@@ -43,10 +44,13 @@ class RunnerMemory:
         result_bytes = layout.outputs.stride * layout.capacity
         if device == "cuda":
             sizes["outputs"] = result_bytes
+        if layout.by_call:
+            sizes |= {"next_inputs": layout.inputs.stride, "last_outputs": layout.outputs.stride}
         buffers: dict[RegionName, Buffer] = {}
         with contextlib.ExitStack() as allocated:
             for name, size in sizes.items():
-                on = layout.memory_of(name) if name == "parameters" else device
+                on_host = name in ("next_inputs", "last_outputs")
+                on = layout.memory_of(name) if name == "parameters" else "cpu" if on_host else device
                 buffers[name] = shared_memory.make_buffer(on, size)
                 allocated.callback(buffers[name].close)
             results = torch.empty(result_bytes, dtype=torch.uint8, device=device)

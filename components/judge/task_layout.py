@@ -25,6 +25,9 @@ MAX_CALLS = {"cpu": 32, "cuda": 256}
 MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 # Share of these bytes in a placement that shares buffers.
 SHARING_ROUND_SHARE = 0.125
+# Largest size in bytes of the inputs and outputs of a call on cuda whose inputs are given call by call. They
+# are copied through host memory, so more bytes would take longer than the calls of most tasks.
+MAX_DELIVERED_BYTES = 1 << 20
 # Largest size in bytes of all correctness sets, which are the input sets with reference outputs. A large task
 # has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
 MAX_REFERENCE_BYTES = 24 << 30
@@ -176,6 +179,8 @@ class TaskLayout:
     capacity: int
     # Input distribution of each correctness set.
     distributions: list[str]
+    # Whether a timed runner on cuda gets the inputs of a call only after the outputs of the call before.
+    by_call: bool
     # Number of all input sets: the correctness sets, then the sets that timed inputs are mixed from.
     input_sets: int
 
@@ -223,6 +228,10 @@ class TaskLayout:
             parameters=TensorLayout.of([(shape, dtype) for _, shape, dtype in description.state]),
             calls=min(calls, fitting),
             capacity=min(max(calls, correctness_sets), fitting),
+            by_call=sandbox.input_delivery == "call"
+            and device == "cuda"
+            and not placement.shares_buffers
+            and call_bytes <= MAX_DELIVERED_BYTES,
             distributions=list(itertools.islice(itertools.cycle(INPUT_DISTRIBUTIONS), correctness_sets)),
             input_sets=correctness_sets + max(2, timed_sets),
         )
@@ -269,4 +278,7 @@ class TaskLayout:
         }
         if "expected" in buffers:
             header["expected"] = self.expected.region(buffers["expected"])
+        if "next_inputs" in buffers:
+            header["next_inputs"] = self.inputs.region(buffers["next_inputs"])
+            header["last_outputs"] = self.outputs.region(buffers["last_outputs"])
         return header

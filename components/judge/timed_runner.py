@@ -175,6 +175,10 @@ class TimedRunner:
         the runner delivers its results, the judge overwrites the inputs and the output buffer. Results that
         were computed directly into that buffer are then lost, and work that was deferred has lost its inputs.
         One untimed launch before the round wakes the device. See docs/design/judge-protocol.md.
+
+        With `sandbox.input_delivery` call, the judge on cuda does not use the device while its clock runs. It
+        writes the inputs of each call to host memory after it has taken the outputs of the call before from
+        there, and the runner copies both to and from the device.
         """
         assert self.runner is not None
         if self.role != "candidate":
@@ -182,7 +186,10 @@ class TimedRunner:
             limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
             self.runner.deadline = time.monotonic() + limit
         calls = len(staged.mixes)
-        measure = self._device_round if "outputs" in self.memory.buffers else self._host_round
+        if self.layout.by_call:
+            measure = self._call_round
+        else:
+            measure = self._device_round if "outputs" in self.memory.buffers else self._host_round
         seconds = measure(self.runner, operation, calls, staged.inputs)
         if self.layout.placement.shares_buffers:
             self.runner.resume()
@@ -230,12 +237,7 @@ class TimedRunner:
 
     def _device_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
         outputs = self.memory.buffers["outputs"]
-        runner.set_cores(self.scheduler.timed_cores)
-        runner.signal(signal.SIGCONT)
-        if operation == "time":  # without inputs, so that nothing can be computed untimed
-            if self.layout.placement.shares_buffers:
-                self._write_warm_up_inputs()
-            runner.request({"op": "warm", "sets": 0})
+        self._wake(runner, operation)
         inputs = self.inputs.raw()[: staged.numel()]
         generator = _secret_generator(inputs.device)
         places = torch.randint(inputs.numel(), (SAMPLED_BYTES,), device=inputs.device, generator=generator)
@@ -263,6 +265,48 @@ class TimedRunner:
         runner.set_cores(self.scheduler.other_cores)
         sample_differs = self.role == "candidate" and not torch.equal(sample, sample_after)
         self.inputs_changed = differ or sample_differs
+        return seconds
+
+    def _wake(self, runner: Runner, operation: Operation) -> None:
+        """Resume the runner on the core of timed rounds, and before a timed round make an untimed launch."""
+        runner.set_cores(self.scheduler.timed_cores)
+        runner.signal(signal.SIGCONT)
+        if operation == "time":  # without inputs, so that nothing can be computed untimed
+            if self.layout.placement.shares_buffers:
+                self._write_warm_up_inputs()
+            runner.request({"op": "warm", "sets": 0})
+
+    def _call_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
+        buffers, stride = self.memory.buffers, self.layout.outputs.stride
+        next_inputs, last_outputs = (
+            buffers["next_inputs"].raw().numpy(),
+            buffers["last_outputs"].raw().numpy(),
+        )
+        sources = [part.numpy() for part in torch.split(staged.cpu(), self.layout.inputs.stride)]
+        results = torch.zeros(stride * calls, dtype=torch.uint8)
+        targets = [part.numpy() for part in torch.split(results, stride)]
+        self._wake(runner, operation)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        np.copyto(next_inputs, sources[0])
+        runner.send({"op": operation, "sets": calls})
+        for index in range(calls):
+            runner.receive(b"C")
+            np.copyto(targets[index], last_outputs)
+            if index + 1 < calls:
+                np.copyto(next_inputs, sources[index + 1])
+            runner.acknowledge()
+        runner.receive()
+        seconds = time.perf_counter() - start
+        self._freeze()
+        runner.set_cores(self.scheduler.other_cores)
+        self.memory.results[: stride * calls].copy_(results)
+        # The runner copies the tensors of a call, and not the bytes between them.
+        rows = [memory[: staged.numel()].view(calls, -1) for memory in (self.inputs.raw(), staged)]
+        self.inputs_changed = self.role == "candidate" and any(
+            not torch.equal(*(memory[:, slot.offset : slot.offset + slot.bytes] for memory in rows))
+            for slot in self.layout.inputs.slots
+        )
         return seconds
 
     def _write_warm_up_inputs(self) -> None:

@@ -15,7 +15,8 @@ Role = Literal["describe", "reference", "candidate", "eager", "compile", "noop"]
 # Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
 # and `probe` (preflight.py) loads neither.
 ZygoteKind = Literal["plain", "compile", "probe"]
-RegionName = Literal["parameters", "inputs", "outputs", "expected"]
+# The last two are in host memory, and hold the inputs of the next call and the outputs of the last call.
+RegionName = Literal["parameters", "inputs", "outputs", "expected", "next_inputs", "last_outputs"]
 
 
 class Region(TypedDict):
@@ -39,6 +40,9 @@ class MemoryLayout(TypedDict, total=False):
     inputs: Region
     outputs: Region
     expected: Region
+    # Present if a runner on cuda gets the inputs call by call (sandbox.input_delivery).
+    next_inputs: Region
+    last_outputs: Region
 
 
 class RoleHeader(TypedDict, total=False):

@@ -14,6 +14,7 @@ import importlib
 import itertools
 import json
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import reference
 import result_channel
+import shared_memory
 import torch
 from compile_artefacts import CompileArtefacts
 from op_blocker import ForbiddenOperator, prepare_operator_block
@@ -233,11 +235,14 @@ def check_outputs(
 
 def make_delivery(
     connection: socket.socket, header: RoleHeader, shared: SharedTensors
-) -> HostDelivery | DeviceDelivery:
+) -> HostDelivery | DeviceDelivery | CallDelivery:
     """Return the object that makes the calls of this role and delivers their results to the judge."""
     if shared.device == "cuda":
+        is_candidate = header["role"] == "candidate"
+        if "next_inputs" in shared.buffers:
+            return CallDelivery(connection, shared, inspects=is_candidate)
         is_graph = header.get("compile_mode") in GRAPH_MODES
-        return DeviceDelivery(connection, shared, reuses_memory=is_graph)
+        return DeviceDelivery(connection, shared, reuses_memory=is_graph, inspects=is_candidate)
     descriptor = connection.fileno()
     if header["role"] == "noop":
         return NoopDelivery(descriptor, shared.zero_outputs())
@@ -303,6 +308,28 @@ class NoopDelivery(HostDelivery):
         result_channel.send_and_wait(self.descriptor, self.message, len(arguments))
 
 
+def check_memory(leaves: list[torch.Tensor]) -> None:
+    """Raise WrongForm if an output on cuda is not in memory of cudaMalloc.
+
+    Pages of other memory can be mapped at several addresses, so that a result that repeats itself is written
+    once (tests/exploits_cuda/mapped_twice).
+    """
+    if not all(map(shared_memory.is_cuda_malloc, leaves)):
+        raise WrongForm("output_is_mapped")
+
+
+def random_call(arguments: list[tuple[Any, ...]]) -> int:
+    """Return the index of a random call of a round."""
+    return secrets.randbelow(max(1, len(arguments)))
+
+
+def report_computed(connection: socket.socket) -> None:
+    """Tell the judge that results are computed, and wait until it allows the runner to continue."""
+    connection.send(b"C")
+    if not connection.recv(1):
+        os._exit(0)
+
+
 class DeviceDelivery:
     """Object that makes the calls of a round on cuda, and then copies all results to shared memory.
 
@@ -310,8 +337,12 @@ class DeviceDelivery:
     that a candidate wrote there directly are lost. The measured time includes the copy.
     """
 
-    def __init__(self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool):
+    def __init__(
+        self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool, inspects: bool
+    ):
         self.connection = connection
+        # Whether one call of each round is inspected by `check_memory`.
+        self.inspects = inspects
         self.targets = [shared.tensors("outputs", i) for i in range(shared.layout["calls"])]
         # Whether a call overwrites the result of the previous call, as a CUDA graph does. If so, every result
         # is cloned before the next call.
@@ -319,10 +350,13 @@ class DeviceDelivery:
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
         """Make one call for each tuple of arguments, and deliver all results together."""
-        results = [
-            [leaf.clone() if self.reuses_memory else leaf for leaf in flatten_outputs(call(*values))]
-            for values in arguments
-        ]
+        results: list[list[torch.Tensor]] = []
+        inspected = random_call(arguments)
+        for index, values in enumerate(arguments):
+            leaves = flatten_outputs(call(*values))
+            if index == inspected and self.inspects:
+                check_memory(leaves)
+            results.append([leaf.clone() for leaf in leaves] if self.reuses_memory else leaves)
         self.deliver(results)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
@@ -347,9 +381,7 @@ class DeviceDelivery:
     def deliver(self, results: list[list[torch.Tensor]]) -> None:
         """Wait until the judge allows the copy, and copy the results of all calls to shared memory."""
         torch.cuda.synchronize()
-        self.connection.send(b"C")
-        if not self.connection.recv(1):
-            os._exit(0)
+        report_computed(self.connection)
         pairs = [
             pair
             for leaves, targets in zip(results, self.targets, strict=False)
@@ -357,3 +389,53 @@ class DeviceDelivery:
         ]
         # One operation for all copies, because separate copies would need one kernel launch each.
         torch._foreach_copy_([target for target, _ in pairs], [leaf for _, leaf in pairs])
+
+
+class CallDelivery:
+    """Object that makes the calls of a round on cuda, each after the judge has taken the last call's outputs.
+
+    The judge writes the inputs of a call to host memory only then, so that no two calls of a round can be
+    computed together (tests/exploits_cuda/batch). Inputs and outputs are copied between host memory and the
+    device by this process, because work of the judge on the device would cost a change of process each time.
+    """
+
+    def __init__(self, connection: socket.socket, shared: SharedTensors, *, inspects: bool):
+        self.connection = connection
+        # Whether one call of each round is inspected by `check_memory`.
+        self.inspects = inspects
+        shared.pin("next_inputs")
+        shared.pin("last_outputs")
+        self.next_inputs = shared.tensors("next_inputs")
+        self.last_outputs = shared.tensors("last_outputs")
+        self.inputs = [shared.tensors("inputs", i) for i in range(shared.layout["calls"])]
+
+    def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
+        """Make one call for each tuple of arguments, and deliver each result before the next call."""
+        inspected = random_call(arguments)
+        for index, values in enumerate(arguments):
+            self.receive(index)
+            leaves = flatten_outputs(call(*values))
+            if index == inspected and self.inspects:
+                check_memory(leaves)
+            self.deliver(leaves)
+
+    def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
+        """Make one call for each tuple of arguments, check the form of its result, and deliver it.
+
+        This is for rounds whose time is not used.
+        """
+        for index, values in enumerate(arguments):
+            self.receive(index)
+            self.deliver(check(call(*values)))
+
+    def receive(self, index: int) -> None:
+        """Copy the inputs that the judge has written to the device, as the arguments of call `index`."""
+        for target, source in zip(self.inputs[index], self.next_inputs, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def deliver(self, leaves: list[torch.Tensor]) -> None:
+        """Copy the result of a call to host memory, and wait until the judge has taken it."""
+        for target, leaf in zip(self.last_outputs, leaves, strict=True):
+            target.copy_(leaf, non_blocking=True)
+        torch.cuda.synchronize()
+        report_computed(self.connection)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RegionName, RoleHeader
 
 # Names of the shared regions, in the order in which the judge sends the descriptors of their buffers.
-REGIONS: "tuple[RegionName, ...]" = ("parameters", "inputs", "outputs", "expected")
+REGIONS: "tuple[RegionName, ...]" = (
+    *("parameters", "inputs", "outputs", "expected"),
+    *("next_inputs", "last_outputs"),
+)
 
 
 def define_module(name: str, code: str) -> types.ModuleType:
@@ -56,6 +59,8 @@ class SharedTensors:
         self.device = header["device"]
         self.layout = header["layout"]
         names = [name for name in REGIONS if "bytes" in self.layout.get(name, {})]
+        # Addresses of the buffers in host memory that `pin` has registered with CUDA.
+        self.pinned: list[int] = []
         self.buffers = {
             name: shared_memory.make_buffer(
                 self.layout[name]["device"], self.layout[name]["bytes"], descriptor
@@ -65,8 +70,18 @@ class SharedTensors:
 
     def close(self) -> None:
         """Free the shared memory; its tensors must not be used afterwards."""
+        for address in self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
         for buffer in self.buffers.values():
             buffer.close()
+
+    def pin(self, name: "RegionName") -> None:
+        """Register a buffer in host memory with CUDA, so that it is copied without a staging buffer."""
+        memory = self.buffers[name].raw()
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostRegister failed with CUDA error {int(code)}")
+        self.pinned.append(memory.data_ptr())
 
     def tensors(
         self, name: "RegionName", index: int = 0, *, buffer: "RegionName | None" = None

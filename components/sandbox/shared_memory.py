@@ -120,6 +120,7 @@ class _AccessDescriptor(ctypes.Structure):
 # Values of cuda.h: CU_MEM_HANDLE_TYPE_, CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_,
 # CU_MEM_ACCESS_FLAGS_PROT_, CUDA_ERROR_.
 POSIX_FILE_DESCRIPTOR, PINNED, DEVICE, READ_WRITE, OUT_OF_MEMORY = 1, 1, 1, 3, 2
+LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _thread = threading.local()
 
 
@@ -138,6 +139,21 @@ def _call(name: str, *arguments: object) -> None:
         raise torch.OutOfMemoryError(f"{name}: the device's memory is full")
     if result != 0:
         raise RuntimeError(f"{name} failed with CUDA driver error {result}")
+
+
+def is_cuda_malloc(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory of cudaMalloc, as all memory of torch's allocator does.
+
+    Memory of the section Virtual Memory Management of the CUDA driver API does not. The driver answers with
+    the attribute IS_LEGACY_CUDA_IPC_CAPABLE, which only memory of cudaMalloc has. The result is also True for
+    a tensor without elements.
+    """
+    if tensor.numel() == 0 or not tensor.is_cuda:
+        return tensor.numel() == 0
+    is_ipc_capable = ctypes.c_ulonglong(0)
+    address = ctypes.c_ulonglong(tensor.data_ptr())
+    _call("cuPointerGetAttribute", ctypes.byref(is_ipc_capable), LEGACY_IPC_CAPABLE, address)
+    return bool(is_ipc_capable.value & 0xFF)
 
 
 class DeviceBuffer:

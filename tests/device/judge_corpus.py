@@ -1,6 +1,7 @@
 """Every honest candidate and every exploit on a device, one line each, then the figures' validity.
 
-    python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [NAME...]
+    python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [--set KEY=VALUE]
+        [NAME...]
 
 Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured.
 Ends with 1 unless every line is OK; lines marked `open` are exploits that are known to gain more than they
@@ -120,13 +121,15 @@ def main() -> int:
         "--repeats", type=int, default=200, help="comparisons of each kind for the measurement's own validity"
     )
     parser.add_argument("--table", type=Path, help="write the lines as a table in Markdown")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a parameter")
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     suffix = "_cuda" if arguments.device == "cuda" else ""
     free = torch.cuda.mem_get_info()[0] if suffix else 0
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(
-            resolve("smoke" if suffix else "ci", (f"device={arguments.device}",)).params, Path(folder)
+            resolve("smoke" if suffix else "ci", (f"device={arguments.device}", *arguments.set)).params,
+            Path(folder),
         )
         try:
 

@@ -1,0 +1,3 @@
+#include "gemv.cuh"
+
+KERNEL(forward) { gemv(t, stream); }

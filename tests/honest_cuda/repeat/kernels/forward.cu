@@ -1,0 +1,3 @@
+#include "repeat.cuh"
+
+KERNEL(forward) { repeat(t, 64, stream); }

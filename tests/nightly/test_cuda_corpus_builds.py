@@ -1,0 +1,57 @@
+"""The candidates for a GPU compile and pass the screening, on a machine that needs no GPU."""
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import judge_fixtures as corpus
+import pybind11
+import pytest
+
+from components.judge.screen import screen_files, screen_python, screen_symbols
+
+WORKDIR = corpus.HERE.parent / "agent_workdir"
+FLAGS = ("-O1", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared", "-arch=sm_90")
+INCLUDES = (f"-I{WORKDIR}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
+CANDIDATES = [(group, name) for group in ("honest_cuda", "exploits_cuda") for name in corpus.names(group)]
+
+
+def symbols(library: Path) -> tuple[str, ...]:
+    command = ["nm", "--undefined-only", "--format=posix", str(library)]
+    return tuple(line.split()[0] for line in subprocess.check_output(command, text=True).splitlines())
+
+
+@pytest.fixture(scope="module")
+def binding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("binding") / "binding.o"
+    flags = ["-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", *INCLUDES]
+    subprocess.run(["g++", *flags, "-c", str(WORKDIR / "binding.cpp"), "-o", str(path)], check=True)
+    return path
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("group", "name"), CANDIDATES, ids=[f"{g}-{n}" for g, n in CANDIDATES])
+def test_candidate_builds_and_gets_the_screening_that_it_expects(
+    group: str, name: str, binding: Path, tmp_path: Path
+) -> None:
+    files = corpus.files(group, name)
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    sources, library = sorted(map(str, (tmp_path / "kernels").glob("*.cu"))), tmp_path / "library.so"
+    objects = []
+    for source in sources:
+        objects.append(f"{source}.o")
+        subprocess.run(["nvcc", *FLAGS, *INCLUDES, "-c", source, "-o", objects[-1]], check=True)
+    subprocess.run(["g++", "-shared", *objects, str(binding), "-o", str(library)], check=True)
+    reason = (
+        screen_files(files)
+        or screen_python(files["model_new.py"])
+        or screen_symbols(symbols(library), frozenset(symbols(binding)))
+    )
+    wanted = corpus.expected(name, group) if group == "exploits_cuda" else {"status": "correct"}
+    if wanted["status"] == "forbidden":
+        assert reason is not None and reason.startswith(wanted["reason"])
+    else:
+        assert reason is None
