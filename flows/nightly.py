@@ -1,4 +1,4 @@
-"""The nightly pipeline: data, cold start, four training stages, evaluation, registration, gates, promotion.
+"""The nightly pipeline: data, cold start, training stages, evaluation, registration, gates, promotion.
 
 Start with `nightly_pipeline`. The cold start, the training stages and the evaluations are Prefect tasks that
 are cached by the digests of their inputs. So a second run repeats only the stages whose inputs changed, and a
@@ -20,7 +20,7 @@ from components.judge.pool import open_pool, with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
-from components.training.stage import check_stages
+from components.training.stage import check_stages, stages_of_run
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.progress import DiskGuard, MetricsProgress
@@ -60,17 +60,13 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
         before = evaluate_checkpoint(context, "cold start", start.checkpoint, start.digest)
         first = train(context, "warmup", start)
         second = train(context, "rejection", first)
-        critic = train(context, "critic", second, sampled=[first, second])
-        policy = train(context, "agentic", second, critic=critic)
+        stages = {"coldstart": start, "warmup": first, "rejection": second}
+        if "critic" in stages_of_run(run.params):
+            stages["critic"] = train(context, "critic", second, sampled=[first, second])
+        policy = train(context, "agentic", second, critic=stages.get("critic"))
+        stages["agentic"] = policy
         after = evaluate_checkpoint(context, "evaluation", policy.checkpoint, policy.digest)
 
-        stages = {
-            "coldstart": start,
-            "warmup": first,
-            "rejection": second,
-            "critic": critic,
-            "agentic": policy,
-        }
         version = register(context, policy, after)
         champion = evaluate_champion(context, version)
         decision = decide(context, version, stages, before, after, champion)

@@ -131,7 +131,7 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     If `rerun_from` names a stage, request that this stage and all later stages run again. The request is
     stored in redo.json in the home. So if the rerun is killed, the same command continues it, with or without
     `--from`. After the rerun has finished, `--from` makes a new request. Raises UserError if `rerun_from` is
-    not a stage, or if nothing was run in the home yet.
+    not a stage of the run, or if nothing was run in the home yet.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"
@@ -142,6 +142,11 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
         return run
     if rerun_from not in STAGES:
         raise UserError(f"--from {rerun_from}: no such stage; give one of {', '.join(STAGES)}.")
+    if rerun_from == "critic" and run.params.agentic.advantages != "critic":
+        raise UserError(
+            f"--from critic: agentic.advantages is {run.params.agentic.advantages}, so this run trains no "
+            "critic; give agentic."
+        )
     is_finished = (run.folder / RUN_FILE).is_file()
     if run.rerun is not None and run.rerun.stage == rerun_from and not is_finished:
         return run

@@ -71,6 +71,8 @@ class Tools:
         self.limit = max(MIN_OBSERVATION, min(MAX_OBSERVATION, context // 4))
         self.read_first = read_first
         self.verdicts: list[Verdict] = []
+        # Number of verdicts that the records of the calls so far count.
+        self._counted = 0
         # Text of each candidate's file at the time when the policy last read or wrote it.
         self.last_seen: dict[str, str] = {}
         self.lock = threading.RLock()
@@ -86,10 +88,11 @@ class Tools:
         arguments = request.error or validated(request.name, request.arguments)
         if isinstance(arguments, str):
             return ToolCall(request.name, request.arguments, f"{FAILURE}: {arguments}.", valid=False)
-        before = len(self.verdicts)
         self._pull()
         observation = readable(self._dispatch(arguments), self.limit)
-        return ToolCall(request.name, request.arguments, observation, verdicts=len(self.verdicts) - before)
+        # A command in the background may have used the judge since the previous call.
+        before, self._counted = self._counted, len(self.verdicts)
+        return ToolCall(request.name, request.arguments, observation, verdicts=self._counted - before)
 
     def _dispatch(self, arguments: Arguments) -> str:
         match arguments:

@@ -30,7 +30,8 @@ class ToolCall:
     """One tool call with its observation.
 
     `valid` is False if the call could not be parsed or its arguments do not fit the tool. `verdicts` is the
-    number of verdicts that the judge gave during the call.
+    number of verdicts that the judge gave during the call, and before it to commands in the background, so
+    that the verdicts of all calls in order are the first verdicts of the trajectory.
     """
 
     name: str

@@ -38,6 +38,7 @@ def run(
 ) -> Output:
     """Run the pipeline: data set, cold start, four training stages, evaluation, registration, gates.
 
+    Stage 3, which trains a critic, is left out if agentic.advantages is not critic.
     If a run with the same parameters and code is finished, only its result is printed. An interrupted run
     continues where it stopped.
     """

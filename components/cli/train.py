@@ -42,7 +42,11 @@ def train(
     ],
     dataset: Annotated[Path, typer.Option("--dataset", help="folder with tasks.parquet")],
     values: Annotated[
-        Path | None, typer.Option("--critic", help="stage 4: the checkpoint or folder of stage 3")
+        Path | None,
+        typer.Option(
+            "--critic",
+            help="stage 4: the checkpoint or folder of stage 3; none unless agentic.advantages is critic",
+        ),
     ] = None,
     trajectories: Annotated[
         list[Path] | None,

@@ -35,11 +35,12 @@ def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | 
     """Return a clause that states how the policy has collapsed, such as "entropy is not a number", or "".
 
     `figures` are the metrics of the step whose trajectories the policy sampled, and `earlier` are the metrics
-    of the steps before it. The result is "" if the policy has not collapsed.
+    of the steps before it. Steps without a critic have no explained variance. The result is "" if the policy
+    has not collapsed.
     """
     entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
     limit = ppo.min_explained_variance
-    explained = [*(record.get("explained_variance") for record in earlier), figures["explained_variance"]]
+    explained = [*(record.get("explained_variance") for record in earlier), figures.get("explained_variance")]
     last = [value for value in explained[-PATIENCE:] if value is not None and math.isfinite(value)]
     signs = [
         (not math.isfinite(entropy), "entropy is not a number"),

@@ -72,7 +72,8 @@ def turn_of_token(action_mask: Sequence[int]) -> NDArray[np.int64]:
     """
     mask = np.asarray(action_mask, dtype=bool)
     begins = mask & ~np.concatenate(([False], mask[:-1]))
-    return (np.cumsum(begins) - 1)[mask]
+    turns: NDArray[np.int64] = (np.cumsum(begins) - 1)[mask]
+    return turns
 
 
 def turn_rewards(trajectory: Trajectory, shape: Shape = "milestone") -> list[float]:

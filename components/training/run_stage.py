@@ -15,7 +15,7 @@ from components.core.errors import StageFailed
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
-from components.training.stage import Stage, StageResult, check_stages, finished_result
+from components.training.stage import Stage, StageResult, check_critic_given, check_stages, finished_result
 
 if TYPE_CHECKING:
     from components.training.rejection import Row
@@ -41,6 +41,7 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
 
     try:
         check_stages(stage.params, (stage.name,))
+        check_critic_given(stage)
         return finished_result(stage) or _run(stage, episodes)
     except Exception as error:
         get_error_handler().record_exception(error)

@@ -48,7 +48,7 @@ class Stage:
     progress: Progress
     # Revision of this project's source.
     code: str
-    # Folder of the checkpoint of stage 3; only stage 4 needs it.
+    # Folder of the checkpoint of stage 3; only stage 4 needs it, unless agentic.advantages needs no critic.
     critic: Path | None = None
     # Folders with the trajectories of earlier stages; only stage 3 needs them.
     trajectories: tuple[Path, ...] = ()
@@ -133,21 +133,50 @@ def finished_result(stage: Stage) -> StageResult | None:
     return result
 
 
+def stages_of_run(params: Params) -> tuple[StageName, ...]:
+    """Return the stages of a pipeline run; stage 3 is left out if stage 4 needs no critic."""
+    return tuple(name for name in STAGES if name != "critic" or params.agentic.advantages == "critic")
+
+
+def check_critic_given(stage: Stage) -> None:
+    """Raise UserError if stage 4 was given no critic but needs one, or was given a critic that it ignores."""
+    advantages = stage.params.agentic.advantages
+    if stage.name != "agentic" or (advantages == "critic") == (stage.critic is not None):
+        return
+    if stage.critic is None:
+        raise UserError(
+            f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on, or set "
+            "agentic.advantages to group or turns."
+        )
+    raise UserError(
+        f"agentic.advantages: {advantages} uses no critic, but {stage.critic} was given; "
+        "leave the critic out, or set it to critic."
+    )
+
+
 def replayed_rows(rejection: Rejection) -> int:
     """Return the number of cold-start demonstrations in a full batch of stage 2, rejection fine-tuning."""
     return round(rejection.batch * rejection.replay_share)
 
 
-def check_stages(params: Params, stages: Sequence[StageName] = STAGES) -> None:
+def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     """Raise UserError, which names the parameter, if one of `stages` cannot run with `params`.
 
+    If `stages` is empty, the stages of a pipeline run are checked.
     Parameters of sampling do not matter to a run of only stage 3 (value pretraining), which samples nothing.
     """
+    stages = stages or stages_of_run(params)
     _check_engine(params)
     if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
         raise UserError(
             "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
         )
+    for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic)):
+        if name in stages and ppo.advantages != "critic" and ppo.rollouts.samples == 1:
+            raise UserError(
+                f"{name}.advantages: {ppo.advantages} compares the trajectories of a task, and "
+                f"{name}.rollouts.samples is 1; raise it to 2 or more."
+            )
     # Only a policy that the cold start made has demonstrations.
     if "rejection" in stages and params.policy.source != "scratch" and replayed_rows(params.rejection):
         raise UserError(

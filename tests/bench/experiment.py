@@ -1,17 +1,19 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] \
-        [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
+        [--variants group,turns] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
 start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
-start. A repeated call goes on where the last one was stopped; `--table` prints what there is, and `--plot`
-draws it. On a host with two GPUs a call with `--part training` and another with `--part evaluation`, which
-waits for each checkpoint, share the work, each with its own CUDA_VISIBLE_DEVICES and, by taskset, its own
-cores.
+start. `--variants` instead trains stage 4 of every seed with other values of agentic.advantages, without a
+critic, and makes only what that needs. A repeated call goes on where the last one was stopped; `--table`
+prints what there is, and `--plot` draws it. On a host with two GPUs a call with `--part training` and another
+with `--part evaluation`, which waits for each checkpoint, share the work, each with its own
+CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -29,7 +31,7 @@ from components.evaluation.metrics import RESULTS, Evaluation, changes, load_eva
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool, open_pool
 from components.training.run_stage import run_stage, training_sources
-from components.training.stage import CHECKPOINT, Stage
+from components.training.stage import CHECKPOINT, Stage, stages_of_run
 
 TASKS = "tasks"
 FULL = ("cold start", "stage 1", "stage 2", "stage 4")
@@ -46,6 +48,7 @@ STYLE = (
         )
     )
 )
+VARIANTS = ("group", "turns")
 ABLATIONS = (
     "without stage 1",
     "without stage 2",
@@ -139,11 +142,21 @@ class Experiment:
         self.evaluated(f"{seed} stage 1", first, params)
         second = self.stage("rejection", f"{seed} rejection", params, first)
         self.evaluated(f"{seed} stage 2", second, params)
-        values = self.stage(
-            "critic", f"{seed} critic", params, second, sampled=(f"{seed} warmup", f"{seed} rejection")
-        )
+        values = None
+        if "critic" in stages_of_run(params):
+            values = self.stage(
+                "critic", f"{seed} critic", params, second, sampled=(f"{seed} warmup", f"{seed} rejection")
+            )
         fourth = self.stage("agentic", f"{seed} agentic", params, second, values)
         self.evaluated(f"{seed} stage 4", fourth, params)
+
+    def variant(self, seed: int, advantages: str) -> None:
+        params = self.params(seed)
+        first = self.stage("warmup", f"{seed} warmup", params, self.cold(seed))
+        second = self.stage("rejection", f"{seed} rejection", params, first)
+        changed = self.params(seed, f"agentic.advantages={advantages}")
+        fourth = self.stage("agentic", f"{seed} {advantages} agentic", changed, second)
+        self.evaluated(f"{seed} {advantages}", fourth, changed)
 
     def ablations(self, seed: int) -> None:
         params, cold, name = self.params(seed), self.cold(seed), iter(ABLATIONS)
@@ -211,16 +224,17 @@ def table(out: Path, seeds: list[int]) -> None:
         "geomean, compile",
     ]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    for name in [*(f"{seed} {stage}" for seed in seeds for stage in FULL), *ABLATIONS]:
+    for name in [*(f"{seed} {stage}" for seed in seeds for stage in (*FULL, *VARIANTS)), *ABLATIONS]:
         if (out / f"evaluation {name}" / RESULTS).is_file():
             print(row(name, load_evaluation(out / f"evaluation {name}")))
-    for seed in seeds:
-        first, last = (out / f"evaluation {seed} {stage}" for stage in (FULL[0], FULL[-1]))
-        if (last / RESULTS).is_file():
+    pairs = ((FULL[0], FULL[-1]), *((FULL[-1], variant) for variant in VARIANTS))
+    for seed, (before, after) in itertools.product(seeds, pairs):
+        first, last = (out / f"evaluation {seed} {stage}" for stage in (before, after))
+        if (first / RESULTS).is_file() and (last / RESULTS).is_file():
             change = changes(load_evaluation(first).tasks, load_evaluation(last).tasks)["mean_reward"]
             print(
                 f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from"
-                " the cold start to stage 4, paired by task"
+                f" {before} to {after}, paired by task"
             )
 
 
@@ -289,12 +303,16 @@ def main() -> None:
     parser.add_argument("--profile", default="cpu")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--no-ablations", dest="ablations", action="store_false")
+    parser.add_argument("--variants", default="", help=f"any of {','.join(VARIANTS)}")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--part", choices=("all", "training", "evaluation"), default="all")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args()
     out, seeds = chosen.out.resolve(), [int(seed) for seed in chosen.seeds.split(",")]
+    variants = [name for name in chosen.variants.split(",") if name]
+    if unknown := [name for name in variants if name not in VARIANTS]:
+        parser.error(f"--variants: {', '.join(unknown)} is unknown; give any of {','.join(VARIANTS)}")
     if not chosen.table and not chosen.plot:
         if chosen.part == "evaluation":
             await_file(out / TASKS / "tasks.parquet")
@@ -322,8 +340,11 @@ def main() -> None:
         experiment = Experiment(out, chosen.profile, tuple(chosen.sets), chosen.part, pool)
         try:
             for seed in seeds:
-                experiment.full(seed)
-            if chosen.ablations:
+                for name in variants:
+                    experiment.variant(seed, name)
+                if not variants:
+                    experiment.full(seed)
+            if chosen.ablations and not variants:
                 experiment.ablations(seeds[0])
         finally:
             pool.close()

@@ -20,6 +20,7 @@ from agent_fixtures import MEASURE, TASK, kernel, params, verdict_of
 from components.agent.tool_parser import Request
 from components.agent.tool_schemas import TOOLS, descriptions
 from components.agent.tools import Tools
+from components.agent.utility_output import COMMANDS
 from components.agent.workspace import Workspace
 from components.core.config import PROJECT
 from components.core.errors import UserError
@@ -44,6 +45,15 @@ def use(tools: Tools) -> Use:
         return tools.run(Request(name, arguments)).observation
 
     return call
+
+
+def test_every_verdict_is_counted_by_one_call_also_of_a_command_in_the_background(tools: Tools) -> None:
+    measure = Request("Bash", {"command": MEASURE})
+    assert tools.run(measure).verdicts == 1
+    tools._serve_utility(COMMANDS[MEASURE.split(" && ")[0]])  # as a command in the background calls it
+    wrong = tools.run(Request("Nothing", {}))
+    assert (wrong.valid, wrong.verdicts) == (False, 0)
+    assert tools.run(measure).verdicts == 2 and len(tools.verdicts) == 3
 
 
 # --- the small policy's path ----------------------------------------------------------------------

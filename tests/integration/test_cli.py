@@ -135,6 +135,13 @@ def test_a_redo_of_nothing_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_redo_of_a_stage_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
+    sets = ("--set", "agentic.advantages=turns")
+    assert "this run trains no critic; give agentic" in one_sentence(
+        command("run", "--home", str(tmp_path / "new"), "--from", "critic", *sets)
+    )
+
+
 def test_an_unwritable_home_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot be written" in one_sentence(command("run", "--home", str(tmp_path / "file" / "home")))

@@ -65,4 +65,12 @@ def test_a_stage_runs_without_an_orchestrator_and_as_in_the_run(
 
 def test_what_a_person_got_wrong_is_one_sentence(inputs: Path, tmp_path: Path) -> None:
     assert "needs the critic of stage 3" in refusal(*words(inputs, tmp_path, "agentic"))
+    without = ("--set", "agentic.advantages=group")
+    given = ("--critic", str(inputs / "start"))
+    assert refusal(*words(inputs, tmp_path, "agentic"), *without, *given) == (
+        f"agentic.advantages: group uses no critic, but {inputs / 'start'} was given; leave the critic out, "
+        "or set it to critic."
+    )
+    alone = ("--set", "agentic.rollouts.samples=1")
+    assert "raise it to 2 or more" in refusal(*words(inputs, tmp_path, "agentic"), *without, *alone)
     assert not (tmp_path / "agentic" / "checkpoint").exists()

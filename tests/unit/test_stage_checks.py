@@ -1,5 +1,6 @@
 """Settings that a stage would refuse are refused before anything is sampled."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.training.stage import check_stages
+from components.training.stage import Stage, check_critic_given, check_stages, stages_of_run
 from flows import nightly
 
 
@@ -40,6 +41,13 @@ def params(folder: Path, *sets: str) -> Params:
             ),
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
+        *(
+            (
+                ("rejection.replay_share=0", f"{stage}.advantages={mode}", f"{stage}.rollouts.samples=1"),
+                rf"{stage}\.advantages: {mode} compares .*{stage}\.rollouts\.samples is 1; raise it to 2",
+            )
+            for stage, mode in (("warmup", "group"), ("agentic", "group"), ("agentic", "turns"))
+        ),
     ],
 )
 def test_a_setting_that_a_later_stage_refuses_is_refused_at_once(
@@ -64,3 +72,55 @@ def test_every_profile_passes_and_only_the_stages_to_run_are_checked(tmp_path: P
     check_stages(params(tmp_path, "rejection.replay_share=0"))
     check_stages(params(tmp_path, "rejection.replay_share=0.01"), ("rejection",))
     check_stages(params(tmp_path, "rejection.replay_share=0.5"), ("warmup", "critic", "agentic"))
+    alone = params(tmp_path, "rejection.replay_share=0", "agentic.rollouts.samples=1")
+    check_stages(alone)
+    alone = params(tmp_path, "agentic.advantages=group", "agentic.rollouts.samples=1")
+    check_stages(alone, ("warmup", "critic"))
+
+
+def test_without_a_critic_a_run_has_three_stages_and_needs_no_held_out_task(tmp_path: Path) -> None:
+    for mode, stages in (
+        ("critic", ("warmup", "rejection", "critic", "agentic")),
+        ("group", ("warmup", "rejection", "agentic")),
+        ("turns", ("warmup", "rejection", "agentic")),
+    ):
+        single_task = params(
+            tmp_path,
+            *("rejection.replay_share=0", "rejection.rollouts.tasks=1", "warmup.rollouts.tasks=1"),
+            *("warmup.steps=1", "warmup.solve_rate_share=0", f"agentic.advantages={mode}"),
+        )
+        assert stages_of_run(single_task) == stages
+        if mode != "critic":
+            check_stages(single_task)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "sentence"),
+    [
+        ("critic", False, r"needs the critic of stage 3; .* or set agentic\.advantages to group or turns\."),
+        ("group", True, r"agentic\.advantages: group uses no critic, but .*values was given; leave"),
+        ("turns", True, r"agentic\.advantages: turns uses no critic"),
+        ("critic", True, ""),
+        ("group", False, ""),
+    ],
+)
+def test_stage_4_takes_a_critic_if_and_only_if_it_uses_one(
+    mode: str, given: bool, sentence: str, tmp_path: Path
+) -> None:
+    stage = Stage(
+        name="agentic",
+        params=params(tmp_path, f"agentic.advantages={mode}"),
+        actor=tmp_path,
+        dataset=tmp_path,
+        out=tmp_path,
+        pool=Any,  # type: ignore[arg-type]  # nothing is judged
+        progress=Quiet(),
+        code="",
+        critic=tmp_path / "values" if given else None,
+    )
+    if not sentence:
+        check_critic_given(stage)
+        return
+    with pytest.raises(UserError, match=sentence):
+        check_critic_given(stage)
+    check_critic_given(dataclasses.replace(stage, name="warmup"))
