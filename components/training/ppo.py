@@ -209,8 +209,9 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
             critic.module.baseline.fill_(record.figures["reward"])
         experience, scores = score(batch, trajectories, networks, ppo)
         # If all rewards are equal, the actor is not updated, because the advantages are then only errors of
-        # the critic, which whitening would scale up.
-        equal_rewards = len(set(rewards)) == 1
+        # the critic, which whitening would scale up. Without a critic, all advantages are 0 if the rewards
+        # are equal within each task.
+        equal_rewards = len(set(rewards)) == 1 if critic else not experience.advantages.any()
         record.figures |= scores | {"equal_rewards": float(equal_rewards)}
         tokens = sum(batch.lengths)
         record.end_phase("score", tokens)
@@ -221,9 +222,9 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
             seed = derived_seed(params.seed, "critic", step)
             record.figures |= update_critic(batch, experience, critic, ppo, seed)
             record.end_phase("critic", tokens * ppo.epochs)
-        if step >= ppo.critic_warmup_steps and not equal_rewards:
+        updates = step - (ppo.critic_warmup_steps if critic else 0)
+        if updates >= 0 and not equal_rewards:
             seed = derived_seed(params.seed, "actor", step)
-            updates = step - ppo.critic_warmup_steps
             record.figures |= update_actor(batch, experience, actor, ppo, seed, updates)
             record.end_phase("actor", tokens * ppo.epochs)
 

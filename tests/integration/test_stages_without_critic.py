@@ -1,10 +1,16 @@
 """Stages 1 and 4 with advantages that need no critic."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from training_fixtures import episodes, stage
+from transformers import PreTrainedTokenizerBase
 
+from components.agent.episode import RolloutRequest
+from components.agent.trajectory import Trajectory
+from components.policy.sampler import Sampler
 from components.training.metrics_file import MetricsFile
 from components.training.run_stage import run_stage
 from components.training.stage import StageName
@@ -22,6 +28,28 @@ def test_a_policy_learns_without_a_critic(name: StageName, mode: str, tmp_path: 
     assert result.reward_before is not None and result.reward_after is not None
     assert result.reward_after > result.reward_before + 1
     records = MetricsFile(made.out, start=14, writes=False).records
-    assert len(records) == 14
+    # warmup.critic_warmup_steps, 1 here, does not count: the first step trains the actor.
+    assert len(records) == 14 and "learning_rate" in records[0]
     assert not {"critic_gradient_norm", "value_loss", "seconds_critic"} & records[-1].keys()
     assert run_stage(made, episodes) == result
+
+
+def test_rewards_that_are_equal_within_every_task_change_nothing(tmp_path: Path) -> None:
+    earned: set[float] = set()
+
+    def by_task(
+        request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
+    ) -> list[Trajectory]:
+        sampled = episodes(request, sampler, tokenizer)
+        rewarded = [dataclasses.replace(one, reward=1.0 + int(one.task_id[0], 16) % 3) for one in sampled]
+        earned.update(one.reward for one in rewarded)
+        return rewarded
+
+    made = stage(tmp_path, "agentic", "agentic.advantages=group", "agentic.steps=2")
+    result = run_stage(made, by_task)
+    assert "the policy was not changed" in result.stopped
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (made.actor, made.out / result.checkpoint)
+    )
+    assert all(tensor.equal(after[key]) for key, tensor in before.items())
+    assert len(earned) > 1, "the tasks do not all earn the same"
