@@ -113,8 +113,6 @@ def _absolute(params: Params) -> dict[str, Any]:
     """Return the parameters with absolute paths, because DVC runs in the folder of its workspace."""
     values: dict[str, Any] = params.model_dump(mode="json")
     values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
-    if params.policy.source != "scratch":
-        values["policy"]["source"] = str(Path(params.policy.source).resolve())
     return values
 
 

@@ -25,7 +25,7 @@ from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.run_context import RUN_FILE, PipelineRun, source_digests
+from flows.run_context import RUN_FILE, PipelineRun, check_training, source_digests
 from flows.steps import CheckpointRecord, Context, DatasetRecord, EvaluationRecord, mark_crashed_runs
 from flows.training import cold_start, train
 
@@ -52,6 +52,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
     """Run every stage inside the current Prefect flow, and return the run's record."""
     started = time.monotonic()
     check_stages(run.params)
+    check_training(run.params)
     progress = MetricsProgress(DiskGuard(progress, run.home), run.home)
     mark_crashed_runs(run.run_id)
     context = open_context(run, progress, dataset(run, progress))

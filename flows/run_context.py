@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from components.core.config import PROJECT, Resolved
+from components.core.config import PROJECT, Resolved, check_policy_source
 from components.core.errors import UserError
 from components.core.files import (
     DISK_FULL,
@@ -226,6 +226,24 @@ def home_lock(home: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def check_training(params: Params) -> None:
+    """Raise UserError unless there are the policy's folder and, for ranks on Ray, a Ray cluster.
+
+    This is checked before a run starts, because the run itself would fail only after hours.
+    """
+    check_policy_source(params)
+    if params.engine.ranks:
+        try:
+            from components.judge.ray_pool import connect
+
+            connect()
+        except (UserError, ModuleNotFoundError) as error:
+            raise UserError(
+                f"engine.ranks: {params.engine.ranks} ranks need Ray (the extra ray) and the cluster that "
+                "RAY_ADDRESS names; start one (ray start --head), or set engine.ranks=0 for one process."
+            ) from error
 
 
 def check_environment(run: PipelineRun) -> None:

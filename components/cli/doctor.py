@@ -126,6 +126,7 @@ def examine(resolved: Resolved) -> list[Finding]:
             f"{free / 2**30:.0f} GiB free at {home}",
             "a run may fail on a full disk; free some space or give another --home",
         ),
+        _readable("policy", lambda: _policy(params)),
         _readable("suite", lambda: _suite(params)),
         _readable("evaluation programs", lambda: _evaluation_programs(params)),
         *(_package(name, cost) for name, cost in PACKAGES.items()),
@@ -161,6 +162,13 @@ def _readable(name: str, read: Callable[[], str]) -> Finding:
         return Finding(name, True, read(), "", True)
     except UserError as error:
         return Finding(name, False, "", str(error), True)
+
+
+def _policy(params: Params) -> str:
+    from components.core.config import check_policy_source
+
+    check_policy_source(params)
+    return params.policy.source
 
 
 def _suite(params: Params) -> str:

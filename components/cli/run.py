@@ -53,6 +53,7 @@ def run(
     if record is not None:
         print_line(f"This run is finished, nothing is left to do: {pipeline_run.folder}")
     else:
+        run_context.check_training(pipeline_run.params)
         run_context.check_environment(pipeline_run)
         run_context.prepare_home(pipeline_run.home)
         with run_context.home_lock(pipeline_run.home):

@@ -60,9 +60,11 @@ def train(
 
     The same command continues an interrupted stage.
     """
+    from components.core.config import check_policy_source
     from components.training.stage import check_stages
 
     resolved = options.resolve()
+    check_policy_source(resolved.params)
     check_stages(resolved.params, (stage,))
     if ranks > 1:
         _launch(ranks, output)

@@ -162,7 +162,7 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:
     """Raise UserError if values that are valid on their own contradict each other."""
-    data, policy = params.data, params.policy
+    data = params.data
     shares = sum(data.operator_mix.values())
     contradictions = [
         (
@@ -194,12 +194,22 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             "evaluation.levels",
             "names levels, which tasks of the suite held-out do not have; set it to [] too",
         ),
-        (
-            policy.source != "scratch" and not Path(policy.source).is_dir(),
-            "policy.source",
-            f"names no folder ({policy.source}); give scratch or the folder of a Hugging Face model",
-        ),
     ]
     for is_found, key, why in contradictions:
         if is_found:
             raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")
+
+
+def check_policy_source(params: Params) -> None:
+    """Raise UserError unless policy.source is `scratch` or the folder of a Hugging Face model.
+
+    Commands that train call this before anything else. Others, such as `plan`, need no weights.
+    """
+    source = Path(params.policy.source)
+    if params.policy.source == "scratch" or (source / "config.json").is_file():
+        return
+    lacks = "has no config.json" if source.is_dir() else "is no folder"
+    raise UserError(
+        f"policy.source: {source} {lacks}; link the folder of a Hugging Face model there, "
+        "or give it with --set policy.source=FOLDER."
+    )

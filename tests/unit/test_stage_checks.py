@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from components.core.config import resolve
+from components.core.config import check_policy_source, resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
+from components.judge import ray_pool
 from components.training.stage import Stage, check_critic_given, check_stages, stages_of_run
 from flows import nightly
+from flows.run_context import check_training
 
 
 def params(folder: Path, *sets: str) -> Params:
@@ -124,3 +126,31 @@ def test_stage_4_takes_a_critic_if_and_only_if_it_uses_one(
     with pytest.raises(UserError, match=sentence):
         check_critic_given(stage)
     check_critic_given(dataclasses.replace(stage, name="warmup"))
+
+
+def test_a_folder_without_a_model_is_refused_where_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = params(tmp_path, "rejection.replay_share=0")
+    with pytest.raises(UserError, match=r"policy\.source: .* has no config\.json; .*--set policy\.source="):
+        check_policy_source(wrong)
+
+    def dataset(*_: Any) -> None:
+        raise AssertionError("the pipeline began to make its data set")
+
+    monkeypatch.setattr(nightly, "dataset", dataset)
+    night: Any = SimpleNamespace(params=wrong)
+    with pytest.raises(UserError, match=r"policy\.source"):
+        nightly.nightly_pipeline(night, Quiet())
+    (tmp_path / "config.json").write_text("{}")
+    check_training(wrong)
+    check_training(resolve("smoke").params)
+
+
+def test_ranks_on_ray_need_a_cluster_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect() -> None:
+        raise UserError("sandbox.pool: no Ray cluster")
+
+    monkeypatch.setattr(ray_pool, "connect", connect)
+    with pytest.raises(UserError, match=r"engine\.ranks: 2 ranks need Ray .* set engine\.ranks=0"):
+        check_training(resolve("ci", ("engine.ranks=2",)).params)
