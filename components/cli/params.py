@@ -20,6 +20,7 @@ from components.cli.common import (
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
+    from components.core.params import Engine
     from components.planning.capacity import Input
 
 # Number of folders of trajectories that are read, newest first, to measure turns and tokens.
@@ -65,6 +66,12 @@ def params(
 def plan(
     options: CommonOptions,
     gpu: Annotated[str, typer.Option("--gpu", help="h20, h100 or h200")] = "h20",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="public model whose shapes are used instead of policy.source, such as Qwen3-8B"
+        ),
+    ] = "",
     assumed: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="NAME=VALUE", help="replace one input of the plan; may be repeated"),
@@ -74,25 +81,20 @@ def plan(
 
     Nothing is run or measured. Trajectories in the home are used as input if there are any.
     """
-    from components.planning import capacity
+    from components.planning import capacity, model_shapes
 
     resolved = options.resolve()
     if gpu not in capacity.GPUS:
         raise UserError(f"--gpu {gpu}: no such GPU; give one of {', '.join(capacity.GPUS)}.")
-    defaults = capacity.default_inputs(resolved.params, capacity.GPUS[gpu])
+    policy = resolved.params.policy
+    shapes = (
+        model_shapes.named_shapes(model) if model else model_shapes.policy_shapes(policy, resolved.profile)
+    )
+    defaults = capacity.default_inputs(resolved.params, capacity.GPUS[gpu], shapes)
     inputs = capacity.assume(defaults | _measured_inputs(home_of(resolved)), assumed or [])
-    record = capacity.plan(resolved.params, inputs)
+    record = capacity.plan(resolved.params, shapes, inputs)
 
-    parts = ("states", "activations", "total")
-    rows = [
-        (
-            f"{name} (chosen)" if name == record["chosen"] else name,
-            *(f"{row[part] / 2**30:,.1f}" for part in parts),
-            "yes" if row["fits"] else "no",
-        )
-        for name, row in record["memory_bytes_per_gpu"].items()
-    ]
-    print_table(("memory per GPU, GiB", *parts, "fits"), rows)
+    _print_memory(record, resolved.params.engine)
     rows = []
     for name, stage in record["stages"].items():
         seconds, tail = stage["seconds"], stage["tail"]
@@ -122,6 +124,80 @@ def plan(
         print_line(f"{origin}: {', '.join(values) or 'nothing'}")
     print_line(f"left out: {record['left_out']}")
     return Output(record)
+
+
+def _print_memory(record: dict[str, Any], engine: Engine) -> None:
+    """Print the memory of the first rank by part, and the alternatives if the chosen settings do not fit."""
+    inputs, roles = record["inputs"], record["roles"]
+    chosen = record["memory_bytes_per_gpu"][record["chosen"]]
+    networks = ["actor"] + ["critic"] * roles["has_critic"] + ["reference"] * roles["has_reference"]
+    adapters = f", adapters of {roles['adapter_parameters']:,}" if roles["adapter_parameters"] else ""
+    print_line(
+        f"{record['model']}, {inputs['parameters']['value']:,.0f} parameters{adapters}: "
+        f"{', '.join(networks)}; ranks {inputs['trainer_gpus']['value']:g}, ZeRO {engine.zero_stage}, "
+        f"sequence parallel {engine.sequence_parallel}, {record['tokens']:,} tokens"
+    )
+    host, shared = chosen["host"], chosen["shared"]
+    rows = [
+        ("states of the trained networks", chosen["states"], host["states"]),
+        ("reference", chosen["reference"], host["reference"]),
+        ("gathered parameters", chosen["gathered"], 0.0),
+        ("gradients", chosen["gradients"], 0.0),
+        ("activations", chosen["activations"], host["activations"]),
+        ("logits (not beside the activations of a layer)", chosen["logits"], 0.0),
+        ("optimizer step (not beside activations)", chosen["step"], 0.0),
+        ("context", chosen["context"], 0.0),
+        ("sampler, while training", shared["training"], host["sampler"]),
+        ("total while training", chosen["training"], chosen["host_total"]),
+        ("sampler and judge, or new weights, while sampling", shared["sampling"], 0.0),
+        ("total while sampling", chosen["sampling"], chosen["host_total"]),
+    ]
+    print_table(
+        ("first rank, GB", "GPU", "host"),
+        [(part, f"{gpu / 1e9:,.1f}", f"{host / 1e9:,.1f}") for part, gpu, host in rows],
+    )
+    size, others = inputs["gpu_memory"]["value"], record["memory_bytes_per_gpu"]
+    print_line(
+        f"{'fits' if chosen['fits'] else 'does not fit'}: {chosen['total'] / 1e9:,.1f} GB "
+        f"of {(size - chosen['reserved']) / 1e9:,.1f} ({record['gpu']}, {size / 1e9:,.0f} GB "
+        f"less {chosen['reserved'] / size:.0%}); "
+        + ", ".join(
+            f"{name} {row['total'] / 1e9:,.1f}" for name, row in others.items() if name != record["chosen"]
+        )
+    )
+    if not chosen["fits"]:
+        _print_alternatives(record, engine)
+
+
+def _print_alternatives(record: dict[str, Any], engine: Engine) -> None:
+    """Print the totals of other sequence parallelism and offloads, and the first choice that fits."""
+    cells: dict[str, dict[int, str]] = {}
+    for choice in record["alternatives"]:
+        name = ", ".join(choice["offloads"]) or "none"
+        host = f" ({choice['host_total'] / 1e9:,.0f})" if choice["host_total"] else ""
+        cell = f"{choice['total'] / 1e9:,.0f}{host}{' *' if choice['fits'] else ''}"
+        cells.setdefault(name, {})[choice["sequence_parallel"]] = cell
+    degrees = sorted({choice["sequence_parallel"] for choice in record["alternatives"]})
+    print_table(
+        ("GB of GPU (host) by offloads; * fits", *(f"sequence_parallel={degree}" for degree in degrees)),
+        [(name, *(row.get(degree, "–") for degree in degrees)) for name, row in cells.items()],
+    )
+    smallest = record["smallest"]
+    if smallest is None:
+        print_line(
+            "none of these fits; take more ranks (engine.ranks), adapters (policy.adapter) or fewer tokens"
+        )
+        return
+    wanted = {"sequence_parallel": smallest["sequence_parallel"]}
+    wanted |= {name: name in smallest["offloads"] for name in record["offloads"]}
+    print_line(
+        "smallest that fits: "
+        + " ".join(
+            f"--set engine.{name}={json.dumps(value)}"
+            for name, value in wanted.items()
+            if value != getattr(engine, name)
+        )
+    )
 
 
 def _measured_inputs(home: Path) -> dict[str, Input]:

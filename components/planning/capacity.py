@@ -1,10 +1,10 @@
 """Estimates of what a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
 Each input has an origin: it is measured, a parameter of the profile, taken from a datasheet, or assumed. The
-formulas are ZeRO's memory (Rajbhandari et al. 2020, section 5: 16 bytes for each parameter under mixed
-precision), activations under checkpointing (Korthikanti et al. 2022, table 2), and 2 FLOP for each parameter
-and token in the forward pass and twice that number in the backward pass. The rollouts are simulated
-(rollout_simulator.py), because a step ends with its slowest trajectory, whose duration a mean does not give.
+shapes of the model are in `model_shapes.py` and the formulas of the memory in `memory_model.py`. Time is 2
+FLOP for each parameter and token in the forward pass and twice that number in the backward pass. The rollouts
+are simulated (rollout_simulator.py), because a step ends with its slowest trajectory, whose duration a mean
+does not give.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,34 @@ from typing import Any, Literal
 import numpy as np
 
 from components.core.errors import UserError
-from components.core.params import Params, Ppo
+from components.core.params import Engine, Params, Ppo
+from components.planning.memory_model import (
+    RESERVE,
+    RankMemory,
+    SharedMemory,
+    can_share_sequence,
+    needs_reference,
+    rank_memory,
+    roles_of,
+    shared_memory,
+    shares_gpu,
+)
+from components.planning.model_shapes import ModelShapes
 from components.planning.rollout_simulator import Load, Rollout, enough_judges, simulate
 
-# Bytes per GPU that are reserved for the CUDA context, NCCL's buffers and fragmentation.
-RESERVED = 6 * 2**30
+# Choices of `engine.sequence_parallel` and of what is kept in host memory that a plan compares. The offloads
+# are ordered by what they cost: a copy of 2P/N bytes in each forward pass of the reference, a copy of all
+# layers' inputs in each pass, an optimizer that computes in the host.
+SEQUENCE_PARALLEL = (1, 2, 4, 8)
+OFFLOADS = (
+    (),
+    ("reference_offload",),
+    ("activation_offload",),
+    ("activation_offload", "reference_offload"),
+    ("cpu_offload",),
+    ("cpu_offload", "activation_offload"),
+    ("cpu_offload", "activation_offload", "reference_offload"),
+)
 # Largest permitted duration of the rollouts, divided by their duration with unlimited judges.
 HEADROOM = 1.05
 
@@ -50,37 +73,37 @@ class Input:
     source: str
 
 
-def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
-    """Return all inputs of a plan with their default values.
+def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, Input]:
+    """Return all inputs of a plan for a model of these shapes, with their default values.
 
     `cuda-agent plan --assume NAME=VALUE` replaces one of them.
     """
-    policy = params.policy
-    parameters = (
-        policy.layers
-        * (
-            policy.hidden * policy.head_dim * (2 * policy.heads + 2 * policy.kv_heads)
-            + 3 * policy.hidden * policy.feed_forward
-        )
-        + policy.vocabulary * policy.hidden
-    )
+    engine = params.engine
     rollouts = params.agentic.rollouts
     return {
-        "parameters": Input(parameters, "", "parameter", "policy.*"),
-        "active_parameters": Input(parameters, "", "parameter", "policy.* (all: not a mixture of experts)"),
-        "layers": Input(policy.layers, "", "parameter", "policy.layers"),
-        "hidden": Input(policy.hidden, "", "parameter", "policy.hidden"),
-        "vocabulary": Input(policy.vocabulary, "", "parameter", "policy.vocabulary"),
+        "parameters": Input(shapes.parameters, "", "parameter", shapes.name),
+        "active_parameters": Input(shapes.active_parameters, "per token", "parameter", shapes.name),
+        "layers": Input(shapes.layers, "", "parameter", shapes.name),
+        "hidden": Input(shapes.hidden, "", "parameter", shapes.name),
+        "vocabulary": Input(shapes.vocabulary, "", "parameter", shapes.name),
         "kv_bytes_per_token": Input(
-            4.0 * policy.layers * policy.kv_heads * policy.head_dim,
+            4.0 * shapes.layers * shapes.kv_heads * shapes.head_dim,
             "bytes",
             "parameter",
-            "policy.*, bfloat16",
+            f"{shapes.name}, bfloat16",
         ),
-        "trainer_gpus": Input(64, "", "assumed", "the paper does not say"),
-        "judges": Input(
-            params.sandbox.judges, "", "parameter", "sandbox.judges; the paper's pool is 128 H20"
+        "trainer_gpus": Input(max(1, engine.ranks), "", "parameter", "engine.ranks; 0 is one process"),
+        "sampler_gpus": Input(1, "", "parameter", "policy.backend: the first of the trainer's GPUs")
+        if shares_gpu(params)
+        else Input(
+            _least_sampler_gpus(params, shapes, gpu),
+            "",
+            "assumed",
+            "the least on which the server at policy.server holds the weights and one full context",
         ),
+        "judges": Input(params.sandbox.judges, "", "parameter", "sandbox.judges; the paper's pool is 128 H20")
+        if params.sandbox.pool == "ray"
+        else Input(1, "", "parameter", "sandbox.pool local: on the first of the trainer's GPUs"),
         "turns": Input(
             min(rollouts.max_turns, 40), "per trajectory, median", "assumed", f"limit {rollouts.max_turns}"
         ),
@@ -112,6 +135,18 @@ def default_inputs(params: Params, gpu: Gpu) -> dict[str, Input]:
     }
 
 
+def _least_sampler_gpus(params: Params, shapes: ModelShapes, gpu: Gpu) -> int:
+    """Return the least power of 2 of GPUs whose vLLM has memory for the weights and one full context.
+
+    vLLM takes nine tenths of a GPU by default, of which 4 GB are assumed for its own working memory.
+    """
+    context = 4.0 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
+    gpus = 1
+    while gpus * (0.9 * gpu.memory - 4e9) < 2.0 * shapes.parameters + context:
+        gpus *= 2
+    return gpus
+
+
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
     """Return the inputs `turns`, `turns_spread`, `tokens_per_turn` and `tokens_spread` as they were measured.
 
@@ -132,71 +167,46 @@ def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, In
     return found
 
 
-def zero_memory(
-    parameters: float,
-    gpus: float,
-    stage: int,
-    *,
-    trained: int = 2,
-    frozen: int = 1,
-    offload: bool = False,
-    gradient_bytes: float = 4.0,
-) -> float:
-    """Return the bytes per GPU of weights, gradients and Adam's state under a ZeRO stage.
-
-    `trained` is the number of trained networks (actor and critic). `frozen` is the number of networks that
-    are not trained (the reference), of which only the weights are included. With `offload`, Adam's state is
-    not included, because it lies in the memory of the host. `gradient_bytes` is the size of one gradient,
-    which the trainer accumulates in float32.
-    """
-    weights = 2.0 * parameters / (gpus if stage >= 3 else 1)
-    gradients = gradient_bytes * parameters / (gpus if stage >= 2 else 1)
-    state = 12.0 * parameters / (gpus if stage >= 1 else 1)
-    return trained * (weights + gradients + (0.0 if offload else state)) + frozen * weights
-
-
-def activation_memory(inputs: dict[str, float], tokens: float, *, checkpointing: bool) -> float:
-    """Return the bytes per GPU of the activations of one micro-batch in one network.
-
-    They consist of the activations that are kept for every layer until the backward pass, all activations of
-    the layer that is being computed, and the logits. With `checkpointing`, only the input of each layer is
-    kept, and otherwise all its activations. `tokens` is the number of tokens of the micro-batch.
-    """
-    full_layer = 34.0 * tokens * inputs["hidden"]
-    kept = (
-        2.0 * tokens * inputs["hidden"] * inputs["layers"] if checkpointing else full_layer * inputs["layers"]
-    )
-    # At most four float32 tensors of logits are alive, each of at most LOGITS_BYTES (token_scores.py).
-    return kept + full_layer + 4.0 * min(4.0 * tokens * inputs["vocabulary"], 2.0**28)
-
-
 def training_seconds(
-    inputs: dict[str, float], tokens: float, context: float, *, checkpointing: bool, epochs: int
+    inputs: dict[str, float],
+    params: Params,
+    ppo: Ppo,
+    *,
+    tokens: float,
+    context: float,
+    query_width: int,
 ) -> dict[str, float]:
     """Return the seconds of one step's scoring and update, with the keys `score` and `update`.
 
-    Scoring consists of the forward passes of actor, reference and critic. The update consists of the forward
-    and backward passes of actor and critic, `epochs` times. With `checkpointing`, each backward pass repeats
-    the forward pass. `tokens` is the number of tokens of the step, and `context` the mean number of earlier
-    tokens that a token attends to.
+    Scoring consists of the forward passes of the actor and, if there are any, of reference and critic. The
+    update consists of the forward and backward passes of actor and critic in each epoch. With activation
+    checkpointing, each backward pass repeats the forward pass. With adapters, no gradients of the other
+    weights are computed, which is half of the backward pass. `tokens` is the number of tokens of the step,
+    `context` the mean number of earlier tokens that a token attends to, and `query_width` the width of all
+    attention heads.
     """
     forward = (
-        2.0 * inputs["active_parameters"] * tokens
-        + 2.0 * inputs["layers"] * inputs["hidden"] * tokens * context
+        2.0 * inputs["active_parameters"] * tokens + 4.0 * inputs["layers"] * query_width * tokens * context
     )
     rate = inputs["trainer_gpus"] * inputs["gpu_flops"] * inputs["mfu"]
-    return {"score": 3 * forward / rate, "update": 2 * (4 if checkpointing else 3) * epochs * forward / rate}
+    has_critic = ppo.advantages == "critic"
+    recomputed = 1 if params.engine.activation_checkpointing else 0
+    passes = (2 if params.policy.adapter.rank else 3) + recomputed
+    return {
+        "score": (1 + needs_reference(ppo) + has_critic) * forward / rate,
+        "update": (1 + has_critic) * passes * ppo.epochs * forward / rate,
+    }
 
 
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
     """Return the description of one step's rollouts that `simulate` needs.
 
     `rollouts` are the parameters of the stage's rollouts, and `context` is the size of the context window.
-    The decoding rate is limited by the memory bandwidth. For each token, the weights are read once for a
-    batch of 128 sequences, and the key-value cache once for each sequence, which fills a quarter of the
-    window.
+    The decoding rate is limited by the memory bandwidth. For each token, the weights (of a mixture, all
+    experts) are read once for a batch of 128 sequences, and the key-value cache once for each sequence, which
+    fills a quarter of the window.
     """
-    read = 2.0 * inputs["active_parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
+    read = 2.0 * inputs["parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
     return Load(
         trajectories=rollouts.tasks * rollouts.samples,
@@ -215,18 +225,18 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
         judge_spread=inputs["judge_spread"],
         tool_seconds=inputs["tool_seconds"],
         sequence_rate=inputs["sequence_rate"],
-        total_rate=inputs["trainer_gpus"]
+        total_rate=inputs["sampler_gpus"]
         * inputs["gpu_bandwidth"]
         * inputs["decode_efficiency"]
         / max(read, 1.0),
     )
 
 
-def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
+def plan(params: Params, shapes: ModelShapes, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
     """Return the whole plan as a JSON record.
 
     `inputs` has every input of `default_inputs`, and `seed` determines the simulated rollouts.
-    Raises UserError if the device of the profile is not `cuda`.
+    Raises UserError if the device of the profile is not `cuda`, or if the settings contradict the shapes.
     """
     if params.device != "cuda":
         raise UserError(
@@ -235,29 +245,19 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
         )
     values = {name: item.value for name, item in inputs.items()}
     judges, engine, context = int(values["judges"]), params.engine, params.policy.context
+    memory = memory_plan(params, shapes, values)
     stages = {
-        name: _stage(ppo, values, judges, params, seed)
+        name: _stage(ppo, values, judges, params, shapes, seed)
         for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
     }
-    gpus = values["trainer_gpus"] + judges
+    gpus = values["trainer_gpus"]
+    gpus += 0 if shares_gpu(params) else values["sampler_gpus"]
+    gpus += judges if params.sandbox.pool == "ray" else 0
     hours = sum(stage["steps"] * stage["seconds"]["step"] for stage in stages.values()) / 3600
-    activations = activation_memory(
-        values, engine.tokens_per_microbatch, checkpointing=engine.activation_checkpointing
-    )
-    memory = {}
-    for zero in range(4):
-        states = zero_memory(values["parameters"], values["trainer_gpus"], zero, offload=engine.cpu_offload)
-        used = states + activations + RESERVED
-        memory[f"zero-{zero}"] = {
-            "states": states,
-            "activations": activations,
-            "reserved": RESERVED,
-            "total": used,
-            "fits": used <= values["gpu_memory"],
-        }
     return {
         "gpu": inputs["gpu_memory"].source,
-        "memory_bytes_per_gpu": memory,
+        "model": shapes.name,
+        **memory,
         "chosen": f"zero-{engine.zero_stage}",
         "stages": stages,
         "judges": {
@@ -275,16 +275,125 @@ def plan(params: Params, inputs: dict[str, Input], seed: int = 0) -> dict[str, A
     }
 
 
-def _stage(ppo: Ppo, values: dict[str, float], judges: int, params: Params, seed: int) -> dict[str, Any]:
+def memory_plan(params: Params, shapes: ModelShapes, values: dict[str, float]) -> dict[str, Any]:
+    """Return the memory of the first rank as a JSON record, in bytes.
+
+    `memory_bytes_per_gpu` has the parts for each ZeRO stage, `alternatives` the totals of other choices of
+    sequence parallelism and offloads under the chosen stage, and `smallest` the first of them that fits, in
+    the order of OFFLOADS, or None. `values` has the values of the inputs of the plan, which replace the
+    sizes in `shapes`.
+    """
+    engine, ranks = params.engine, values["trainer_gpus"]
+    shapes = replace(
+        shapes,
+        parameters=values["parameters"],
+        active_parameters=values["active_parameters"],
+        layers=int(values["layers"]),
+        hidden=int(values["hidden"]),
+        vocabulary=int(values["vocabulary"]),
+    )
+    if ranks % engine.sequence_parallel:
+        raise UserError(
+            f"engine.sequence_parallel: {engine.sequence_parallel} does not divide {ranks:g} ranks; "
+            "set engine.ranks to a multiple of it."
+        )
+    if not can_share_sequence(shapes, engine.sequence_parallel):
+        raise UserError(
+            f"engine.sequence_parallel: {engine.sequence_parallel} ranks cannot share the sequences of "
+            f"{shapes.name} ({shapes.heads} heads, {shapes.kv_heads} key-value heads"
+            f"{', eager attention' if shapes.is_eager else ''}); take a divisor of both, or 1."
+        )
+    gpu_memory = values["gpu_memory"]
+    shared, roles = shared_memory(params, shapes, gpu_memory), roles_of(params, shapes)
+    # A trajectory that is longer than tokens_per_microbatch has a micro-batch of its own.
+    row = params.policy.context
+    tokens = max(engine.tokens_per_microbatch, row)
+
+    def memory(settings: Engine) -> RankMemory:
+        return rank_memory(shapes, settings, roles, ranks=ranks, tokens=tokens, row=row)
+
+    alternatives = [
+        {
+            "sequence_parallel": parallel,
+            "offloads": list(offloads),
+            **_totals(memory(_choice(engine, parallel, offloads)), shared, gpu_memory),
+        }
+        for offloads in OFFLOADS
+        for parallel in SEQUENCE_PARALLEL
+        if ranks % parallel == 0
+        and can_share_sequence(shapes, parallel)
+        and (roles.has_reference or "reference_offload" not in offloads)
+        and (engine.activation_checkpointing or "activation_offload" not in offloads)
+    ]
+    return {
+        "memory_bytes_per_gpu": {
+            f"zero-{stage}": _parts(
+                memory(engine.model_copy(update={"zero_stage": stage})), shared, gpu_memory
+            )
+            for stage in range(4)
+        },
+        "roles": asdict(roles),
+        "tokens": tokens,
+        "offloads": list(OFFLOADS[-1]),
+        "alternatives": alternatives,
+        "smallest": next((choice for choice in alternatives if choice["fits"]), None),
+    }
+
+
+def _choice(engine: Engine, parallel: int, offloads: Sequence[str]) -> Engine:
+    """Return the settings with this degree of sequence parallelism and exactly these offloads."""
+    update = {"sequence_parallel": parallel, **{name: name in offloads for name in OFFLOADS[-1]}}
+    return engine.model_copy(update=update)
+
+
+def _totals(memory: RankMemory, shared: SharedMemory, gpu_memory: float) -> dict[str, Any]:
+    training = memory.total + shared.while_training
+    sampling = memory.resident + shared.while_sampling
+    reserved = RESERVE * gpu_memory
+    return {
+        "training": training,
+        "sampling": sampling,
+        "total": max(training, sampling),
+        "host_total": memory.host + shared.host,
+        "reserved": reserved,
+        "fits": max(training, sampling) <= gpu_memory - reserved,
+    }
+
+
+def _parts(memory: RankMemory, shared: SharedMemory, gpu_memory: float) -> dict[str, Any]:
+    return {
+        "states": memory.states,
+        "reference": memory.reference,
+        "gathered": memory.gathered,
+        "gradients": memory.gradients,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "step": memory.step,
+        "context": memory.context,
+        "shared": {"training": shared.while_training, "sampling": shared.while_sampling},
+        "host": {
+            "states": memory.host_optimizer,
+            "reference": memory.host_reference,
+            "activations": memory.host_activations,
+            "sampler": shared.host,
+        },
+        **_totals(memory, shared, gpu_memory),
+    }
+
+
+def _stage(
+    ppo: Ppo, values: dict[str, float], judges: int, params: Params, shapes: ModelShapes, seed: int
+) -> dict[str, Any]:
     load = load_of(values, ppo.rollouts, params.policy.context)
     rollout: Rollout = simulate(load, judges, seed)
     free = simulate(load, load.trajectories, seed)
     train = training_seconds(
         values,
-        rollout.tokens,
-        rollout.tokens / load.trajectories / 2,
-        checkpointing=params.engine.activation_checkpointing,
-        epochs=ppo.epochs,
+        params,
+        ppo,
+        tokens=rollout.tokens,
+        context=rollout.tokens / load.trajectories / 2,
+        query_width=shapes.heads * shapes.head_dim,
     )
     # The time for judging is the time that an unlimited number of judges would save.
     parts = {"generation": free.seconds, "judging": max(0.0, rollout.seconds - free.seconds), **train}

@@ -107,6 +107,30 @@ def test_what_only_the_last_steps_of_a_run_use_is_looked_at_first(
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("profile", ["hf", "hf-adapter", "h20-pool"])
+def test_a_profile_without_its_model_says_so_before_any_work(profile: str, tmp_path: Path) -> None:
+    said = (
+        "policy.source: models/policy is no folder; link the folder of a Hugging Face model there, "
+        "or give it with --set policy.source=FOLDER."
+    )
+    home, output = tmp_path / "home", tmp_path / "stage"
+    arguments = ("--profile", profile, "--home", str(home))
+    assert one_sentence(command("run", *arguments, cwd=tmp_path)) == f"cuda-agent: {said}"
+    stage = ("warmup", "--input", "START", "--dataset", "DATA", "--output", str(output))
+    for ranks in ("1", "2"):
+        started = command("train", *stage, "--ranks", ranks, *arguments, cwd=tmp_path)
+        assert one_sentence(started) == f"cuda-agent: {said}"
+    assert not home.exists() and not output.exists()
+
+    doctor = command("doctor", "--json", *arguments, cwd=tmp_path)
+    findings = {finding["name"]: finding for finding in json.loads(doctor.stdout)["findings"]}
+    assert doctor.returncode == 2
+    assert findings["policy"] | {"here": False, "needed": True, "cost": said} == findings["policy"]
+    # What trains nothing needs no model.
+    listed = command("params", "--json", *arguments, cwd=tmp_path)
+    assert json.loads(listed.stdout)["params"]["policy.source"]["value"] == "models/policy"
+
+
 def test_a_run_whose_server_ended_says_so_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

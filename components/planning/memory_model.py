@@ -1,0 +1,263 @@
+"""Memory of one rank of the trainer, on the GPU and in the host, from a model's shapes and the settings.
+
+With P parameters, N ranks and T tokens of a rank (a micro-batch's tokens divided by `sequence_parallel`), in
+bfloat16 with AdamW:
+
+- Trained networks (actor, critic): 2P weights, 12P float32 master weights and moments, and 4P accumulated
+  gradients, which the trainer sums in float32. ZeRO 1 divides the 12P by N, ZeRO 2 the 4P too, ZeRO 3
+  everything (Rajbhandari et al. 2020, section 5, where gradients take 2P). With LoRA adapters, a network is
+  2P frozen weights and 18 bytes for each parameter of its adapters.
+- The reference, a frozen network of 2P.
+- Activations under checkpointing: the input of each layer, 2TH bytes, and the working memory of one layer.
+  That is 2T(4H + 5Q + 4K) bytes for attention, where Q and K are the widths of queries and keys, 12TI for a
+  dense feed-forward layer of width I, and 4Tk(2H + 3I) for k experts of width I per token.
+- The output head: at most four float32 tensors of logits of LOGITS_BYTES (training/token_scores.py).
+
+The largest use of the GPU is in the backward pass, or in the optimizer's step if its temporary copies are
+larger than the activations.
+"""
+
+from dataclasses import dataclass
+
+from components.core.params import Engine, Params, Ppo
+from components.planning.model_shapes import ModelShapes
+
+# Limit in bytes of one float32 tensor of logits in the trainer (training/token_scores.py).
+LOGITS_BYTES = 2**28
+# Largest number of elements in a gradient bucket of DeepSpeed (training/engine.py).
+REDUCE_BUCKET = 500_000_000
+# Elements that a step of ZeRO 3 updates at once (DeepSpeed's default of `sub_group_size`).
+SUB_GROUP = 1_000_000_000
+# Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces of a rank.
+CONTEXT_BYTES = 3e9
+# Share of a GPU's memory that a plan leaves free, because the estimates are not measured and the caching
+# allocator cannot use fragments.
+RESERVE = 0.1
+# Bytes that a sleeping vLLM keeps on the GPU: context and CUDA graphs. 0.8 to 2.4 GB were reported
+# (github.com/NVIDIA-NeMo/RL, issue 223).
+ASLEEP_BYTES = 2e9
+# Size of the buckets in which new weights are gathered for the sampler (policy/checkpoint.py).
+STREAM_BYTES = 2**31
+ADAM_BYTES = 8.0  # two float32 moments
+GRADIENT_BYTES = 4.0
+MASTER_BYTES = 4.0
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Networks that a stage holds besides the actor, and which parameters it trains.
+
+    `adapter_parameters` is the number of parameters of the adapters of one network, or 0 if all parameters
+    are trained. A critic is trained in the same way as the actor.
+    """
+
+    has_critic: bool
+    has_reference: bool
+    adapter_parameters: int = 0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory in bytes of one rank at its largest use.
+
+    `states` are weights, optimizer state and accumulated gradients of the trained networks, `gathered` the
+    complete parameters that ZeRO 3 collects for the layers that are computed, `gradients` those that are not
+    yet divided among the ranks. `checkpoints` are the inputs of all layers, `layer` is the working memory of
+    one layer, and `logits` that of the output head, which is not alive at the same time. `step` are temporary
+    copies of the optimizer's step. `moved_reference` is the reference if it is in host memory and on the GPU
+    only while it computes. The fields from `host_optimizer` on are in the memory of the host.
+    """
+
+    states: float
+    reference: float
+    gathered: float
+    gradients: float
+    checkpoints: float
+    layer: float
+    logits: float
+    step: float
+    moved_reference: float
+    context: float
+    host_optimizer: float
+    host_reference: float
+    host_activations: float
+
+    @property
+    def activations(self) -> float:
+        return self.checkpoints + self.layer
+
+    @property
+    def resident(self) -> float:
+        """Bytes on the GPU that are in use also while nothing is computed."""
+        return self.states + self.reference + self.context
+
+    @property
+    def total(self) -> float:
+        """Bytes on the GPU at the largest use."""
+        working = max(self.layer, self.logits)
+        computing = max(self.step, self.checkpoints + working, self.moved_reference + working)
+        return self.resident + self.gathered + self.gradients + computing
+
+    @property
+    def host(self) -> float:
+        return self.host_optimizer + self.host_reference + self.host_activations
+
+
+def roles_of(params: Params, shapes: ModelShapes) -> Roles:
+    """Return the networks of those PPO stages that need the most."""
+    adapter = params.policy.adapter
+    stages = (params.warmup, params.agentic)
+    return Roles(
+        has_critic=any(ppo.advantages == "critic" for ppo in stages),
+        # With adapters, the weights below them are those of the reference.
+        has_reference=not adapter.rank and any(needs_reference(ppo) for ppo in stages),
+        adapter_parameters=shapes.adapter_parameters(adapter.rank, adapter.targets) if adapter.rank else 0,
+    )
+
+
+def needs_reference(ppo: Ppo) -> bool:
+    """Return whether a stage computes log-probabilities of its first policy."""
+    return ppo.measure_kl or ppo.kl_coefficient > 0
+
+
+def rank_memory(
+    shapes: ModelShapes, engine: Engine, roles: Roles, *, ranks: float, tokens: float, row: float
+) -> RankMemory:
+    """Return the memory of one of `ranks` ranks.
+
+    The longest forward pass has `tokens` tokens, and the longest trajectory `row` tokens.
+    """
+    size = 2.0 if engine.dtype == "bfloat16" else 4.0
+    # Under ZeRO 0 in float32, the weights themselves are updated and there is no master copy.
+    master = 0.0 if engine.zero_stage == 0 and engine.dtype == "float32" else MASTER_BYTES
+    weights_ranks = ranks if engine.zero_stage >= 3 else 1.0
+    gradient_ranks = ranks if engine.zero_stage >= 2 else 1.0
+    state_ranks = ranks if engine.zero_stage >= 1 else 1.0
+
+    networks = 2 if roles.has_critic else 1
+    trained_each = float(roles.adapter_parameters or shapes.parameters)
+    trained = networks * trained_each
+    frozen = networks * shapes.parameters if roles.adapter_parameters else 0.0
+    weights = size * (trained + frozen) / weights_ranks
+    optimizer = (master + ADAM_BYTES) * trained / state_ranks
+    gradients = GRADIENT_BYTES * trained / gradient_ranks
+    offloaded = 0.0
+    if engine.cpu_offload and engine.zero_stage >= 1:
+        # ZeRO 1 accumulates complete gradients on the GPU, ZeRO 2 and 3 the rank's part in the host.
+        offloaded = optimizer + (gradients if engine.zero_stage >= 2 else 0.0)
+        gradients = 0.0 if engine.zero_stage >= 2 else gradients
+        optimizer = 0.0
+    reference = size * shapes.parameters / weights_ranks if roles.has_reference else 0.0
+
+    layer_gradients = trained_each / shapes.parameters * shapes.layer_parameters
+    updated = trained_each / state_ranks
+    gathered = 0.0
+    if engine.zero_stage >= 3 and ranks > 1:
+        gathered = size * (2 * shapes.layer_parameters + shapes.embedding_parameters)
+
+    local = tokens / engine.sequence_parallel
+    attention = size * _attention_elements(shapes, engine.sequence_parallel, local, row)
+    tile = min(local, engine.mlp_tokens) if engine.mlp_tokens else local
+    feed_forward = size * max(_dense_elements(shapes, tile), _expert_elements(shapes, local))
+    if engine.activation_checkpointing:
+        kept = size * local * shapes.hidden * shapes.layers
+    else:
+        kept = shapes.layers * (attention + feed_forward)
+    is_offloaded = engine.activation_offload and engine.activation_checkpointing
+    head_gradient = 0.0 if roles.adapter_parameters else size * shapes.vocabulary * shapes.hidden
+    return RankMemory(
+        states=weights + optimizer + gradients,
+        reference=0.0 if engine.reference_offload else reference,
+        gathered=gathered,
+        gradients=2 * size * layer_gradients + 4.0 * min(trained_each, REDUCE_BUCKET),
+        checkpoints=0.0 if is_offloaded else kept,
+        layer=attention + feed_forward,
+        logits=4.0 * min(LOGITS_BYTES, 4.0 * local * shapes.vocabulary)
+        # The gradients of the hidden states, in float32 and in the precision of the weights.
+        + (4.0 + size) * local * shapes.hidden
+        + head_gradient,
+        step=0.0
+        if offloaded
+        else MASTER_BYTES * (min(SUB_GROUP, updated) if engine.zero_stage >= 3 else updated),
+        # ZeRO 3 gathers an offloaded reference layer by layer.
+        moved_reference=reference if engine.reference_offload and engine.zero_stage < 3 else 0.0,
+        context=CONTEXT_BYTES,
+        host_optimizer=offloaded,
+        host_reference=reference if engine.reference_offload else 0.0,
+        host_activations=kept if is_offloaded else 0.0,
+    )
+
+
+def _attention_elements(shapes: ModelShapes, sequence_parallel: int, tokens: float, row: float) -> float:
+    """Return the number of elements that a layer's attention keeps in forward and backward pass.
+
+    Ulysses gives each rank a part of the heads; keys and values are repeated if there are fewer of their
+    heads. Eager attention has four copies of the scores of a row's tokens with each other.
+    """
+    queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    repeated = max(1.0, sequence_parallel / shapes.kv_heads)
+    scores = 4.0 * shapes.heads * row**2 if shapes.is_eager else 0.0
+    return tokens * (4 * shapes.hidden + 5 * queries + 4 * keys * repeated) + scores
+
+
+def _dense_elements(shapes: ModelShapes, tokens: float) -> float:
+    """Return the number of elements of a dense feed-forward layer that computes `tokens` tokens at once."""
+    return 6.0 * tokens * shapes.feed_forward
+
+
+def _expert_elements(shapes: ModelShapes, tokens: float) -> float:
+    """Return the number of elements of a layer of experts; `engine.mlp_tokens` does not divide it."""
+    return 2.0 * tokens * shapes.experts_per_token * (2 * shapes.hidden + 3 * shapes.expert_width)
+
+
+def can_share_sequence(shapes: ModelShapes, sequence_parallel: int) -> bool:
+    """Return whether that many ranks can share each forward pass (training/engine.py, `sequence_groups`)."""
+    return sequence_parallel == 1 or (
+        not shapes.is_eager
+        and shapes.heads % sequence_parallel == 0
+        and (shapes.kv_heads % sequence_parallel == 0 or sequence_parallel % shapes.kv_heads == 0)
+    )
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory in bytes that others than the trainer take of the first rank's GPU and of its host.
+
+    While trajectories are sampled, these are the sampler, and the judge or a bucket of new weights. While the
+    policy is trained it is only what the sampler keeps.
+    """
+
+    while_sampling: float
+    while_training: float
+    host: float
+
+
+def shared_memory(params: Params, shapes: ModelShapes, gpu_memory: float) -> SharedMemory:
+    """Return the memory of sampler and judge on the first rank's GPU, which has `gpu_memory` bytes.
+
+    The key-value cache of the backend transformers is not included, nor a judge without a limit
+    (sandbox.device_bytes 0).
+    """
+    policy, engine = params.policy, params.engine
+    weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
+    judge = float(params.sandbox.device_bytes) if params.sandbox.pool == "local" else 0.0
+    beside = max(judge, STREAM_BYTES)
+    if policy.backend == "transformers":
+        copied = weights if engine.zero_stage == 3 else 0.0
+        return SharedMemory(copied + beside, copied, 0.0)
+    if not shares_gpu(params):
+        return SharedMemory(beside, 0.0, 0.0)
+    awake = policy.gpu_memory_share * gpu_memory
+    # A sleeping vLLM keeps its weights in the memory of the host.
+    return SharedMemory(
+        awake + beside, ASLEEP_BYTES if policy.sleep else awake, weights if policy.sleep else 0.0
+    )
+
+
+def shares_gpu(params: Params) -> bool:
+    """Return whether the sampler is on the first rank's GPU.
+
+    CUDA IPC requires it, and a server that sleeps does so for the trainer.
+    """
+    policy = params.policy
+    return policy.backend != "vllm-server" or policy.weight_transfer == "ipc" or policy.sleep

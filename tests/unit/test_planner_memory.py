@@ -1,0 +1,362 @@
+"""Claims about the planned memory: exact shapes, ZeRO's states, an independent table, profiles that fit."""
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from components.bootstrap.cold_start import new_model
+from components.core.config import PROJECT, resolve
+from components.core.errors import UserError
+from components.core.params import Adapter
+from components.planning import capacity, memory_model, model_shapes
+from components.planning.memory_model import RankMemory, Roles, rank_memory
+from components.policy import checkpoint
+from components.policy.adapter import add_adapter
+from components.training import token_scores
+from components.training.engine import deepspeed_config
+from components.training.stage import check_stages
+
+
+# DeepSpeed's ZeRO divides states as in the first figure of its paper (arXiv 1910.02054), there for 2 bytes a
+# gradient; the trainer sums gradients in 4.
+@pytest.mark.parametrize(
+    ("stage", "gigabytes", "gradients"), [(0, 120, 1), (1, 31.4, 1), (2, 16.6, 1 / 64), (3, 1.88, 1 / 64)]
+)
+def test_states_are_those_of_the_zero_papers_first_figure(
+    stage: int, gigabytes: float, gradients: float
+) -> None:
+    shapes = replace(model_shapes.named_shapes("Qwen3-8B"), parameters=7.5e9)
+    engine = resolve("h20-pool", (f"engine.zero_stage={stage}",)).params.engine
+    found = rank_memory(shapes, engine, Roles(False, False), ranks=64, tokens=1, row=1).states
+    assert found / 1e9 == pytest.approx(gigabytes + gradients * 2 * 7.5, abs=0.05)
+
+
+# Numbers of parameters: of each model as published, and of adapters of rank 16 in all linear layers except
+# the output head; None where making them takes seconds and another model has the same layers.
+EXPECTED = {
+    "Qwen3-8B": (8_190_735_360, 43_646_976),
+    "Qwen3-32B": (32_762_123_264, None),
+    "Qwen3-30B-A3B": (30_532_122_624, 13_369_344),
+    "Qwen2.5-Coder-7B": (7_615_616_512, 40_370_176),
+    "Qwen2.5-Coder-32B": (32_763_876_352, None),
+    "Llama-3.1-8B": (8_030_261_248, 41_943_040),
+    "gpt-oss-20b": (20_914_757_184, 7_962_624),
+}
+
+
+def meta_model(config: dict[str, Any]) -> PreTrainedModel:
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config["model_type"], **fields)
+        )
+    return model
+
+
+@pytest.mark.parametrize("name", list(model_shapes.CONFIGURATIONS))
+def test_numbers_of_parameters_are_exact(name: str) -> None:
+    shapes, model = model_shapes.named_shapes(name), meta_model(model_shapes.CONFIGURATIONS[name])
+    assert shapes.parameters == model.num_parameters() == EXPECTED[name][0]
+    experts = sum(parameter.numel() for key, parameter in model.named_parameters() if ".experts." in key)
+    if not shapes.experts_per_token:
+        assert not experts
+        used = 1.0
+    else:
+        config = model_shapes.CONFIGURATIONS[name]
+        used = shapes.experts_per_token / config.get("num_experts", config.get("num_local_experts"))
+    lookup = model.get_input_embeddings().weight.numel()
+    assert shapes.active_parameters == model.num_parameters() - lookup - experts + used * experts
+    if EXPECTED[name][1] is not None:
+        add_adapter(model, Adapter(rank=16, alpha=16, targets=[]))
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert shapes.adapter_parameters(16, ()) == trained == EXPECTED[name][1]
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        TINY | {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True},
+        TINY | {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+        TINY | {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32, "attention_bias": True},
+        TINY
+        | {
+            "model_type": "qwen3_moe",
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+        TINY
+        | {
+            "model_type": "gpt_oss",
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)
+@pytest.mark.parametrize("targets", [[], ["q_proj", "self_attn.o_proj"]])
+def test_the_config_of_a_saved_folder_gives_the_same_numbers(
+    config: dict[str, Any], targets: list[str], tmp_path: Path
+) -> None:
+    model = meta_model(config)
+    model.config.save_pretrained(tmp_path)
+    shapes = model_shapes.read_shapes(tmp_path)
+    assert shapes.parameters == model.num_parameters()
+    add_adapter(model, Adapter(rank=3, alpha=8, targets=targets))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert shapes.adapter_parameters(3, targets) == trained > 0
+
+
+def test_a_policy_from_scratch_has_the_planned_number_of_parameters() -> None:
+    params = resolve("smoke").params
+    with torch.device("meta"):
+        model = new_model(params, params.policy.vocabulary)
+    assert model_shapes.scratch_shapes(params.policy).parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", r"config\.json: cannot be read"),
+        ("[]", "an object is expected"),
+        ('{"model_type": "mamba"}', "model_type 'mamba' is not among"),
+        ('{"model_type": "qwen3", "hidden_size": -1}', "hidden_size = -1, a positive integer"),
+        ('{"model_type": "qwen3", "hidden_size": 64}', "num_hidden_layers = None"),
+    ],
+)
+def test_a_config_that_is_no_model_is_one_sentence(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        model_shapes.read_shapes(tmp_path)
+    with pytest.raises(
+        UserError, match=r"no linear layer gate that can have an adapter; give some of q_proj"
+    ):
+        model_shapes.named_shapes("Qwen3-30B-A3B").adapter_parameters(8, ["gate"])
+
+
+# An independent computation: GPU and host GB of a rank with actor, critic and reference under ZeRO 3 and
+# feed-forward tiles of 8,192 tokens, for tokens, ranks, sequence parallelism, and offloads of activations (a)
+# and optimizer (o). It took buckets of 2e8 gradients and 1.6 GB for the logits; the trainer takes buckets of
+# 5e8 and 1.07 GB. It tiled experts too, which the trainer does not, so of the mixture only those cells are
+# here in which a rank has few tokens.
+TABLE = [
+    ("Qwen3-8B", 32768, 8, 1, "", 60, 0),
+    ("Qwen3-8B", 32768, 16, 1, "", 41, 0),
+    ("Qwen3-8B", 32768, 64, 1, "", 26, 0),
+    ("Qwen3-8B", 131072, 8, 4, "", 60, 0),
+    ("Qwen3-8B", 131072, 8, 1, "a", 59, 39),
+    ("Qwen3-8B", 131072, 16, 1, "", 78, 0),
+    ("Qwen3-8B", 131072, 16, 4, "", 41, 0),
+    ("Qwen3-8B", 131072, 64, 1, "", 63, 0),
+    ("Qwen3-8B", 131072, 64, 4, "", 26, 0),
+    ("Qwen3-32B", 32768, 8, 1, "ao", 42, 153),
+    ("Qwen3-32B", 32768, 16, 1, "ao", 30, 87),
+    ("Qwen3-32B", 32768, 64, 1, "", 59, 0),
+    ("Qwen3-32B", 131072, 8, 8, "ao", 40, 142),
+    ("Qwen3-32B", 131072, 16, 8, "ao", 28, 76),
+    ("Qwen3-32B", 131072, 64, 4, "", 59, 0),
+    ("Qwen3-32B", 131072, 64, 8, "", 46, 0),
+    ("Qwen3-32B", 131072, 64, 1, "a", 50, 86),
+    ("Qwen3-30B-A3B", 32768, 16, 4, "", 87, 0),
+    ("Qwen3-30B-A3B", 131072, 16, 8, "", 89, 0),
+]
+
+
+def three_roles(
+    name: str, tokens: int, ranks: int, parallel: int, offloads: str, **settings: Any
+) -> RankMemory:
+    engine = resolve("h20-pool").params.engine.model_copy(
+        update={
+            "mlp_tokens": 8192,
+            "sequence_parallel": parallel,
+            "activation_offload": "a" in offloads,
+            "cpu_offload": "o" in offloads,
+            **settings,
+        }
+    )
+    shapes = model_shapes.named_shapes(name)
+    return rank_memory(shapes, engine, Roles(True, True), ranks=ranks, tokens=tokens, row=tokens)
+
+
+@pytest.mark.parametrize(("name", "tokens", "ranks", "parallel", "offloads", "gpu", "host"), TABLE)
+def test_memory_is_that_of_an_independent_table(
+    name: str, tokens: int, ranks: int, parallel: int, offloads: str, gpu: float, host: float
+) -> None:
+    found = three_roles(name, tokens, ranks, parallel, offloads)
+    assert found.total / 1e9 == pytest.approx(gpu, rel=0.06), "the table's own rounding is 2 %"
+    assert found.host / 1e9 == pytest.approx(host, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "ranks", "parallel"),
+    [
+        ("Qwen3-8B", 32768, 8, 1),
+        ("Qwen3-8B", 131072, 8, 4),
+        ("Qwen3-8B", 131072, 16, 1),
+        ("Qwen3-8B", 131072, 64, 1),
+        ("Qwen3-32B", 32768, 64, 1),
+        ("Qwen3-32B", 131072, 64, 4),
+        ("Qwen3-30B-A3B", 32768, 16, 4),
+        ("Qwen3-30B-A3B", 131072, 64, 4),
+    ],
+)
+def test_the_smallest_degree_that_fits_90_gb_without_offload_is_that_of_the_table(
+    name: str, tokens: int, ranks: int, parallel: int
+) -> None:
+    # The table compared the degrees 1, 4 and 8.
+    fitting = [degree for degree in (1, 4, 8) if three_roles(name, tokens, ranks, degree, "").total <= 90e9]
+    assert fitting[0] == parallel
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(32768, 8), (131072, 8), (131072, 16), (32768, 16)])
+def test_a_32b_on_few_gpus_fits_with_offloads_only(tokens: int, ranks: int) -> None:
+    assert all(three_roles("Qwen3-32B", tokens, ranks, degree, "a").total > 72e9 for degree in (1, 2, 4, 8))
+    assert three_roles("Qwen3-32B", tokens, ranks, 8, "ao").total < 45e9
+
+
+def test_limits_of_the_trainer_are_those_of_the_plan() -> None:
+    assert token_scores.LOGITS_BYTES == memory_model.LOGITS_BYTES
+    assert checkpoint.SHARD_BYTES == memory_model.STREAM_BYTES
+    bucket = inspect.signature(deepspeed_config).parameters["bucket"].default
+    assert bucket == memory_model.REDUCE_BUCKET
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert DeepSpeedZeroConfig().sub_group_size == memory_model.SUB_GROUP
+
+
+def test_each_change_moves_the_part_that_it_is_about() -> None:
+    base = three_roles("Qwen3-8B", 131072, 8, 4, "")
+    offloaded = three_roles("Qwen3-8B", 131072, 8, 4, "a")
+    assert base.checkpoints == offloaded.host_activations > 0 == offloaded.checkpoints
+    optimizer = three_roles("Qwen3-8B", 131072, 8, 4, "o")
+    assert base.states - optimizer.states == pytest.approx(optimizer.host_optimizer)
+    reference = three_roles("Qwen3-8B", 131072, 8, 4, "", reference_offload=True)
+    assert base.reference == reference.host_reference > 0 == reference.reference
+    whole = three_roles("Qwen3-8B", 131072, 8, 4, "", activation_checkpointing=False)
+    assert whole.checkpoints > 10 * base.checkpoints
+    untiled = three_roles("Qwen3-8B", 131072, 8, 4, "", mlp_tokens=0)
+    assert untiled.layer - base.layer == 12 * 12288 * (32768 - 8192)
+    single = three_roles("Qwen3-8B", 131072, 1, 1, "")
+    assert single.gathered == 0, "a single rank gathers nothing"
+    # Eager attention is quadratic, and no other.
+    assert three_roles("gpt-oss-20b", 131072, 64, 1, "").layer > 8 * 64 * 131072**2
+
+
+def planned(profile: str, *sets: str, gpu: str = "h20", model: str = "") -> dict[str, Any]:
+    """Return the memory of a plan without its simulated rollouts."""
+    params = resolve(profile, sets).params
+    shapes = model_shapes.named_shapes(model or model_shapes.PROFILE_MODELS[profile])
+    inputs = capacity.default_inputs(params, capacity.GPUS[gpu], shapes)
+    return capacity.memory_plan(params, shapes, {name: item.value for name, item in inputs.items()})
+
+
+def test_without_a_critic_the_plan_is_smaller_by_the_critics_states() -> None:
+    groups = planned("hf", "warmup.advantages=group", "agentic.advantages=turns")["memory_bytes_per_gpu"]
+    critic = planned("hf")["memory_bytes_per_gpu"]
+    for stage, ranks in (("zero-3", 6), ("zero-2", None)):
+        saved = critic[stage]["training"] - groups[stage]["training"]
+        parameters = EXPECTED["Qwen3-8B"][0]
+        # Under ZeRO 2 the weights are whole on each rank, and the other 16 bytes are divided.
+        states = 18 * parameters / ranks if ranks else (2 + 16 / 6) * parameters
+        assert saved == pytest.approx(states)
+
+
+def test_adapters_train_only_their_own_parameters() -> None:
+    found = planned("hf-adapter", gpu="h100")
+    parameters, adapters = EXPECTED["Qwen3-8B"][0], 2 * 43_646_976
+    assert found["roles"] == {
+        "has_critic": False,
+        "has_reference": False,
+        "adapter_parameters": adapters,
+    }
+    states = found["memory_bytes_per_gpu"]["zero-1"]["states"]
+    assert states == pytest.approx(2 * parameters + 18 * adapters)
+    # A critic has adapters and frozen weights of its own; vLLM leaves no room for it on this GPU.
+    critic = planned("hf-adapter", "agentic.advantages=critic", gpu="h100")["memory_bytes_per_gpu"]["zero-1"]
+    assert critic["states"] == pytest.approx(2 * states) and not critic["fits"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpu"), [("hf", "h100"), ("hf", "h20"), ("hf-adapter", "h100"), ("h20-pool", "h20")]
+)
+def test_every_profile_of_a_public_model_fits_its_gpu_with_a_tenth_to_spare(profile: str, gpu: str) -> None:
+    found, params = planned(profile, gpu=gpu), resolve(profile).params
+    chosen = found["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
+    assert chosen["fits"] and chosen["total"] <= 0.9 * capacity.GPUS[gpu].memory
+    assert found["tokens"] == params.policy.context == params.engine.tokens_per_microbatch
+    check_stages(params)
+    for ppo in (params.warmup, params.agentic):
+        assert ppo.advantages == "critic" or ppo.rollouts.samples > 1
+
+
+def test_profiles_of_hugging_face_models_are_those_that_a_public_model_stands_for() -> None:
+    profiles = yaml.safe_load((PROJECT / "params.yaml").read_text())["profiles"]
+    adopted = {name for name in profiles if resolve(name).params.policy.source != "scratch"}
+    assert adopted == set(model_shapes.PROFILE_MODELS)
+
+
+def test_what_does_not_fit_is_followed_by_the_first_choice_that_does() -> None:
+    found = planned("h20-pool", "engine.ranks=16", "engine.sequence_parallel=1")
+    assert not found["memory_bytes_per_gpu"]["zero-3"]["fits"]
+    smallest = found["smallest"]
+    assert smallest in found["alternatives"] and smallest["fits"]
+    first = found["alternatives"].index(smallest)
+    assert not any(choice["fits"] for choice in found["alternatives"][:first])
+    sets = [f"engine.{name}=true" for name in smallest["offloads"]]
+    sets.append(f"engine.sequence_parallel={smallest['sequence_parallel']}")
+    chosen = planned("h20-pool", "engine.ranks=16", *sets)["memory_bytes_per_gpu"]["zero-3"]
+    assert chosen["fits"] and chosen["total"] == smallest["total"]
+    assert planned("h20-pool", "engine.ranks=1", "engine.sequence_parallel=1")["smallest"] is None
+    assert len(planned("hf", "engine.ranks=7", "engine.sequence_parallel=1")["alternatives"]) == 7
+
+
+def test_a_degree_that_divides_neither_ranks_nor_heads_is_refused() -> None:
+    with pytest.raises(UserError, match="8 does not divide 6 ranks"):
+        planned("hf", "engine.sequence_parallel=8")
+    with pytest.raises(UserError, match=r"cannot share the sequences of Qwen2\.5-Coder-7B \(28 heads, 4"):
+        planned("hf", "engine.ranks=8", "engine.sequence_parallel=8", model="Qwen2.5-Coder-7B")
+    with pytest.raises(UserError, match="eager attention"):
+        planned("hf", model="gpt-oss-20b")
+
+
+def test_a_sampler_on_the_same_gpu_takes_its_share_while_it_is_awake() -> None:
+    sets = ("policy.weight_transfer=ipc", "sandbox.pool=local", "sandbox.device_bytes=8000000000")
+    asleep = planned("hf", *sets, "policy.sleep=true")["memory_bytes_per_gpu"]["zero-3"]
+    awake = planned("hf", *sets, "policy.sleep=false")["memory_bytes_per_gpu"]["zero-3"]
+    apart = planned("hf")["memory_bytes_per_gpu"]["zero-3"]
+    assert awake["training"] - apart["training"] == pytest.approx(0.4 * 96e9)
+    assert asleep["training"] - apart["training"] == memory_model.ASLEEP_BYTES
+    assert asleep["sampling"] == awake["sampling"]
+    assert asleep["shared"]["sampling"] == pytest.approx(0.4 * 96e9 + 8e9)
+    assert asleep["host"]["sampler"] == 2 * EXPECTED["Qwen3-8B"][0]
+
+
+def test_the_papers_model_does_not_fit_without_zero_3() -> None:
+    params = resolve("h20-pool", ("policy.context=16384", "engine.tokens_per_microbatch=16384")).params
+    shapes = model_shapes.named_shapes("Qwen3-30B-A3B")
+    choices = ["parameters=230e9", "active_parameters=23e9", "layers=60", "hidden=6144", "trainer_gpus=256"]
+    inputs = capacity.assume(capacity.default_inputs(params, capacity.GPUS["h20"], shapes), choices)
+    values = {name: item.value for name, item in inputs.items()}
+    memory = capacity.memory_plan(params, shapes, values)["memory_bytes_per_gpu"]
+    assert [memory[f"zero-{stage}"]["fits"] for stage in range(4)] == [False, False, False, True]
