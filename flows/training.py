@@ -112,6 +112,8 @@ def train(
         if stage.params.engine.ranks:
             from components.training.ray_launcher import run_on_ray
 
+            # Rank 0 has judges of its own, which need the GPUs of those that evaluated the policy here.
+            context.pool.release()
             result = run_on_ray(stage, home / "verdicts")
         else:
             result = run_stage(stage)

@@ -76,6 +76,8 @@ class JudgePool(Protocol):
 
     def drop(self) -> None: ...
 
+    def release(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -248,8 +250,17 @@ class LocalPool:
     def close(self) -> None:
         """Cancel the jobs that have not begun, wait for the running jobs, and end every sandboxed process."""
         self.executor.shutdown(wait=True, cancel_futures=True)
-        if self._judge is not None:
-            self._judge.close()
+        self.release()
+
+    def release(self) -> None:
+        """End the judge and its sandboxed processes, which gives back its GPUs; the next job starts another.
+
+        No job may be running.
+        """
+        with self.lock:
+            judge, self._judge = self._judge, None
+        if judge is not None:
+            judge.close()
 
 
 def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
