@@ -160,7 +160,7 @@ def _print_memory(record: dict[str, Any], engine: Engine) -> None:
     print_line(
         f"{'fits' if chosen['fits'] else 'does not fit'}: {chosen['total'] / 1e9:,.1f} GB "
         f"of {(size - chosen['reserved']) / 1e9:,.1f} ({record['gpu']}, {size / 1e9:,.0f} GB "
-        f"less {chosen['reserved'] / size:.0%}); "
+        f"less {chosen['reserved'] / size:.0%}); other ZeRO stages: "
         + ", ".join(
             f"{name} {row['total'] / 1e9:,.1f}" for name, row in others.items() if name != record["chosen"]
         )

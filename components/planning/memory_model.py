@@ -37,7 +37,7 @@ RESERVE = 0.1
 # (github.com/NVIDIA-NeMo/RL, issue 223).
 ASLEEP_BYTES = 2e9
 # Size of the buckets in which new weights are gathered for the sampler (policy/checkpoint.py).
-STREAM_BYTES = 2**31
+BUCKET_BYTES = 2**31
 ADAM_BYTES = 8.0  # two float32 moments
 GRADIENT_BYTES = 4.0
 MASTER_BYTES = 4.0
@@ -241,7 +241,7 @@ def shared_memory(params: Params, shapes: ModelShapes, gpu_memory: float) -> Sha
     policy, engine = params.policy, params.engine
     weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
     judge = float(params.sandbox.device_bytes) if params.sandbox.pool == "local" else 0.0
-    beside = max(judge, STREAM_BYTES)
+    beside = max(judge, BUCKET_BYTES)
     if policy.backend == "transformers":
         copied = weights if engine.zero_stage == 3 else 0.0
         return SharedMemory(copied + beside, copied, 0.0)

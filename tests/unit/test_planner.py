@@ -1,9 +1,11 @@
 """Claims about the plan: its queue is a queue, and it says what it assumed."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,3 +135,41 @@ def test_the_command_prints_one_object_and_refuses_a_profile_of_the_cpu() -> Non
     assert (
         refused.returncode == 2 and "device=cuda" in refused.stderr and len(refused.stderr.splitlines()) == 1
     )
+
+
+DOCUMENTED = re.findall(
+    r"```console\n\$ (cuda-agent plan [^\n]+)\n(.+?)```",
+    (PROJECT / "docs" / "training.md").read_text(),
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(("command", "printed"), DOCUMENTED, ids=[command for command, _ in DOCUMENTED])
+def test_the_documented_tables_are_what_the_command_prints(
+    command: str, printed: str, tmp_path: Path
+) -> None:
+    # Small rollouts make the simulation fast; the memory does not depend on them.
+    small = ["--set", "warmup.rollouts.tasks=2", "--set", "agentic.rollouts.tasks=2"]
+    arguments = [sys.executable, "-m", "components.cli", *command.split()[1:], *small]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = [line.rstrip() for line in done.stderr.splitlines()]
+    assert "\n".join(lines).startswith(printed)
+
+
+def test_every_profile_of_a_public_model_has_a_documented_table() -> None:
+    documented = {command.split("--profile ")[1].split()[0] for command, _ in DOCUMENTED}
+    assert documented == set(model_shapes.PROFILE_MODELS)
+
+
+def test_a_plan_without_a_folder_or_a_profile_asks_for_a_model(tmp_path: Path) -> None:
+    policy = resolve("hf", (f"policy.source={tmp_path / 'nowhere'}",)).params.policy
+    assert model_shapes.policy_shapes(policy, "hf").name == "Qwen3-8B"
+    with pytest.raises(
+        UserError, match=r"policy\.source: .*nowhere is no folder; .* with --model \(Qwen3-8B,"
+    ):
+        model_shapes.policy_shapes(policy, "mine")
+    with pytest.raises(UserError, match="--model Qwen9: no such model; give one of Qwen3-8B"):
+        model_shapes.named_shapes("Qwen9")
+    (tmp_path / "config.json").write_text(json.dumps(model_shapes.CONFIGURATIONS["Llama-3.1-8B"]))
+    found = model_shapes.policy_shapes(policy.model_copy(update={"source": str(tmp_path)}), "hf")
+    assert found.parameters == 8_030_261_248 and found.name == str(tmp_path / "config.json")

@@ -237,7 +237,7 @@ def test_a_32b_on_few_gpus_fits_with_offloads_only(tokens: int, ranks: int) -> N
 
 def test_limits_of_the_trainer_are_those_of_the_plan() -> None:
     assert token_scores.LOGITS_BYTES == memory_model.LOGITS_BYTES
-    assert checkpoint.BUCKET_BYTES == memory_model.STREAM_BYTES
+    assert checkpoint.BUCKET_BYTES == memory_model.BUCKET_BYTES
     bucket = inspect.signature(deepspeed_config).parameters["bucket"].default
     assert bucket == memory_model.REDUCE_BUCKET
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
