@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,7 +118,8 @@ def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> li
     ]
     groups: dict[str, list[_Weight]] = {}
     for weight in weights:
-        groups.setdefault(apply_converters(weight.name, converters)[0], []).append(weight)
+        public, _ = rename_source_key(weight.name, [], converters, reverse=True)
+        groups.setdefault(public, []).append(weight)
     return list(groups.values())
 
 
