@@ -47,6 +47,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from components.core.config import resolve
 from components.core.params import Params
+from components.planning.memory_model import Roles, rank_memory
+from components.planning.model_shapes import shapes_of
 from components.training.batches import Rollout, make_batch
 from components.training.engine import DTYPES, DeepSpeedEngine, sharded_loading
 from components.training.networks import Actor, Critic
@@ -100,7 +102,7 @@ class Update:
     seconds: float
     peak: float
     used: float
-    planned: float | None
+    planned: float
     pinned: float
     share: float | None
     loss: float
@@ -129,14 +131,9 @@ def rows(vocabulary: int, length: int, count: int) -> tuple[Rollout, Experience]
     return Rollout(**vars(batch), sampler_logprob=logprob, rewards=torch.zeros(count)), experience
 
 
-def planned_bytes(params: Params, config: Any, ranks: int, length: int) -> float | None:
-    """Return the planner's figure for one network on one of the ranks, or None if it has no memory model."""
-    try:
-        from components.planning.memory_model import Roles, rank_memory
-        from components.planning.model_shapes import shapes_of
-    except ModuleNotFoundError:
-        return None
-    shapes, adapter = shapes_of(config.to_dict(), "this model"), params.policy.adapter
+def planned_bytes(params: Params, config: Any, ranks: int, length: int) -> float:
+    """Return the planner's figure for one network on one of the ranks."""
+    shapes, adapter = shapes_of(config.to_dict(), config.model_type), params.policy.adapter
     trained = shapes.adapter_parameters(adapter.rank, adapter.targets) if adapter.rank else 0
     roles = Roles(has_critic=False, has_reference=False, adapter_parameters=trained)
     memory = rank_memory(shapes, params.engine, roles, ranks=ranks, tokens=length, row=length)
@@ -167,6 +164,8 @@ def work(case: Case, model: str, params: Params, lengths: list[int]) -> None:
     world = engine.world
     for number, length in enumerate([lengths[0], *lengths]):
         batch, experience = rows(config.vocab_size, length, case.ranks)
+        # One trajectory in each forward pass.
+        engine.settings = settings.model_copy(update={"tokens_per_microbatch": length})
         with measured(device) as memory:
             began = time.perf_counter()
             if case.network == "actor":
@@ -189,7 +188,7 @@ def work(case: Case, model: str, params: Params, lengths: list[int]) -> None:
             seconds=seconds,
             peak=peak,
             used=used,
-            planned=planned_bytes(params, config, case.ranks, length) if device == "cuda" else None,
+            planned=planned_bytes(params, config, case.ranks, length),
             pinned=pinned,
             share=flops / seconds / rate / case.ranks if rate else None,
             loss=loss,
@@ -334,8 +333,9 @@ def main() -> int:
     base = [
         f"device={options.device}",
         *(("engine.dtype=float32",) if options.device == "cpu" else ()),
-        f"engine.tokens_per_microbatch={max(options.lengths)}",
         f"engine.mlp_tokens={min(8192, options.lengths[0] // 2)}",
+        *("engine.zero_stage=3", "engine.activation_checkpointing=true", "engine.activation_offload=false"),
+        *("engine.cpu_offload=false", "policy.adapter.rank=0"),
         *("agentic.epochs=1", "agentic.minibatches=1", "agentic.learning_rate_warmup_steps=0"),
         *("agentic.learning_rate=1e-6", "agentic.critic_learning_rate=1e-6"),
     ]
