@@ -62,6 +62,17 @@ class AdmissionBench:
         limit = self.reference.params.sandbox.run_seconds
         return start_baseline(self.reference, self.processes, baseline, warm_up_seconds=limit)
 
+    def free_buffers(self) -> None:
+        """Free the memory of timed runners and what torch caches, until `start` is called again.
+
+        The runner's own mapping of the memory ends with its role. Nothing is done if the task's placement
+        does not share buffers, because device memory is then not scarce.
+        """
+        if self.reference.layout.placement.shares_buffers:
+            with self.scheduler.preparing():
+                self.processes.close()
+                self.scheduler.release_cache()
+
     def close(self) -> None:
         with self.scheduler.preparing():
             self.reference.end_runner()

@@ -293,15 +293,24 @@ def _counted(number: torch.Tensor) -> torch.Tensor:
 
 def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
     """Return the departure of the output of one call, if it or the baseline's output is not all finite."""
-    finite = torch.isfinite(output) & torch.isfinite(single)
-    count = _counted((~finite & ~same_special(output, single)).sum())
-    if not finite.any():
-        return count
-    scale = single[torch.isfinite(single)].double().abs().max()
-    largest, norm = _magnitudes((output[finite].double() - single[finite].double())[None])
-    rms_error = norm[0] / math.sqrt(int(finite.sum()))
-    numeric = torch.stack(_in_units(largest[0], rms_error, scale, single.dtype, floors)).max()
-    return torch.maximum(count, numeric)
+    different = torch.zeros((), dtype=torch.int64, device=single.device)
+    scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0
+    for ours, theirs in zip(output.split(PART_NUMEL), single.split(PART_NUMEL), strict=True):
+        finite = torch.isfinite(ours) & torch.isfinite(theirs)
+        different += (~finite & ~same_special(ours, theirs)).sum()
+        if finite.any():
+            finite_count += int(finite.sum())
+            magnitudes.append(_magnitudes((ours[finite].double() - theirs[finite].double())[None]))
+        if (values := theirs[torch.isfinite(theirs)]).numel():
+            scales.append(_max_abs(values[None])[0].double())
+    if not magnitudes:
+        return _counted(different)
+    max_error = torch.stack([largest[0] for largest, _ in magnitudes]).max()
+    norm = torch.linalg.vector_norm(torch.stack([norm[0] for _, norm in magnitudes]))
+    rms_error = norm / math.sqrt(finite_count)
+    scale = torch.stack(scales).max()
+    numeric = torch.stack(_in_units(max_error, rms_error, scale, single.dtype, floors)).max()
+    return torch.maximum(_counted(different), numeric)
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

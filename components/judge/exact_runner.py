@@ -136,7 +136,7 @@ class ExactRunner:
     def wrong_deferred_call(self) -> str | None:
         """Compare the deferred calls, and return the reason why one is wrong, or None; see `wrong_call`.
 
-        No timed runner of the task may exist.
+        No timed runner of the task may exist, nor the memory of one.
         """
         deferred, self.deferred, self.deferrable = self.deferred, [], 0
         try:
@@ -208,7 +208,7 @@ class ExactRunner:
         """End the runner and free its memory."""
         with self.reference.scheduler.preparing():  # freeing device memory blocks the whole device
             if self.runner is not None:
-                self.runner.close()
+                self.runner.close(wait=self.reference.layout.placement.shares_buffers)
                 self.runner = None
             for buffer in self.buffers.values():
                 buffer.close()

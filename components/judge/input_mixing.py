@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
+from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS, PERIOD
 
 # Largest size in bytes of an input that is stored twice in a row, so that a rotated copy of it is a view.
 MAX_DOUBLED_BYTES = 1 << 28
@@ -179,7 +179,9 @@ class InputBank:
             else:
                 piece.copy_(one)
         if mix.distribution != "given" and out.is_floating_point():
-            out.copy_(INPUT_DISTRIBUTIONS[mix.distribution](out))
+            change = INPUT_DISTRIBUTIONS[mix.distribution]
+            for piece in out.split(max(1, BLOCK_NUMEL // PERIOD) * PERIOD):
+                piece.copy_(change(piece))
 
     def _is_doubled(self, base: int, flat: torch.Tensor) -> bool:
         """Return whether an input of set `base` with the size of `flat` is stored twice in a row."""

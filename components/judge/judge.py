@@ -200,6 +200,8 @@ class Judge:
                     # The slower modes free their memory before the candidate allocates any.
                     with contextlib.suppress(TaskError):
                         fastest_mode(bench)
+                if bench.reference.layout.placement.shares_buffers:
+                    self.scheduler.release_cache()
                 yield
 
     def _measure(

@@ -16,8 +16,13 @@ CONTEXT_BYTES = 600 << 20
 TIMED_RUNNERS = 5
 # Share of the available host memory that judging one task may take.
 HOST_SHARE = 0.8
-# Bytes that the judge needs to compare one part of an output, and to mix one block of an input.
+# Largest number of copies of one call's outputs that an admission makes at once to compare a trivial answer.
+TRIVIAL_COPIES = 2
+# Bytes that the judge needs to compare one part of an output, to examine or to mix one block of an input.
 COMPARING_BYTES = 48 * PART_NUMEL
+# Bytes of device memory beside those of a task with shared buffers: the CUDA context of the judge's own
+# process, freed memory that torch caches in it, and what the driver takes (docs/judge.md).
+JUDGE_BYTES = 5 << 30
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,19 @@ class MemoryNeed:
     """Estimated bytes that judging a task takes.
 
     `fill` bytes of device memory are needed while the reference data are made, `timed` bytes while runners
-    are measured, and `host` bytes of host memory on cuda.
+    are measured, `deferred` bytes while float64 outputs of timed calls are computed after the measurement,
+    and `host` bytes of host memory on cuda.
     """
 
     fill: int
     timed: int
+    deferred: int
     host: int
 
     @property
     def device(self) -> int:
         """Estimated bytes of device memory that are used at once."""
-        return max(self.fill, self.timed)
+        return max(self.fill, self.timed, self.deferred)
 
 
 def memory_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
@@ -95,47 +102,56 @@ def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
         if layout.sizing.one_process
         else TIMED_RUNNERS * timed_runner + exact_runner
     )
-    return MemoryNeed(bank + reference_runner, bank + staged + timed, 0)
+    return MemoryNeed(fill=bank + reference_runner, timed=bank + staged + timed, deferred=0, host=0)
 
 
 def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     """Return the need of a layout whose baselines share buffers.
 
-    Only one timed runner at a time has more memory than its context, its parameters and its buffers, and the
-    runner of the reference exists only while no timed runner does.
+    Only one timed runner at a time has more memory than its context, its parameters and its buffers, and a
+    runner of the task's source exists only while no timed runner does. When float64 outputs are computed
+    after the measurement, the buffers of the timed runners are freed too.
     """
     inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
     parameters, peak = layout.parameters.stride, layout.description.peak_bytes
     count, capacity = len(layout.distributions), layout.capacity
-    bank, host = COMPARING_BYTES, parameters
+    bank, host = JUDGE_BYTES + COMPARING_BYTES, parameters
     if layout.placement.inputs_on_host:
         host += inputs * layout.input_sets
     else:
         bank += inputs * layout.input_sets
-    # One more float64 output is computed when a timed call is compared after the measurement.
-    references = outputs * count + expected * (count + 1)
+    # Outputs of the correctness sets, and float64 outputs of a call that is compared after the measurement.
+    references, exact = (outputs + expected) * count, 0 if layout.sizing.one_process else expected
     if layout.placement.references_on_host:
-        host += references
-    else:
-        bank += references
-    # The parameters' first values, the inputs, and the call in float64 beside the model in float32.
-    reference_runner = CONTEXT_BYTES + parameters + inputs + 3 * peak
+        # The trivial answers that an admission compares with the references are in host memory too.
+        host += references + exact + (TRIVIAL_COPIES * outputs if layout.sizing.one_process else 0)
+        references = exact = 0
+    bank += references
+    # The parameters in the task's own precision and their first values, the inputs, and the call in float64.
+    float64_call = CONTEXT_BYTES + 2 * parameters + inputs + 2 * peak
+    fill = bank + float64_call
     # The no-op's outputs are views of its inputs if these are larger.
     noop = outputs * capacity if outputs > inputs else 0
     # A runner in its round has what a call needs beside its inputs, and the outputs of all calls.
     working = max(peak - inputs, outputs + parameters) + outputs * (capacity - 1)
     if layout.sizing.one_process:
-        buffers = (2 * inputs + 2 * outputs) * capacity + noop
-        return MemoryNeed(
-            bank + reference_runner, bank + CONTEXT_BYTES + buffers + working, host + parameters
-        )
+        # The judge's inputs of the round, and the runner's inputs, its outputs, and the results of the first
+        # and of the latest round. When answers are compared, only the runner's buffers are left of these, and
+        # when the task's source is called with changed inputs, none.
+        rounds = (2 * inputs + 3 * outputs) * capacity + noop + working
+        answers = (inputs + outputs) * capacity + TRIVIAL_COPIES * outputs
+        probing = 2 * parameters + 2 * inputs + outputs + peak
+        timed = bank + CONTEXT_BYTES + max(rounds, answers, probing)
+        return MemoryNeed(fill, timed, deferred=0, host=host + parameters)
     # The judge's inputs of the round, the inputs, outputs and results of candidates and of baselines, and the
     # parameters of two torch.compile modes and one more runner that wait.
     buffers = (3 * inputs + 4 * outputs) * capacity + noop + 3 * parameters
     timed = bank + TIMED_RUNNERS * CONTEXT_BYTES + buffers + working
+    # The call's inputs and float64 outputs in shared memory, beside what the runner allocates.
+    deferred = bank + exact + inputs + float64_call
     # The parameters of the candidate, the baselines and the runner of float64 outputs, and the outputs of two
     # runners in two calls that are compared after the measurement.
-    return MemoryNeed(bank + reference_runner, timed, host + 3 * parameters + 4 * outputs)
+    return MemoryNeed(fill, timed, deferred, host + 3 * parameters + 4 * outputs)
 
 
 def plan_layout(description: Description, params: Params, sizing: Sizing, budget: MemoryBudget) -> TaskLayout:

@@ -90,9 +90,12 @@ class ProcessPerRole:
         return self.shared
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """End a timed runner's process, and close its memory if no other runner uses it."""
+        """End a timed runner's process, and close its memory if no other runner uses it.
+
+        If the baselines share memory, the GPU memory of the process is free when the method returns.
+        """
         if runner is not None:
-            runner.close()
+            runner.close(wait=self.shared is not None)
         if memory is not self.shared:
             memory.close()
 

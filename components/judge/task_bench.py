@@ -153,17 +153,20 @@ class TaskBench:
         source fails.
         """
         self.reference.fill()
-        self.reference.end_runner()
+        self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
 
     def wrong_deferred_call(self) -> str | None:
         """Return the reason why a timed call whose comparison was deferred is wrong, or None if none is.
 
-        The candidate's runner must have ended. If there is such a call, the baselines end too, because the
-        comparison needs their memory.
+        The candidate's runner must have ended. If there is such a call, the baselines end too, and the memory
+        that they share and that torch caches is freed, because the comparison needs it.
         """
         if not self.exact.deferred:
             return None
         self.baselines.close()
+        with self.scheduler.preparing():
+            self.processes.close()
+            self.scheduler.release_cache()
         return self.exact.wrong_deferred_call()
 
     def close(self) -> None:

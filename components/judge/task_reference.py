@@ -147,6 +147,8 @@ class TaskReference:
         with self._closing_on_error(), task_errors():
             self.resources.enter_context(self.scheduler.reserve_memory(self.bytes + extra_bytes))
             with self.scheduler.preparing():
+                if layout.placement.shares_buffers:
+                    self.scheduler.release_cache()
                 self.parameters = self._allocate("parameters", layout.parameters.stride)
                 self.input_buffer = self._allocate("inputs", layout.inputs.stride * layout.input_sets)
                 self.output_buffer = self._allocate("outputs", layout.outputs.stride * correctness_sets)
@@ -183,6 +185,8 @@ class TaskReference:
                     may_double=not layout.placement.shares_buffers,
                 )
                 self.resources.callback(self.inputs.close)
+                if layout.placement.shares_buffers:
+                    self.scheduler.release_cache()
 
     def _allocate(self, region: RegionName, size: int) -> Buffer:
         buffer: Buffer = shared_memory.make_buffer(self.layout.memory_of(region), size)
@@ -315,10 +319,13 @@ class TaskReference:
             self.layout.expected.tensors(self.expected_buffer, index),
         )
 
-    def end_runner(self) -> None:
-        """End the runner of the task's source, after which no more data can be made."""
+    def end_runner(self, *, wait: bool = False) -> None:
+        """End the runner of the task's source, after which no more data can be made.
+
+        If `wait` is set, the runner's GPU memory is free when the method returns.
+        """
         if self.runner is not None:
-            self.runner.close()
+            self.runner.close(wait=wait)
             self.runner = None
 
     def close(self) -> None:

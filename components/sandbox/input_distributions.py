@@ -7,17 +7,21 @@ from collections.abc import Callable
 
 import torch
 
+# Number of elements after which the factors of `wide_range` repeat.
+PERIOD = 61
+
 
 def wide_range(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` scaled by factors from 1e-3 to 1e1, which depend on an element's position modulo 61."""
-    flat, factors = x.reshape(-1), torch.logspace(-3, 1, 61, device=x.device).to(x.dtype)
-    out, whole = torch.empty_like(flat), x.numel() // 61 * 61
-    torch.mul(flat[:whole].view(-1, 61), factors, out=out[:whole].view(-1, 61))
+    """Return `x` scaled by factors from 1e-3 to 1e1, which depend on the position modulo `PERIOD`."""
+    flat, factors = x.reshape(-1), torch.logspace(-3, 1, PERIOD, device=x.device).to(x.dtype)
+    out, whole = torch.empty_like(flat), x.numel() // PERIOD * PERIOD
+    torch.mul(flat[:whole].view(-1, PERIOD), factors, out=out[:whole].view(-1, PERIOD))
     torch.mul(flat[whole:], factors[: x.numel() - whole], out=out[whole:])
     return out.view(x.shape)
 
 
-# Functions that change a floating-point input made by the task, by the name of the distribution.
+# Functions that change a floating-point input made by the task, by the name of the distribution. They may be
+# applied to parts of an input that begin at multiples of `PERIOD` elements.
 INPUT_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "given": lambda x: x,
     "scaled": lambda x: x * 3,

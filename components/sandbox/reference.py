@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Time for which `describe` repeats the model's call to measure its duration.
 TIMING_SECONDS = 0.02
+# Largest number of bytes of GPU memory that torch may cache between the calls in two precisions.
+MAX_CACHED_BYTES = 1 << 30
 
 
 def describe(code: str, device: str) -> dict[str, Any]:
@@ -194,7 +196,15 @@ class ReferenceModel:
                 self._write("outputs", order["set"], self.model(*inputs))
             if order["exact"]:
                 inputs = []  # frees memory
+                self._release_cache()
                 self._write("expected", order["set"], self.float64_outputs(written))
+                self._release_cache()
+
+    def _release_cache(self) -> None:
+        """Release GPU memory that torch caches if it is much, because float64 tensors seldom fit into it."""
+        # Both counts are 0 on cpu.
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MAX_CACHED_BYTES:
+            torch.cuda.empty_cache()
 
     def _write(self, region: RegionName, index: int, outputs: Any) -> None:
         """Write the outputs of one call to set `index` of a region of the shared memory."""

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import resource
-import select
 import socket
 import struct
 import subprocess
@@ -20,7 +19,14 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, remove_stale, user_cache
 from components.core.params import Device, Sandbox
 from components.sandbox import isolation, seccomp_filter
-from components.sandbox.runner_process import MESSAGE_BYTES, Runner, RunnerError, send
+from components.sandbox.runner_process import (
+    EXIT_SECONDS,
+    MESSAGE_BYTES,
+    Runner,
+    RunnerError,
+    has_ended,
+    send,
+)
 from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 
 # Maximum length of a message to a zygote. By default a packet on a local socket can have at most 208 KiB
@@ -28,8 +34,6 @@ from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, Zy
 HEADER_BYTES = 180_000
 # Maximum time to wait for a new runner, which includes the zygote's import of torch.
 START_SECONDS = 300
-# Maximum time to wait until killed runners have ended.
-EXIT_SECONDS = 20
 # Number of successive zygotes of one kind that fail to start any runner before UserError is raised.
 MAX_FAILED_STARTS = 2
 # Time without use after which builds and results of torch.compile are removed.
@@ -267,9 +271,7 @@ class RunnerFactory:
         """Wait up to `seconds` until the runners have ended, and close the descriptors of ended runners."""
         deadline = time.monotonic() + seconds
         for pidfd in list(self.pidfds):
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            if poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            if has_ended(pidfd, deadline - time.monotonic()):
                 self.pidfds.remove(pidfd)
                 os.close(pidfd)
 

@@ -21,6 +21,8 @@ from components.sandbox.time_limits import POLL_SECONDS, charged_seconds
 
 # Maximum length of a runner's message; the rest of a longer message is ignored.
 MESSAGE_BYTES = 1 << 20
+# Maximum time to wait until killed runners have ended.
+EXIT_SECONDS = 20
 RunnerErrorKind = Literal["crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden"]
 # Kinds of errors that runners report, by the first letter of the message.
 ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
@@ -63,6 +65,13 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     """Send one JSON message together with descriptors."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([json.dumps(message).encode()], rights)
+
+
+def has_ended(pidfd: int, seconds: float) -> bool:
+    """Wait up to `seconds` until the process of a process descriptor has ended, and return whether it has."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * max(0.0, seconds)))
 
 
 @dataclass
@@ -240,12 +249,15 @@ class Runner:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(self.pid, cores)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = False) -> None:
         """Kill the runner.
 
         An isolated runner is the first process of its PID namespace, so all processes that it started end
-        too.
+        too. If `wait` is set, wait until it has ended, so that its GPU memory is free, but at most
+        `EXIT_SECONDS`.
         """
         self.signal(signal.SIGKILL)
+        if wait:
+            has_ended(self.pidfd, EXIT_SECONDS)
         os.close(self.pidfd)
         self.connection.close()

@@ -14,18 +14,20 @@ all processes used (if tasks are measured one at a time, with --workers 1).
 import argparse
 import contextlib
 import statistics
+import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import torch
+from device_memory import largest_use
 
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, TaskError, TaskTooLarge
@@ -37,25 +39,6 @@ from components.judge.judge import Judge
 from components.judge.task_bench import EAGER, TaskBench
 
 PASSES = ("first", "second")
-
-
-@contextlib.contextmanager
-def largest_use(device: str) -> Iterator[list[int]]:
-    """Yield a list whose only entry is the largest number of bytes of a GPU that were in use at once."""
-    found, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while device == "cuda" and not ended.wait(0.02):
-            free, total = torch.cuda.mem_get_info()
-            found[0] = max(found[0], total - free)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield found
-    finally:
-        ended.set()
-        watcher.join()
 
 
 def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
@@ -82,7 +65,7 @@ def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
         "took": round(time.monotonic() - began, 2),
         "placement": asdict(bench.reference.layout.placement),
         "planned_bytes": bench.reference.bytes,
-        "used_bytes": used[0],
+        "used_bytes": used.bytes,
     }
 
 

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from components.core.config import resolve
 from components.judge.compile_baseline import COMPILE_MODES, baseline_seconds, start_available
 from components.judge.judge import Judge

@@ -1,6 +1,6 @@
 """Cost of Prefect, MLflow, DVC and the store for a run in which every stage is cached.
 
-    PYTHONPATH=.:tests/fixtures python tests/bench/bench_overhead.py HOME [--set KEY=VALUE]...
+    python tests/bench/bench_overhead.py HOME [--set KEY=VALUE]...
 
 The first run fills HOME (the reduced night of the tests) unless it has run there already. Then the record
 of the run is taken away and the command is given again, by a new interpreter: it imports, resolves, starts
@@ -9,20 +9,28 @@ decides, reports and stores. Prints one JSON object. With PREFECT_API_URL and `-
 registry.tracking_uri=…` it measures a stack instead of the embedded defaults.
 """
 
+import argparse
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from run_fixtures import REDUCED, run, words
-
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "fixtures")]
 NIGHT_SECONDS = 30 * 60
 TIMES = 3
 
 
 def main() -> None:
-    home, more = Path(sys.argv[1]), tuple(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("home", type=Path, metavar="HOME")
+    chosen, more = parser.parse_known_args()
+    from run_fixtures import REDUCED, run, words  # needs the whole environment, which --help does not
+
+    home = chosen.home.resolve()
     first = run(home, REDUCED, *more)
     assert first.code == 0, first.stderr_console
     seconds = []
@@ -34,6 +42,7 @@ def main() -> None:
             capture_output=True,
             text=True,
             check=False,
+            cwd=PROJECT,
         )
         seconds.append(round(time.monotonic() - began, 2))
         assert again.returncode == 0 and all(

@@ -1,11 +1,12 @@
 """Validity of the judge's figures: equal code, a known difference, doubled work.
 
-    python tests/bench/judge_validity.py [REPEATS]
+    python tests/bench/judge_validity.py [--device cuda] [REPEATS]
 
 Both arms of a comparison are candidates that repeat the same work a given number of times, each in a runner
 of its own, measured in the judge's own rounds and with its own estimator.
 """
 
+import argparse
 import contextlib
 import math
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, stdev
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 import judge_fixtures as corpus
@@ -154,10 +156,20 @@ def report(judge: Judge, repeats: int) -> None:
     print(f"cost of a call: {fixed_cost(judge)}", flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("repeats", nargs="?", type=int, default=30, metavar="REPEATS")
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(resolve("smoke").params, Path(folder))
+        judge = Judge(resolve("smoke", (f"device={chosen.device}",)).params, Path(folder))
         try:
-            report(judge, int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+            report(judge, chosen.repeats)
         finally:
             judge.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,12 +6,14 @@ Prints resident memory, open descriptors, threads and living runners after the w
 the way. Few rounds: nothing here is a timing.
 """
 
+import argparse
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 import judge_fixtures as corpus
@@ -64,7 +66,11 @@ def evaluate(judge: Judge, number: int) -> str:
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("count", nargs="?", type=int, default=1000, metavar="N")
+    count = parser.parse_args().count
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(resolve("ci", ("sandbox.rounds=3", "sandbox.most_rounds=3")).params, Path(folder))
         try:

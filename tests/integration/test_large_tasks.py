@@ -15,6 +15,7 @@ from components.judge.input_mixing import InputMix
 from components.judge.judge import Judge
 from components.judge.task_layout import PLACEMENTS, Placement
 from components.judge.task_reference import TaskReference
+from components.sandbox.runner_process import has_ended
 
 CASES = {
     ("honest", "simd"): ("correct", ""),
@@ -69,9 +70,17 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     monkeypatch.setattr(TaskReference, "departures", lambda self, ours, eager, calls: [2.0] * calls)
     honest, compared = ExactRunner.outputs, []
 
+    def living() -> set[int]:
+        pidfds = list(cold_judge.runner_factory.pidfds)
+        return {pidfd for pidfd in pidfds if not has_ended(pidfd, 0)}
+
+    others = living()  # runners of other tests' tasks
+
     def outputs(self: ExactRunner, write: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
         (bench,) = cold_judge.bench_cache.benches.values()
         compared.append(len(bench.baselines.runners))
+        assert bench.processes.shared is None, "the memory that the baselines share is freed"
+        assert len(living() - others) == (bench.exact.runner is not None), "no other runner has memory"
         return honest(self, write)
 
     monkeypatch.setattr(ExactRunner, "outputs", outputs)

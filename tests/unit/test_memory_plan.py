@@ -1,5 +1,6 @@
 """The memory that judging takes, planned for every task of KernelBench at its own sizes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from components.core.config import resolve
 from components.core.errors import TaskTooLarge
 from components.judge.device_scheduler import MEMORY_SHARE
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
-from components.judge.task_layout import PLACEMENTS, Description, Sizing
+from components.judge.task_layout import PLACEMENTS, Description, Sizing, TaskLayout
 
 SIZES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data/kernelbench_sizes.json").read_text()
@@ -58,6 +59,8 @@ def test_every_kernelbench_task_of_levels_1_to_3_fits(total: int, sizing: Sizing
         # All that exists at once whatever the placement: the call itself and the judge's copy of its inputs.
         assert need.timed >= task["peak_bytes"] + layout.inputs.stride, task["name"]
         assert need.fill >= task["float64_peak_bytes"], task["name"]
+        if layout.placement.shares_buffers and not sizing.one_process:
+            assert need.deferred >= task["float64_peak_bytes"] + layout.inputs.stride, task["name"]
         assert layout.calls >= 1 and layout.input_sets >= len(layout.distributions) + 2
     assert checked == (269 if total < 100_000_000_000 else 270)
 
@@ -67,6 +70,38 @@ def test_small_tasks_keep_the_fastest_placement_and_all_correctness_sets() -> No
     fast = [layout for layout in layouts if layout.placement == PLACEMENTS[0]]
     assert len(fast) >= 190
     assert all(len(layout.distributions) >= 6 for layout in fast if layout.call_bytes < 1 << 28)
+
+
+@pytest.mark.parametrize("gigabytes", [3.2, 6.4])
+@pytest.mark.parametrize("total", [150_000_000_000, 96_000_000_000], ids=["H200", "96 GB"])
+def test_the_tasks_that_are_checked_on_a_gpu_fit_and_share_buffers(total: int, gigabytes: float) -> None:
+    """Sizes of tests/device/large_tasks.py and check_gpu.py: an elementwise chain that has three tensors."""
+    shape = [int(gigabytes * 1e9 / 4 / 1024), 1024]
+    chain = description(SIZES[0]).model_copy(
+        update={
+            "inputs": [(shape, "float32")],
+            "scalars": [None],
+            "outputs": [(shape, "float32")],
+            "state": [("scale", [1024], "float32")],
+            "peak_bytes": 3 * 4 * shape[0] * shape[1],
+        }
+    )
+    allowed = budget(total)
+    layout = plan_layout(chain, BASE, Sizing(), allowed)
+    need, tensor = memory_need(layout, allowed.runner_bytes), 4 * shape[0] * shape[1]
+    assert layout.placement.shares_buffers and need.device <= allowed.device_bytes
+    # The judge's inputs, the buffers of candidate and baselines, and what eager computes in its round.
+    assert need.timed >= 9 * tensor
+    # Inputs, their copy in float64 with two intermediate results, and the expected output.
+    assert need.deferred >= (1 + 3 * 2 + 2) * tensor
+
+
+def test_buffers_of_timed_runners_are_not_counted_beside_a_deferred_call() -> None:
+    task = max(SIZES, key=lambda task: task["peak_bytes"])
+    layout = TaskLayout.of(description(task), BASE.sandbox, "cuda", Sizing(), PLACEMENTS[1])
+    more = dataclasses.replace(layout, capacity=layout.capacity + 1)
+    before, after = memory_need(layout, 0), memory_need(more, 0)
+    assert after.timed > before.timed and after.deferred == before.deferred
 
 
 def test_less_device_memory_never_gives_a_faster_placement() -> None:
