@@ -7,8 +7,12 @@ computed from text again. Observations are inserted in the form that the chat te
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
 
 from components.agent.episode import SHORTENED, Episode, RolloutRequest, episode_threads
 from components.agent.tool_parser import parse_calls
@@ -23,35 +27,56 @@ if TYPE_CHECKING:
 
 # Number of tokens that must be left in the context window; with fewer, an episode ends.
 MIN_TURN_TOKENS = 16
-# Placeholder for a sampled turn in a rendered chat template; it occurs in no template and no prompt.
-MARK = "\u2402assistant\u2403"
+# Placeholders for a sampled turn in a rendered chat template, as the text of the turn and as an argument of
+# its call, because some templates render only one. They are random, so no observation contains them.
+TURN_MARK, CALL_MARK = (f"{name}-{secrets.token_hex(8)}" for name in ("turn", "call"))
+# Some templates require an id of nine letters or digits.
+CALL_ID = "call00000"
+# Token that begins the header of a message in gpt-oss's harmony format, where special tokens mark tool calls.
+HARMONY = "<|channel|>"
 
 
 def suffix_ids(
-    tokenizer: PreTrainedTokenizerBase, observations: Sequence[str], tools: list[Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    observations: Sequence[str],
+    tools: list[Any] | None = None,
+    call: str = "Bash",
 ) -> list[int]:
-    """Return the token ids between the end-of-turn token of a sampled turn and the next turn.
+    """Return the token ids between the last token of a sampled turn and the first of the next turn.
 
-    The chat template renders them from a tool message for each observation and the generation prompt. Raises
-    UserError if the chat template leaves out messages of the assistant.
+    The chat template renders them from a tool message for each observation and the generation prompt. `call`
+    is the name of the tool that the turn calls, which some templates repeat. Raises UserError if the chat
+    template refuses tool messages, leaves out messages of the assistant, or ends them without a special
+    token.
     """
-    messages = [
+    function = {"name": call, "arguments": {"text": CALL_MARK}}
+    messages: list[Any] = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": MARK},
-        *({"role": "tool", "content": text} for text in observations),
+        {
+            "role": "assistant",
+            "content": TURN_MARK,
+            "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}],
+        },
+        *({"role": "tool", "content": text, "name": call, "tool_call_id": CALL_ID} for text in observations),
     ]
-    text = str(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
-    )
-    _, mark, after = text.partition(MARK)
-    if not mark:
-        raise UserError(
-            f"the chat template of the policy ({tokenizer.name_or_path}) leaves out the assistant's own "
-            f"words; give the folder another chat_template.jinja."
+    folder, remedy = tokenizer.name_or_path, "give the folder another chat_template.jinja."
+    try:
+        text = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
         )
-    return list(
-        tokenizer.encode(after.lstrip().removeprefix(str(tokenizer.eos_token)), add_special_tokens=False)
-    )
+    except TemplateError as error:
+        raise UserError(
+            f"{folder}: the chat template cannot render a tool call and its answer ({error}); {remedy}"
+        ) from error
+    place = max(text.find(TURN_MARK), text.find(CALL_MARK))
+    if place < 0:
+        raise UserError(f"{folder}: the chat template leaves out the assistant's own words; {remedy}")
+    ids: list[int] = tokenizer.encode(text[place:], add_special_tokens=False)
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    end = next((index for index, token in enumerate(ids) if token in special), None)
+    if end is None:
+        raise UserError(f"{folder}: the chat template ends a turn without a special token; {remedy}")
+    return ids[end + 1 :]
 
 
 class TokenEpisode(Episode):
@@ -63,6 +88,7 @@ class TokenEpisode(Episode):
         # A policy with the compact prompt knows its tools. For others, the chat template describes the tools.
         described = self.params.policy.prompt == "full" and "tools" in str(tokenizer.chat_template)
         self.descriptions = descriptions() if described else None
+        self.is_harmony = HARMONY in str(tokenizer.chat_template)
         text = str(
             tokenizer.apply_chat_template(
                 [self.first_message()], tokenize=False, add_generation_prompt=True, tools=self.descriptions
@@ -71,8 +97,8 @@ class TokenEpisode(Episode):
         self.ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
-        # Begin and end of the observations in `ids`, for each turn.
-        self.observed: list[tuple[int, int]] = []
+        # Begin and end of the observations in `ids` and the name of the first call, for each turn.
+        self.observed: list[tuple[int, int, str]] = []
         self.shortened = 0
 
     def prompt(self, *, shorten: bool) -> list[int]:
@@ -85,12 +111,15 @@ class TokenEpisode(Episode):
         capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)
         if not shorten or len(ids) <= capacity:
             return ids
-        short = suffix_ids(self.tokenizer, [SHORTENED], self.descriptions)
+        short = {
+            call: suffix_ids(self.tokenizer, [SHORTENED], self.descriptions, call)
+            for call in {call for _, _, call in self.observed}
+        }
         while len(ids) > capacity and self.shortened < len(self.observed) - 1:
             self.shortened += 1
             pieces, end = [], 0
-            for start, stop in self.observed[: self.shortened]:
-                pieces += [*self.ids[end:start], *min(self.ids[start:stop], short, key=len)]
+            for start, stop, call in self.observed[: self.shortened]:
+                pieces += [*self.ids[end:start], *min(self.ids[start:stop], short[call], key=len)]
                 end = stop
             ids = [*pieces, *self.ids[end:]]
         return ids
@@ -104,7 +133,7 @@ class TokenEpisode(Episode):
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
-        text = str(self.tokenizer.decode(list(completion.ids), skip_special_tokens=True))
+        text = str(self.tokenizer.decode(list(completion.ids), skip_special_tokens=not self.is_harmony))
         calls = self.perform(
             text,
             parse_calls(text),
@@ -116,8 +145,10 @@ class TokenEpisode(Episode):
             observations = [call.observation for call in calls]
             # There is one message for each call if the chat template describes the tools, else one for all.
             messages = observations if self.descriptions is not None else ["\n".join(observations)]
-            suffix = suffix_ids(self.tokenizer, messages, self.descriptions)
-            self.observed.append((len(self.ids), len(self.ids) + len(suffix)))
+            # The policy may call anything; what is no name of a tool must not enter the template.
+            name = calls[0].name if re.fullmatch(r"[\w.-]{1,64}", calls[0].name) else "unknown"
+            suffix = suffix_ids(self.tokenizer, messages, self.descriptions, name)
+            self.observed.append((len(self.ids), len(self.ids) + len(suffix), name))
             self.ids += suffix
             self.mask += [0] * len(suffix)
             self.logprobs += [0.0] * len(suffix)

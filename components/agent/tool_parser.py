@@ -1,13 +1,15 @@
 """This module parses the tool calls in a policy's turn.
 
-A call may be a native call, which a chat server has parsed already, or text in one of three forms: between
-the tags of Qwen and Hermes models (`<tool_call>`), as JSON in a fenced code block, or as bare JSON. Text that
-looks like a call but cannot be parsed becomes a request with an `error`, which is shown to the policy as the
-observation of the call.
+A call may be a native call, which a chat server has parsed already, or text in one of four forms: between
+the tags of Qwen and Hermes models (`<tool_call>`), as a message to a function in the harmony format of
+gpt-oss, as JSON in a fenced code block, or as bare JSON, which Llama models write. Text that looks like a
+call but cannot be parsed becomes a request with an `error`, which is shown to the policy as the observation
+of the call.
 """
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,11 @@ THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\n]+)>\n?(.*?)</function>\Z", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n?</parameter>", re.DOTALL)
+# In the harmony format (https://cookbook.openai.com/articles/openai-harmony): begin of a turn, tokens between
+# messages, token between the header and the content of a message, recipient in the header of a call.
+HARMONY = re.compile(r"(?:<\|start\|>assistant)?[^<]*<\|channel\|>")
+MESSAGE_END, CONTENT_START = re.compile(r"<\|(?:start|end|call|return)\|>"), "<|message|>"
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 FENCE = re.compile(
     r"^```(?:json|tool_call|tool|tool_code)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -47,9 +54,11 @@ class Request:
 def parse_calls(text: str) -> list[Request]:
     """Return the first `MAX_CALLS` tool calls in the text of a message.
 
-    Fenced and bare JSON is parsed only if the text has no `<tool_call>` tag. Text between `<think>` tags is
-    ignored.
+    In a text that begins in the harmony format, only messages to a function are calls. Otherwise, fenced and
+    bare JSON is parsed only if the text has no `<tool_call>` tag, and text between `<think>` tags is ignored.
     """
+    if HARMONY.match(text):
+        return [_limited(request) for request in _harmony_calls(text)][:MAX_CALLS]
     text = THOUGHT.sub("", text)
     blocks = BLOCK.findall(text)
     if blocks:
@@ -85,6 +94,16 @@ def _tagged(block: str) -> Request:
         return _call(json.loads(block))
     except (ValueError, KeyError, TypeError, RecursionError):
         return Request("", {}, FORM)
+
+
+def _harmony_calls(text: str) -> Iterator[Request]:
+    for message in MESSAGE_END.split(text):
+        header, _, content = message.partition(CONTENT_START)
+        if (recipient := RECIPIENT.search(header)) is not None:
+            try:
+                yield _call({"name": recipient.group(1), "arguments": json.loads(content)})
+            except (ValueError, TypeError, RecursionError) as error:
+                yield Request(recipient.group(1), {}, f"its arguments are no JSON object ({error})")
 
 
 def _json_calls(block: str) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Tool calls in three textual forms and native ones are read; unreadable ones are reported."""
+"""Tool calls in four textual forms and native ones are read; unreadable ones are reported."""
 
 import json
 
@@ -21,6 +21,16 @@ int a;
 </tool_call>"""
 
 
+# The recipient stands after the channel where the model writes it, and before it where the template does.
+HARMONY = (
+    "<|channel|>analysis<|message|>I send it to=functions.Bash or <tool_call> it.<|end|><|start|>assistant"
+    "<|channel|>commentary to=functions.Write <|constrain|>json<|message|>"
+    + json.dumps(ARGUMENTS)
+    + "<|call|>"
+)
+HARMONY_RENDERED = f" to=functions.Write<|channel|>commentary json<|message|>{json.dumps(ARGUMENTS)}<|call|>"
+
+
 def native(arguments: object, name: str = "Write") -> tuple[NativeCall, ...]:
     return (NativeCall.model_validate({"id": "a", "function": {"name": name, "arguments": arguments}}),)
 
@@ -36,6 +46,8 @@ def native(arguments: object, name: str = "Write") -> tuple[NativeCall, ...]:
         BODY,
         json.dumps([json.loads(BODY)]),
         json.dumps({"name": "Write", "parameters": ARGUMENTS}),
+        HARMONY,
+        HARMONY_RENDERED,
         f"<think>I could <tool_call>nonsense</tool_call></think><tool_call>\n{BODY}\n</tool_call>",
     ],
     ids=[
@@ -47,6 +59,8 @@ def native(arguments: object, name: str = "Write") -> tuple[NativeCall, ...]:
         "bare",
         "list",
         "parameters",
+        "harmony",
+        "harmony_rendered",
         "after_a_thought",
     ],
 )
@@ -62,7 +76,15 @@ def test_the_qwen_form_keeps_text_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["Done.", "", "```cpp\nint a;\n```", '```json\n{"a": 1}\n```', '{"answer": 42}', "```json\n[1, 2]\n```"],
+    [
+        f"<|channel|>analysis<|message|>{BODY}<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
+        "Done.",
+        "",
+        "```cpp\nint a;\n```",
+        '```json\n{"a": 1}\n```',
+        '{"answer": 42}',
+        "```json\n[1, 2]\n```",
+    ],
 )
 def test_text_that_was_not_meant_as_a_call_is_none(text: str) -> None:
     assert parse_calls(text) == []
@@ -79,6 +101,8 @@ def test_text_that_was_not_meant_as_a_call_is_none(text: str) -> None:
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": "Write", "arguments": 7}</tool_call>',
         '```json\n{"name": "Write", "arguments": {"content": }}\n```',
+        '<|channel|>commentary to=functions.Write<|message|>{"file_path": <|call|>',
+        "<|channel|>commentary to=functions.Write<|message|>7<|call|>",
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
     ],
 )
