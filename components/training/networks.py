@@ -145,12 +145,27 @@ def _load(
                 "sequence parallelism needs; set engine.sequence_parallel to 1."
             )
         model.set_attn_implementation(document_attention.EAGER)
+    _check_rotary_precision(model, folder)
     model.eval()
     if adapter.rank:
         add_adapter(model, adapter)
     if settings.mlp_tokens:
         tile_mlps(model, settings)
     return model
+
+
+def _check_rotary_precision(model: PreTrainedModel, folder: Path) -> None:
+    """Raise UserError if the frequencies of the rotary embeddings were rounded to bfloat16.
+
+    transformers before 5.23 computes them so while ZeRO 3 loads a model in bfloat16. Positions of thousands
+    of tokens are then wrong, without an error, and the sampler computes other probabilities than the trainer.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
+            raise UserError(
+                f"{folder}: the installed transformers rounds {name} to {buffer.dtype} under ZeRO 3; "
+                "install transformers 5.23 or newer, or set engine.zero_stage to 2."
+            )
 
 
 def tile_mlps(model: PreTrainedModel, settings: params.Engine) -> None:

@@ -1,5 +1,6 @@
 """The DeepSpeed engine: micro-batches change nothing, a saved state continues to the same bits."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 from training_fixtures import VOCABULARY, tiny_policy
 
 from components.core import config
+from components.core.config import resolve
+from components.core.errors import UserError
 from components.training.batches import Microbatch, Streams, pack
-from components.training.engine import DeepSpeedEngine
+from components.training.engine import DeepSpeedEngine, sharded_loading
 from components.training.microbatching import MetricSums, evaluate, train_step
-from components.training.networks import Actor
+from components.training.networks import Actor, load_policy
 from components.training.rejection import likelihood_loss
 
 
@@ -165,3 +168,19 @@ def test_value_pretraining_maps_its_trajectories_instead_of_padding_them(tmp_pat
     # Two fifths of the tokens are own tokens, which have values, advantages and returns of 4 bytes; what else
     # is needed belongs to one micro-batch.
     assert int(ran.stdout) < 4 * 4 * 0.4 * tokens + 2**27 < padded / 10
+
+
+def test_rotary_frequencies_are_not_rounded_in_a_sharded_bfloat16_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_policy().save_pretrained(tmp_path)
+    adapter, engine = resolve("ci").params.policy.adapter, settings(3, dtype="bfloat16")
+    with sharded_loading(engine, "cpu"):
+        model = load_policy(tmp_path, engine, adapter, torch.bfloat16)
+        assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {
+            torch.float32
+        }
+        # As transformers before 5.23, which does not protect torch.arange from DeepSpeed.
+        monkeypatch.setattr("transformers.modeling_utils.prevent_arange_dtype_change", contextlib.nullcontext)
+        with pytest.raises(UserError, match=r"inv_freq to torch.bfloat16.*transformers 5.23"):
+            load_policy(tmp_path, engine, adapter, torch.bfloat16)
