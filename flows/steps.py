@@ -193,10 +193,10 @@ class Context:
 
 
 def mark_crashed_runs(tag: str) -> None:
-    """Set all other unfinished flow runs with this tag, and their unfinished tasks, to the state Crashed.
+    """Set unfinished flow runs with the tag `tag`, except the present one, to the state Crashed.
 
-    Unfinished means that Prefect has them as RUNNING or PENDING. They are earlier attempts of the same
-    pipeline run whose process was killed and could not report its end.
+    Unfinished means that Prefect has them as RUNNING or PENDING; their unfinished task runs are set too. They
+    are earlier attempts of the same pipeline run whose process was killed and could not report its end.
     """
     crashed: State[None] = Crashed(message="killed; continued by a later attempt")
     unfinished = [StateType.RUNNING, StateType.PENDING]

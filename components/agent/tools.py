@@ -323,9 +323,9 @@ def _no_job(name: str) -> str:
 
 
 def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[str, str]:
-    """Return the text after one edit, and a sentence that says what is wrong with the edit.
+    """Return `text` after `edit`, and an empty string.
 
-    The sentence is empty if the edit is correct.
+    If the edit is refused, the second value is a sentence that says why, and the first one has no meaning.
     """
     count = text.count(edit.old_string) if edit.old_string else 0
     if count == 0 or (count > 1 and not edit.replace_all):

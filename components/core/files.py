@@ -224,9 +224,10 @@ def remove_tree(folder: Path) -> None:
 
 
 def remove_stale(folder: Path, seconds: float) -> None:
-    """Remove the entries of a cache folder that were not modified for this many seconds.
+    """Remove the files and folders in `folder` that were last modified more than `seconds` seconds ago.
 
-    The entries are removed in the reverse order of their names, so that `x.so` is removed before `x.json`.
+    They are removed in the reverse order of their names, so that the `.symbols` file, which marks a complete
+    build, is removed before its `.so`.
     """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # Another process may have removed it.

@@ -127,7 +127,7 @@ class Adapter(FrozenModel):
     """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft."""
 
     rank: Natural = Field(description="rank of the adapters; 0 trains all parameters instead")
-    alpha: Positive = Field(description="the adapters' product is scaled by alpha / rank")
+    alpha: Count = Field(description="the adapters' product is scaled by alpha / rank")
     targets: list[str] = Field(
         description="names of the linear layers that get an adapter; empty is all of them but the output head"
     )

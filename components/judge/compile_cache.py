@@ -121,7 +121,11 @@ def start_compiled(
 def _start(
     cache: CompileCache, key: str, archive: bytes, start: Callable[[int], TimedRunner], save_seconds: float
 ) -> TimedRunner:
-    """Start a runner with an archive, and store the archive that it writes if it compiles anything."""
+    """Return a runner of torch.compile that was started with `archive`, which may be empty.
+
+    What it compiles anew is stored under `key`, unless it is larger than `MAX_ENTRY_BYTES`. Raises TaskError
+    if the runner cannot save it.
+    """
     with os.fdopen(os.memfd_create("artefacts"), "r+b", buffering=0) as file:
         file.write(archive)
         runner = start(file.fileno())

@@ -240,12 +240,13 @@ def departures(
 ) -> torch.Tensor:
     """Return how far the output of each call departs from a baseline's output for the same inputs.
 
-    `outputs` and `single`, the baseline's, have the shape [calls, *shape]. The result has the shape [calls],
-    is on the cpu, and counts in units of `floors` times the limits of `smallest_limits`. With the default
-    unit every output up to 1 is correct: its error exceeds the baseline's by at most one unit, and the
-    baseline's error and the unit together are at most `TIMED_MULTIPLE` times the limit of `ReferenceOutput`.
-    A larger figure does not mean that the output is wrong, because the baseline may be. Integers that differ,
-    and NaN or infinity in different places, count as one more than their number, whatever the unit is.
+    `outputs` and `single`, the baseline's, have the shape [calls, *shape]. The result has the shape [calls]
+    and is on the cpu. It is the larger of the maximum error and the RMS error, each divided by its limit,
+    which is `floors` times that of `smallest_limits` times the baseline's largest absolute value. With the
+    default `floors`, every output up to 1 is correct, because the errors of output and baseline together are
+    then at most `TIMED_MULTIPLE` times the limit of `ReferenceOutput`. A larger figure does not mean that the
+    output is wrong, because the baseline may be. Where n integers differ it is n + 1, and where NaN or
+    infinity is in n different places it is at least n + 1.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """

@@ -325,7 +325,7 @@ class Judge:
             "candidate": digest_json(sorted(files.items())),
             "seeds": [reference.parameter_seed, *reference.seeds[: len(reference.layout.distributions)]],
             "sets_per_round": reference.layout.calls,
-            "inputs": "turned and blended" if reference.inputs.rotates else "blended",
+            "inputs": "rotated and blended" if reference.inputs.rotates else "blended",
         }
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:

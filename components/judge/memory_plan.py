@@ -20,8 +20,8 @@ HOST_SHARE = 0.8
 TRIVIAL_COPIES = 2
 # Bytes that the judge needs to compare one part of an output, to examine or to mix one block of an input.
 COMPARING_BYTES = 48 * PART_NUMEL
-# Bytes of device memory beside those of a task with shared buffers: the CUDA context of the judge's own
-# process, freed memory that torch caches in it, and what the driver takes (docs/judge.md).
+# Bytes of device memory that are used besides those of a task with shared buffers: the CUDA context of the
+# judge's own process, freed memory that torch caches in it, and what the driver takes (docs/judge.md).
 JUDGE_BYTES = 5 << 30
 
 
@@ -132,7 +132,7 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     fill = bank + float64_call
     # The no-op's outputs are views of its inputs if these are larger.
     noop = outputs * capacity if outputs > inputs else 0
-    # A runner in its round has what a call needs beside its inputs, and the outputs of all calls.
+    # A runner in its round has what a call needs in addition to its inputs, and the outputs of all calls.
     working = max(peak - inputs, outputs + parameters) + outputs * (capacity - 1)
     if layout.sizing.one_process:
         # The judge's inputs of the round, and the runner's inputs, its outputs, and the results of the first
@@ -147,7 +147,7 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     # parameters of two torch.compile modes and one more runner that wait.
     buffers = (3 * inputs + 4 * outputs) * capacity + noop + 3 * parameters
     timed = bank + TIMED_RUNNERS * CONTEXT_BYTES + buffers + working
-    # The call's inputs and float64 outputs in shared memory, beside what the runner allocates.
+    # The call's inputs and float64 outputs in shared memory, in addition to what the runner allocates.
     deferred = bank + exact + inputs + float64_call
     # The parameters of the candidate, the baselines and the runner of float64 outputs, and the outputs of two
     # runners in two calls that are compared after the measurement.

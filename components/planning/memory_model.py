@@ -241,16 +241,16 @@ def shared_memory(params: Params, shapes: ModelShapes, gpu_memory: float) -> Sha
     policy, engine = params.policy, params.engine
     weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
     judge = float(params.sandbox.device_bytes) if params.sandbox.pool == "local" else 0.0
-    beside = max(judge, BUCKET_BYTES)
+    judge_or_bucket = max(judge, BUCKET_BYTES)
     if policy.backend == "transformers":
         copied = weights if engine.zero_stage == 3 else 0.0
-        return SharedMemory(copied + beside, copied, 0.0)
+        return SharedMemory(copied + judge_or_bucket, copied, 0.0)
     if not shares_gpu(params):
-        return SharedMemory(beside, 0.0, 0.0)
+        return SharedMemory(judge_or_bucket, 0.0, 0.0)
     awake = policy.gpu_memory_share * gpu_memory
     # A sleeping vLLM keeps its weights in the memory of the host.
     return SharedMemory(
-        awake + beside, ASLEEP_BYTES if policy.sleep else awake, weights if policy.sleep else 0.0
+        awake + judge_or_bucket, ASLEEP_BYTES if policy.sleep else awake, weights if policy.sleep else 0.0
     )
 
 

@@ -48,7 +48,7 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
             )
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        lora_alpha=settings.alpha,
         target_modules=[
             layer
             for layer in layers

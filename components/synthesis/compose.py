@@ -92,9 +92,10 @@ _probe = functools.cache(probe)
 
 @functools.cache
 def _width_after(name: str, width: int, cols: int) -> int:
-    """Return the number of columns after the operator, or 0 if the operator does not fit.
+    """Return the number of columns of an operator's output, or 0 if it cannot follow.
 
-    The operator is applied to a float32 meta tensor with `width` columns. `cols` is the number of columns of
+    It cannot follow if it raises an error or its output is not a float32 matrix with as many rows. The
+    operator is applied to a float32 meta tensor with `width` columns. `cols` is the number of columns of
     the task's input. The result does not depend on constants or on the number of rows.
     """
     operator, rows = BY_NAME[name], ROWS[0]

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from components.core import params
 from components.core.files import sync_tree
-from components.training.engine import DeepSpeedEngine, World
+from components.training.engine import DeepSpeedEngine
 from components.training.metrics_file import MetricsFile
+from components.training.ranks import World
 from components.training.stage import Stage
 
 # Number of states kept on disk. It is 2 because the newest weights may turn out to be collapsed in the next

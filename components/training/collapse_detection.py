@@ -15,9 +15,9 @@ import torch
 
 from components.core.errors import StageFailed
 from components.core.params import Ppo
-from components.training.engine import World
 from components.training.launcher import TERMINATED
 from components.training.metrics_file import Figures
+from components.training.ranks import World
 
 # Number of successive steps with a low explained variance that make a collapse. It is more than 1 because the
 # explained variance of a single batch is noisy.

@@ -7,6 +7,7 @@ mask: rows would see each other without an error.
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,18 +47,15 @@ def _sdpa(
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    outputs = []
-    for first, last in itertools.pairwise(documents or (0, query.shape[2])):
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Only a row that is longer than the window needs a mask, whose size is quadratic.
-        is_windowed = sliding_window is not None and last - first > sliding_window
-        mask = _causal(last - first, sliding_window, query) if is_windowed else None
-        kwargs["is_causal"] = not is_windowed
-        row = slice(first, last)
-        output, _ = sdpa_attention_forward(
-            module, query[:, :, row], key[:, :, row], value[:, :, row], mask, **kwargs
-        )
-        outputs.append(output)
-    return torch.cat(outputs, dim=1), None
+        is_windowed = sliding_window is not None and query.shape[2] > sliding_window
+        mask = _causal(query, sliding_window) if is_windowed else None
+        options = kwargs | {"is_causal": not is_windowed}
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+
+    return _by_row(attend, query, key, value, documents), None
 
 
 def _eager(
@@ -74,20 +72,34 @@ def _eager(
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return eager(module, query, key, value, attention_mask, **kwargs)[0], None
-    outputs = []
-    for first, last in itertools.pairwise(documents or (0, query.shape[2])):
-        is_allowed = _causal(last - first, sliding_window, query)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        is_allowed = _causal(query, sliding_window)
         mask = torch.zeros(is_allowed.shape, dtype=query.dtype, device=query.device)
         mask.masked_fill_(~is_allowed, torch.finfo(query.dtype).min)
-        row = slice(first, last)
-        output, _ = eager(module, query[:, :, row], key[:, :, row], value[:, :, row], mask, **kwargs)
-        outputs.append(output)
-    return torch.cat(outputs, dim=1), None
+        output: Tensor = eager(module, query, key, value, mask, **kwargs)[0]
+        return output
+
+    return _by_row(attend, query, key, value, documents), None
 
 
-def _causal(length: int, window: int | None, like: Tensor) -> Tensor:
-    """Return [1, 1, length, length], True where a token attends to another of its row."""
-    places = torch.arange(length, device=like.device)
+def _by_row(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: tuple[int, ...] | None,
+) -> Tensor:
+    """Return the outputs of `attend` on each row, one after the other; without bounds it is all one row."""
+    if documents is None or len(documents) == 2:
+        return attend(query, key, value)  # not concatenated, which would copy it
+    rows = (slice(first, last) for first, last in itertools.pairwise(documents))
+    return torch.cat([attend(query[:, :, row], key[:, :, row], value[:, :, row]) for row in rows], dim=1)
+
+
+def _causal(query: Tensor, window: int | None) -> Tensor:
+    """Return [1, 1, tokens, tokens], True where a token of the row attends to another."""
+    places = torch.arange(query.shape[2], device=query.device)
     distance = places[:, None] - places[None, :]
     allowed = distance >= 0
     return (allowed & (distance < window) if window is not None else allowed)[None, None]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.training.engine import World
 from components.training.metrics_file import Figures
+from components.training.ranks import World
 
 
 class ExpertLoad:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream, to_device
-from components.training.engine import DeepSpeedEngine, NotFinite, World
+from components.training.engine import DeepSpeedEngine, NotFinite
+from components.training.ranks import World
 
 Values = TypeVar("Values", bound=Streams)
 

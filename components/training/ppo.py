@@ -30,9 +30,9 @@ from components.training.advantages import explained_variance, row_gae, whiten
 from components.training.batches import Packed, Rollout, Streams, collate, stream
 from components.training.checkpointing import resume
 from components.training.collapse_detection import Collapsed, collapse
-from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork, sharded_loading
+from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork
 from components.training.expert_load import ExpertLoad
-from components.training.group_advantages import token_advantages, trajectory_reward
+from components.training.group_advantages import tasks_with_one_sample, token_advantages, trajectory_reward
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
@@ -45,6 +45,7 @@ from components.training.losses import (
 from components.training.metrics_file import Figures
 from components.training.microbatching import Loss, MetricSums, evaluate, train_step
 from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
+from components.training.ranks import sharded_loading
 from components.training.rollouts import (
     RunEpisodes,
     SolveRateTracker,
@@ -108,14 +109,13 @@ def warmup(stage: Stage, episodes: RunEpisodes) -> StageResult:
 def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
     """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic` (stage 4).
 
-    `episodes` runs the agent loop. Raises UserError if a critic is needed and `stage.critic` is None or no
-    critic, or if the critic's tokenizer differs from the actor's.
+    `episodes` runs the agent loop. `stage.critic` must be None if and only if agentic.advantages needs no
+    critic (`stage.check_critic_given`). Raises UserError if it is no critic, or if its tokenizer differs from
+    the actor's.
     """
     critic = stage.critic
-    if stage.params.agentic.advantages != "critic":
-        return run_ppo(stage, stage.params.agentic, stage.actor, episodes)
     if critic is None:
-        raise UserError(f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on.")
+        return run_ppo(stage, stage.params.agentic, stage.actor, episodes)
     tokenizers = [verify_checkpoint(folder).files.get(TOKENIZER) for folder in (stage.actor, critic)]
     if tokenizers[0] != tokenizers[1]:
         raise UserError(
@@ -278,6 +278,8 @@ def score(
     else:
         by_row = token_advantages(trajectories, ppo.advantages, ppo.gamma, ppo.reward)
         advantages = torch.from_numpy(np.concatenate(by_row))
+        tasks = [trajectory.task_id for trajectory in trajectories]
+        figures["single_sample_tasks"] = float(tasks_with_one_sample(tasks))
     importance = importance_weights(old_logprob, batch.sampler_logprob, own, ppo.importance_cap)
     best = best_of_task(trajectories, batch.rewards.tolist())
     experience = Experience(

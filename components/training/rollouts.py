@@ -30,9 +30,10 @@ from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler, open_vllm_sampler
 from components.policy.weight_stream import weight_buckets
-from components.training.engine import DTYPES, DeepSpeedEngine, join_world, sharded_loading
+from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics_file import Figures
 from components.training.networks import load_policy
+from components.training.ranks import join_world, sharded_loading
 from components.training.stage import Stage
 
 # Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop. They return one

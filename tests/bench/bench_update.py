@@ -52,10 +52,11 @@ from components.bootstrap.cold_start import new_model
 from components.core.config import resolve
 from components.core.params import Params
 from components.training.batches import Rollout, make_batch
-from components.training.engine import BETAS, DTYPES, DeepSpeedEngine, sharded_loading
+from components.training.engine import BETAS, DTYPES, DeepSpeedEngine
 from components.training.losses import policy_loss_sum
 from components.training.networks import Actor, load_policy
 from components.training.ppo import Experience, update_actor
+from components.training.ranks import sharded_loading
 
 LEARNING_RATE = 1e-6
 
@@ -192,10 +193,9 @@ def grpo_trainer(
 
     class Trainer(GRPOTrainer):
         def get_train_dataloader(self) -> Any:
+            numbers = torch.utils.data.TensorDataset(torch.arange(len(microbatches)))
             return torch.utils.data.DataLoader(
-                range(len(microbatches)),  # type: ignore[arg-type]
-                batch_size=1,
-                collate_fn=lambda numbers: {"number": numbers[0]},
+                numbers, batch_size=1, collate_fn=lambda rows: {"number": int(rows[0][0])}
             )
 
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:

@@ -50,9 +50,10 @@ from components.core.params import Params
 from components.planning.memory_model import Roles, rank_memory
 from components.planning.model_shapes import shapes_of
 from components.training.batches import Rollout, make_batch
-from components.training.engine import DTYPES, DeepSpeedEngine, sharded_loading
+from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.networks import Actor, Critic
 from components.training.ppo import Experience, update_actor, update_critic
+from components.training.ranks import sharded_loading
 
 RESULT = "RESULT "
 # Least seconds that are left when a case is started.

@@ -29,8 +29,9 @@ from components.planning.model_shapes import CONFIGURATIONS, shapes_of
 from components.policy.adapter import add_adapter
 from components.training import document_attention
 from components.training.batches import Microbatch, make_batch, pack, to_device
-from components.training.engine import DTYPES, DeepSpeedEngine, sharded_loading
+from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.networks import Actor, Critic, tile_mlps
+from components.training.ranks import sharded_loading
 
 
 def network(factory: Any, config: dict[str, Any], params: Params) -> PreTrainedModel:

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from components.core.config import resolve
+from components.judge.device_scheduler import DeviceScheduler
 from components.judge.role_processes import RunnerMemory
 from components.judge.task_layout import (
     MAX_DELIVERED_BYTES,
@@ -102,7 +103,7 @@ def run_round(
     arguments = [tuple(shared.arguments(i)) for i in range(plan.capacity)]
 
     def serve() -> None:
-        delivery = runner_roles.CallDelivery(theirs, shared, inspects=False)
+        delivery = sys.modules["delivery"].CallDelivery(theirs, shared, inspects=False)
         with contextlib.suppress(OSError):  # the judge has ended the round
             for order in runner_roles.orders(theirs):
                 if order["op"] != "warm":
@@ -115,7 +116,7 @@ def run_round(
     thread.start()
     judge = TimedRunner.__new__(TimedRunner)
     judge.layout, judge.memory, judge.role, judge.inputs = plan, memory, "candidate", memory.buffers["inputs"]
-    judge.scheduler = SimpleNamespace(timed_cores=frozenset(), other_cores=frozenset())  # type: ignore[assignment]
+    judge.scheduler = DeviceScheduler("cpu")
     judge.runner = runner = ThreadRunner(ours, 0, 0, time.monotonic() + 20)
     staged = torch.randn(calls, plan.inputs.stride // 4).view(torch.uint8)
     try:

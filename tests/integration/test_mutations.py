@@ -27,6 +27,7 @@ INSIDE = (
     "zygote.py",
     "runner.py",
     "runner_roles.py",
+    "delivery.py",
     "reference.py",
     "runner_support.py",
     "compile_artefacts.py",

@@ -5,8 +5,8 @@ from collections import Counter
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from components.training.engine import World
 from components.training.expert_load import ExpertLoad
+from components.training.ranks import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -14,12 +14,12 @@ from components.bootstrap.cold_start import new_model
 from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.params import Adapter
-from components.planning import capacity, memory_model, model_shapes
+from components.planning import capacity, memory_choices, memory_model, model_shapes
 from components.planning.memory_model import RankMemory, Roles, rank_memory
 from components.policy import checkpoint
 from components.policy.adapter import add_adapter
 from components.training import token_scores
-from components.training.engine import deepspeed_config
+from components.training.ranks import deepspeed_config
 from components.training.stage import check_stages
 
 
@@ -268,7 +268,7 @@ def planned(profile: str, *sets: str, gpu: str = "h20", model: str = "") -> dict
     params = resolve(profile, sets).params
     shapes = model_shapes.named_shapes(model or model_shapes.PROFILE_MODELS[profile])
     inputs = capacity.default_inputs(params, capacity.GPUS[gpu], shapes)
-    return capacity.memory_plan(params, shapes, {name: item.value for name, item in inputs.items()})
+    return memory_choices.memory_plan(params, shapes, {name: item.value for name, item in inputs.items()})
 
 
 def test_without_a_critic_the_plan_is_smaller_by_the_critics_states() -> None:
@@ -358,5 +358,5 @@ def test_the_papers_model_does_not_fit_without_zero_3() -> None:
     choices = ["parameters=230e9", "active_parameters=23e9", "layers=60", "hidden=6144", "trainer_gpus=256"]
     inputs = capacity.assume(capacity.default_inputs(params, capacity.GPUS["h20"], shapes), choices)
     values = {name: item.value for name, item in inputs.items()}
-    memory = capacity.memory_plan(params, shapes, values)["memory_bytes_per_gpu"]
+    memory = memory_choices.memory_plan(params, shapes, values)["memory_bytes_per_gpu"]
     assert [memory[f"zero-{stage}"]["fits"] for stage in range(4)] == [False, False, False, True]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from training_fixtures import NoPool
 
 from components.core.config import check_policy_source, resolve
 from components.core.errors import UserError
@@ -115,7 +116,7 @@ def test_stage_4_takes_a_critic_if_and_only_if_it_uses_one(
         actor=tmp_path,
         dataset=tmp_path,
         out=tmp_path,
-        pool=Any,  # type: ignore[arg-type]  # nothing is judged
+        pool=NoPool(),
         progress=Quiet(),
         code="",
         critic=tmp_path / "values" if given else None,

@@ -5,6 +5,7 @@ comments.
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from training_fixtures import token_means
 from components.agent.trajectory import Trajectory
 from components.judge.verdict import Verdict
 from components.training.advantages import discounted_rewards, explained_variance, gae, row_gae, whiten
-from components.training.batches import collate, make_batch, pack, plan
+from components.training.batches import collate, make_batch, pack, plan, stream
 from components.training.losses import (
     importance_weights,
     kl_k2,
@@ -238,3 +239,14 @@ def test_the_value_of_a_token_comes_from_the_state_before_it() -> None:
     batch = make_batch([([0] * 3, [0, 0, 1]), ([0] * 5, [0, 1, 0, 1, 1])])
     (values,) = critic(pack(batch, [1, 0]))
     assert values.tolist() == [0, 2, 3, 1]
+
+
+def test_a_large_stream_is_kept_in_a_mapped_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.training.batches.MAPPED_BYTES", 4 * 1000)
+    mapped = stream(1000)
+    assert not mapped.any() and stream(999).untyped_storage().data_ptr() != mapped.data_ptr()
+    mapped[7] = 3.0
+    assert mapped.sum() == 3.0
+    files = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("(deleted)")]
+    first, last = zip(*(line.split()[0].split("-") for line in files), strict=True)
+    assert any(int(a, 16) <= mapped.data_ptr() < int(b, 16) for a, b in zip(first, last, strict=True))

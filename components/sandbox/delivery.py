@@ -1,0 +1,243 @@
+"""How the results of a role's calls reach the judge, which is different on cpu and on cuda.
+
+This file runs only inside the sandbox; the judge never imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import result_channel
+import shared_memory
+import torch
+from runner_support import SharedTensors, flatten_outputs
+
+if TYPE_CHECKING:
+    from components.sandbox.runner_protocol import RoleHeader
+
+# Modes of torch.compile that use CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# Type of a loaded model: takes the arguments of one call and returns the outputs.
+Call = Callable[..., Any]
+# Type of a function that returns the tensors of an output, or raises WrongForm if their form is wrong.
+Check = Callable[[Any], list[torch.Tensor]]
+
+
+class WrongForm(Exception):
+    """Error raised if a candidate's output does not have the form of the reference output.
+
+    Its text becomes the reason of the verdict.
+    """
+
+
+def make_delivery(
+    connection: socket.socket, header: RoleHeader, shared: SharedTensors
+) -> HostDelivery | DeviceDelivery | CallDelivery:
+    """Return the object that makes the calls of this role and delivers their results to the judge."""
+    if shared.device == "cuda":
+        is_candidate = header["role"] == "candidate"
+        if "next_inputs" in shared.buffers:
+            return CallDelivery(connection, shared, inspects=is_candidate)
+        is_graph = header.get("compile_mode") in GRAPH_MODES
+        return DeviceDelivery(connection, shared, reuses_memory=is_graph, inspects=is_candidate)
+    descriptor = connection.fileno()
+    if header["role"] == "noop":
+        return NoopDelivery(descriptor, shared.zero_outputs())
+    return HostDelivery(descriptor)
+
+
+def address_message(outputs: list[torch.Tensor]) -> bytes:
+    """Return the message with the memory addresses of a call's outputs."""
+    return struct.pack(f"c{len(outputs)}Q", b"O", *(output.data_ptr() for output in outputs))
+
+
+class HostDelivery:
+    """Object that makes the calls of a role on cpu, and lets the judge read each result before the next call.
+
+    The judge reads the result from this process's memory, at addresses that this object sends.
+    The code between two calls is part of every measurement. It is native code (result_channel.cpp), because
+    a candidate could otherwise save microseconds by sending the messages from its own native code
+    (tests/exploits/native_protocol).
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
+        """Make one call for each tuple of arguments and deliver its result."""
+        result_channel.calls(self.descriptor, call, arguments, torch.Tensor, self.deliver)
+
+    def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
+        """Make one call for each tuple of arguments, check the form of its result, and deliver it.
+
+        This is for rounds whose time is not used, because the check takes time.
+        """
+        for values in arguments:
+            result = call(*values)
+            check(result)
+            self.deliver(result)
+
+    def deliver(self, result: Any) -> None:
+        """Send the judge the addresses of a result, and wait until the judge has read it."""
+        leaves = [leaf.contiguous() for leaf in flatten_outputs(result)]
+        result_channel.send_and_wait(self.descriptor, address_message(leaves), 1)
+
+
+class NoopDelivery(HostDelivery):
+    """Object that reports results to the judge on cpu without computing any, for the role `noop`.
+
+    It exchanges the messages that every runner must exchange. It does not run the Python interpreter between
+    the messages. The no-op's time is subtracted from every measurement, so including the interpreter would
+    give a candidate that avoids it the advantage twice.
+    """
+
+    def __init__(self, descriptor: int, outputs: list[torch.Tensor]):
+        super().__init__(descriptor)
+        self.outputs = outputs  # kept alive: the judge reads their memory
+        self.message = address_message(outputs)
+
+    def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
+        """Report the same zero outputs once for each tuple of arguments; `call` is not called.
+
+        Each message has the addresses of these outputs, and is answered when the judge has read them. The
+        method replaces `HostDelivery.calls`, which makes the calls.
+        """
+        result_channel.send_and_wait(self.descriptor, self.message, len(arguments))
+
+
+def check_memory(leaves: list[torch.Tensor]) -> None:
+    """Raise WrongForm if an output on cuda is not in memory of cudaMalloc.
+
+    Pages of other memory can be mapped at several addresses, so that a result that repeats itself is written
+    once (tests/exploits_cuda/mapped_twice).
+    """
+    if not all(map(shared_memory.is_cuda_malloc, leaves)):
+        raise WrongForm("output_is_mapped")
+
+
+def random_call(arguments: list[tuple[Any, ...]]) -> int:
+    """Return the index of a random call of a round."""
+    return secrets.randbelow(max(1, len(arguments)))
+
+
+def report_computed(connection: socket.socket) -> None:
+    """Tell the judge that results are computed, and wait until it allows the runner to continue."""
+    connection.send(b"C")
+    if not connection.recv(1):
+        os._exit(0)
+
+
+class DeviceDelivery:
+    """Object that makes the calls of a round on cuda, and then copies all results to shared memory.
+
+    The copy starts when the judge allows it. Before that, the judge overwrites the shared memory, so results
+    that a candidate wrote there directly are lost. The measured time includes the copy.
+    """
+
+    def __init__(
+        self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool, inspects: bool
+    ):
+        self.connection = connection
+        # Whether one call of each round is inspected by `check_memory`.
+        self.inspects = inspects
+        self.targets = [shared.tensors("outputs", i) for i in range(shared.layout["calls"])]
+        # Whether a call overwrites the result of the previous call, as a CUDA graph does. If so, every result
+        # is cloned before the next call.
+        self.reuses_memory = reuses_memory
+
+    def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
+        """Make one call for each tuple of arguments, and deliver all results together."""
+        results: list[list[torch.Tensor]] = []
+        inspected = random_call(arguments)
+        for index, values in enumerate(arguments):
+            leaves = flatten_outputs(call(*values))
+            if index == inspected and self.inspects:
+                check_memory(leaves)
+            results.append([leaf.clone() for leaf in leaves] if self.reuses_memory else leaves)
+        self.deliver(results)
+
+    def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
+        """Make one call for each tuple of arguments, check the form of each result, and deliver all together.
+
+        This is for rounds whose time is not used. If two results have the same address, `calls` clones every
+        result from then on.
+        """
+        copies: list[list[torch.Tensor]] = []
+        # Keep all results alive, so that the allocator cannot reuse their memory. If an address occurs twice,
+        # the candidate itself reuses memory.
+        results: list[list[torch.Tensor]] = []
+        addresses: set[int] = set()
+        for values in arguments:
+            results.append(check(call(*values)))
+            latest = {leaf.data_ptr() for leaf in results[-1]}
+            self.reuses_memory = self.reuses_memory or not addresses.isdisjoint(latest)
+            addresses |= latest
+            copies.append([leaf.clone() for leaf in results[-1]])
+        self.deliver(copies)
+
+    def deliver(self, results: list[list[torch.Tensor]]) -> None:
+        """Wait until the judge allows the copy, and copy the results of all calls to shared memory."""
+        torch.cuda.synchronize()
+        report_computed(self.connection)
+        pairs = [
+            pair
+            for leaves, targets in zip(results, self.targets, strict=False)
+            for pair in zip(targets, leaves, strict=True)
+        ]
+        # One operation for all copies, because separate copies would need one kernel launch each.
+        torch._foreach_copy_([target for target, _ in pairs], [leaf for _, leaf in pairs])
+
+
+class CallDelivery:
+    """Object that makes the calls of a round on cuda, each after the judge has taken the last call's outputs.
+
+    The judge writes the inputs of a call to host memory only then, so that no two calls of a round can be
+    computed together (tests/exploits_cuda/batch). Inputs and outputs are copied between host memory and the
+    device by this process, because work of the judge on the device would cost a change of process each time.
+    """
+
+    def __init__(self, connection: socket.socket, shared: SharedTensors, *, inspects: bool):
+        self.connection = connection
+        # Whether one call of each round is inspected by `check_memory`.
+        self.inspects = inspects
+        shared.pin("next_inputs")
+        shared.pin("last_outputs")
+        self.next_inputs = shared.tensors("next_inputs")
+        self.last_outputs = shared.tensors("last_outputs")
+        self.inputs = [shared.tensors("inputs", i) for i in range(shared.layout["calls"])]
+
+    def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
+        """Make one call for each tuple of arguments, and deliver each result before the next call."""
+        inspected = random_call(arguments)
+        for index, values in enumerate(arguments):
+            self.receive(index)
+            leaves = flatten_outputs(call(*values))
+            if index == inspected and self.inspects:
+                check_memory(leaves)
+            self.deliver(leaves)
+
+    def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
+        """Make one call for each tuple of arguments, check the form of its result, and deliver it.
+
+        This is for rounds whose time is not used.
+        """
+        for index, values in enumerate(arguments):
+            self.receive(index)
+            self.deliver(check(call(*values)))
+
+    def receive(self, index: int) -> None:
+        """Copy the inputs that the judge has written to the device, as the arguments of call `index`."""
+        for target, source in zip(self.inputs[index], self.next_inputs, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def deliver(self, leaves: list[torch.Tensor]) -> None:
+        """Copy the result of a call to host memory, and wait until the judge has taken it."""
+        for target, leaf in zip(self.last_outputs, leaves, strict=True):
+            target.copy_(leaf, non_blocking=True)
+        torch.cuda.synchronize()
+        report_computed(self.connection)
