@@ -26,23 +26,36 @@ from flows.evaluation import evaluate_checkpoint, load, table
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.run_context import RUN_FILE, PipelineRun, check_training, source_digests
-from flows.steps import CheckpointRecord, Context, DatasetRecord, EvaluationRecord, mark_crashed_runs
+from flows.server import Server
+from flows.steps import (
+    CheckpointRecord,
+    Context,
+    DatasetRecord,
+    EvaluationRecord,
+    count_task_runs,
+    mark_crashed_runs,
+)
 from flows.training import cold_start, train
 
 # The content of run.json, which `cuda-agent run --json` prints.
 RunRecord = dict[str, Any]
 
 
-def run_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
+def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = None) -> RunRecord:
     """Run the pipeline as a Prefect flow in this process, and return the run's record.
 
-    The caller holds the lock of the home and has called `prepare_environment` (run_context.py).
+    The caller holds the lock of the home and has called `prepare_environment` (run_context.py). `server` is
+    the process of Prefect's server if the run has one of its own; it is told the number of task runs.
     """
 
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
     def nightly(run_id: str, profile: str, device: str, home: str) -> RunRecord:
         """Run every stage. The arguments are only shown on Prefect's page of the flow run."""
-        return nightly_pipeline(run, progress)
+        try:
+            return nightly_pipeline(run, progress)
+        finally:
+            if server is not None:
+                server.task_runs = count_task_runs()
 
     with tags(run.run_id):
         return nightly(run.run_id, run.profile or "base", run.params.device, str(run.home))

@@ -30,7 +30,7 @@ from components.core.files import atomic_write, user_cache
 # Longest wait for the server's first answer, which includes the creation of a new database.
 START_SECONDS = 180.0
 # Longest wait at the end of a run until the server has recorded the states of the run's tasks.
-RECORD_SECONDS = 10.0
+RECORD_SECONDS = 60.0
 # Environment variables that switch off all background services of the server except the task run recorder.
 # The recorder stores the states of task runs, which clients report as events. The other services are needed
 # only for deployments.
@@ -67,6 +67,8 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/api"
+        # Number of task runs that this process has started in its flow run.
+        self.task_runs = 0
         with self.log.open("wb") as log:
             # The server gets a session of its own. Otherwise a signal to the process group of the run would
             # end the server first, and the run would retry its last calls for a minute.
@@ -106,23 +108,26 @@ class Server:
         """Block until the server has recorded the final states of all tasks, but at most RECORD_SECONDS.
 
         Tasks report their states as events, which this process sends and the server records in the
-        background. The wait ends when every task run of a finished flow run is in a final state and two
-        successive queries return the same states.
+        background, so `task_runs` says how many records the newest flow run must have.
         """
-        if "prefect" not in sys.modules or self.process.poll() is not None:
-            return  # no flow was run, or the server has ended
+        if not self.task_runs or self.process.poll() is not None:
+            return
         from prefect.events.worker import EventsWorker
 
         EventsWorker.drain_all(timeout=RECORD_SECONDS)
-        finished = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}}, "limit": 200}
-        deadline, before = time.monotonic() + RECORD_SECONDS, None
-        with contextlib.suppress(OSError):  # the server may end meanwhile
-            while time.monotonic() < deadline:
-                now = {run["id"]: run["state_type"] for run in self._call("task_runs/filter", finished)}
-                if now == before and not {"PENDING", "RUNNING"} & set(now.values()):
+        deadline = time.monotonic() + RECORD_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError):  # a busy server may answer late
+                if self._recorded_task_runs() >= self.task_runs:
                     break
-                before = now
-                time.sleep(0.2)
+            time.sleep(0.2)
+
+    def _recorded_task_runs(self) -> int:
+        """Return the number of task runs of the newest flow run that are recorded in a final state."""
+        newest = self._call("flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})[0]["id"]
+        final = {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}
+        ended = {"flow_runs": {"id": {"any_": [newest]}}, "task_runs": {"state": {"type": final}}}
+        return int(self._call("task_runs/count", ended))
 
     def caused(self, error: BaseException) -> bool:
         """Return whether the server has ended and a failed connection is among the causes of `error`."""

@@ -23,6 +23,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
 from prefect.states import Crashed
 
 from components.core.errors import UserError
@@ -190,6 +191,14 @@ class Context:
             record.model_dump(exclude={"figures", "cached", "key", "folder"}) | record.figures,
         )
         return record.model_copy(update={"cached": cached, "key": key, "folder": f"stages/{folder.name}"})
+
+
+def count_task_runs() -> int:
+    """Return the number of task runs that the present flow run has started in this process."""
+    context = FlowRunContext.get()
+    assert context is not None, "called inside a flow"
+    # Prefect numbers the runs of each task from 0.
+    return sum(int(newest) + 1 for newest in context.task_run_dynamic_keys.values())
 
 
 def mark_crashed_runs(tag: str) -> None:

@@ -70,7 +70,7 @@ def run(
                     import_store(pipeline_run.params.registry)
                     server.wait()
                 with ProgressView(console) as view:
-                    record = run_pipeline(pipeline_run, view)
+                    record = run_pipeline(pipeline_run, view, server)
     final_table(record, run_context.interface_commands(pipeline_run), console)
     refused = record["gate"]["verdict"] == "refused"
     return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)

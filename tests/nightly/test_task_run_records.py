@@ -1,0 +1,46 @@
+"""The wait at the end of a run until Prefect's server has recorded the task runs."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+FLOW = """
+import sys
+from pathlib import Path
+
+from flows.server import prefect_server
+
+with prefect_server(Path(sys.argv[1])) as server:
+    from prefect import flow, task
+
+    from flows.steps import count_task_runs
+
+    @task
+    def stage() -> None:
+        pass
+
+    @flow
+    def stages() -> None:
+        for _ in range(3):
+            stage()
+        server.task_runs = count_task_runs()
+
+    server.wait()
+    stages()
+"""
+
+
+def test_a_server_that_records_late_is_waited_for(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    # The server keeps states for some seconds before it writes them.
+    recorder = "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER"
+    late = {f"{recorder}_BATCH_SIZE": "1000", f"{recorder}_FLUSH_INTERVAL": "4"}
+    home = {"PREFECT_HOME": str(tmp_path / "prefect")}
+    subprocess.run(
+        [sys.executable, "-c", FLOW, str(tmp_path)], env=environment | late | home, check=True, timeout=300
+    )
+    with sqlite3.connect(tmp_path / "prefect" / "prefect.db") as database:
+        states = [state for (state,) in database.execute("select state_name from task_run")]
+    assert states == ["Completed"] * 3
