@@ -1,8 +1,9 @@
 """This module parses the tool calls in a policy's turn.
 
-A call may be a native call, which a chat server has parsed already, or text in one of four forms: between
-the tags of Qwen and Hermes models (`<tool_call>`), as a message to a function in the harmony format of
-gpt-oss, as JSON in a fenced code block, or as bare JSON, which Llama models write. Text that looks like a
+A call may be a native call, which a chat server has parsed already, or text in one of these forms: between
+the tags of Qwen and Hermes models (`<tool_call>`), as JSON or as `<function=…>` with parameters; between the
+tokens of DeepSeek; as a message to a function in the harmony format of gpt-oss; as JSON in a fenced code
+block; or as bare JSON, which Llama models write. Text that looks like a
 call but cannot be parsed becomes a request with an `error`, which is shown to the policy as the observation
 of the call.
 """
@@ -15,15 +16,23 @@ from typing import Any
 
 from components.policy.chat_client import NativeCall
 
-THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\n]+)>\n?(.*?)</function>\Z", re.DOTALL)
+# Qwen3-Coder sometimes leaves out the opening `<tool_call>`.
+BARE_FUNCTION = re.compile(
+    r"<function=[^>\n]+>.*?</function>(?=\s*(?:</tool_call>|<function=|\Z))", re.DOTALL
+)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n?</parameter>", re.DOTALL)
 # In the harmony format (https://cookbook.openai.com/articles/openai-harmony): begin of a turn, tokens between
 # messages, token between the header and the content of a message, recipient in the header of a call.
 HARMONY = re.compile(r"(?:<\|start\|>assistant)?[^<]*<\|channel\|>")
 MESSAGE_END, CONTENT_START = re.compile(r"<\|(?:start|end|call|return)\|>"), "<|message|>"
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+# Between the tokens of a call, DeepSeek-V3 and R1 write the word function, the separator, a name and JSON in
+# a fence, and V3.1 writes a name, the separator and JSON. The last is a token that Llama may put first.
+DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
+DEEPSEEK_SEPARATOR, LLAMA_START = "<｜tool▁sep｜>", "<|python_tag|>"
 FENCE = re.compile(
     r"^```(?:json|tool_call|tool|tool_code)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -51,18 +60,21 @@ class Request:
     call_id: str = ""
 
 
-def parse_calls(text: str) -> list[Request]:
+def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
     """Return the first `MAX_CALLS` tool calls in the text of a message.
 
-    In a text that begins in the harmony format, only messages to a function are calls. Otherwise, fenced and
-    bare JSON is parsed only if the text has no `<tool_call>` tag, and text between `<think>` tags is ignored.
+    `in_thought` says whether the prompt opened the reasoning with which the text begins. If the text begins
+    in the harmony format, only messages to a function are calls. Otherwise, text between `<think>` tags is
+    ignored, and fenced and bare JSON is parsed only if the text has no call between tags or tokens.
     """
     if HARMONY.match(text):
         return [_limited(request) for request in _harmony_calls(text)][:MAX_CALLS]
-    text = THOUGHT.sub("", text)
-    blocks = BLOCK.findall(text)
-    if blocks:
+    text = THOUGHT.sub("", f"<think>{text}" if in_thought else text)
+    if blocks := DEEPSEEK.findall(text):
+        return [_limited(_deepseek_call(block)) for block in blocks[:MAX_CALLS]]
+    if blocks := BLOCK.findall(text) or BARE_FUNCTION.findall(text):
         return [_limited(_tagged(block)) for block in blocks[:MAX_CALLS]]
+    text = text.strip().removeprefix(LLAMA_START)
     fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
     if not fenced and LOOKS_LIKE_A_CALL.match(text):
         fenced = [text]
@@ -96,14 +108,27 @@ def _tagged(block: str) -> Request:
         return Request("", {}, FORM)
 
 
+def _deepseek_call(block: str) -> Request:
+    name, _, content = block.partition(DEEPSEEK_SEPARATOR)
+    if name.strip() == "function":
+        name, _, content = content.partition("\n")
+        content = content.strip().removeprefix("```json").removesuffix("```")
+    return _named_call(name.strip(), content)
+
+
 def _harmony_calls(text: str) -> Iterator[Request]:
     for message in MESSAGE_END.split(text):
         header, _, content = message.partition(CONTENT_START)
         if (recipient := RECIPIENT.search(header)) is not None:
-            try:
-                yield _call({"name": recipient.group(1), "arguments": json.loads(content)})
-            except (ValueError, TypeError, RecursionError) as error:
-                yield Request(recipient.group(1), {}, f"its arguments are no JSON object ({error})")
+            yield _named_call(recipient.group(1), content)
+
+
+def _named_call(name: str, arguments: str) -> Request:
+    """Return the call of `name` with the JSON text `arguments`."""
+    try:
+        return _call({"name": name, "arguments": json.loads(arguments)})
+    except (ValueError, TypeError, RecursionError) as error:
+        return Request(name, {}, f"its arguments are no JSON object ({error})")
 
 
 def _json_calls(block: str) -> list[Request]:

@@ -7,7 +7,8 @@ import pytest
 from model_forms import FORMS, rollout_request, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from components.agent.token_rollout import run_episodes, suffix_ids
+from components.agent.chat_template import ChatTemplate
+from components.agent.token_rollout import run_episodes
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
@@ -122,9 +123,24 @@ def test_a_template_that_cannot_continue_a_turn_is_named_with_the_remedy() -> No
     }.items():
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=rf"policy: the chat template .*{problem}.*chat_template\.jinja"):
-            suffix_ids(tokenizer, ["a"])
+            ChatTemplate(tokenizer, described=False).suffix_ids(["a"])
     tokenizer.chat_template = own
-    assert suffix_ids(tokenizer, ["a"])
+    assert ChatTemplate(tokenizer, described=False).suffix_ids(["a"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_special_tokens_in_a_tool_s_output_or_a_task_are_plain_text(form: str) -> None:
+    tokenizer = tiny_tokenizer(form)
+    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
+    forged = "x" + "".join(added) + FORMS[form].ends[0][:2] + FORMS[form].ends[0] + "y"
+    template = ChatTemplate(tokenizer, described=True)
+    for ids, plain in (
+        (template.suffix_ids([forged, "a"]), template.suffix_ids(["b", "a"])),
+        (template.first_ids(forged), template.first_ids("b")),
+    ):
+        tags = [token for token in ids if token in added.values()]
+        assert tags == [token for token in plain if token in added.values()]
+        assert forged in tokenizer.decode(ids), "the text itself is unchanged"
 
 
 def test_the_name_of_a_call_cannot_put_special_tokens_into_the_history() -> None:

@@ -26,8 +26,9 @@ from agent_fixtures import (
 )
 
 from components.agent.chat_rollout import run_chats
+from components.agent.chat_template import ChatTemplate
 from components.agent.episode import SHORTENED, RolloutRequest
-from components.agent.token_rollout import run_episodes, suffix_ids
+from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.bootstrap.canonicalize import canonicalize
 from components.core.errors import UserError
@@ -149,7 +150,7 @@ def test_the_prompt_and_what_follows_a_turn_are_those_that_trained_policies_know
     asked = user_message(params().policy, code, in_turns=True, device="cpu")
     assert TOKENIZER.decode(prompt) == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
     assert (
-        TOKENIZER.decode(suffix_ids(TOKENIZER, ["a\nb"]))
+        TOKENIZER.decode(ChatTemplate(TOKENIZER, described=False).suffix_ids(["a\nb"]))
         == "\n<|im_start|>tool\na\nb<|im_end|>\n<|im_start|>assistant\n"
     )
 

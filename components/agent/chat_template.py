@@ -1,0 +1,157 @@
+"""The token ids that a chat template puts around the sampled turns of an episode, and the reading of a turn.
+
+Sampled token ids are kept as they are and never computed from text again. The template renders what stands
+between them: the task's message, and after each turn the messages of its tools with the generation prompt.
+Text that does not come from the template cannot become a special token there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from components.agent.tool_parser import Request, parse_calls
+from components.agent.tool_schemas import descriptions
+from components.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Placeholders in a rendered chat template: a sampled turn, as its text and as an argument of its call (some
+# templates render only one); a tool's message; a place at which tokenisation is interrupted. They are random,
+# so no observation contains them.
+TURN_MARK, CALL_MARK, TOOL_MARK, BREAK = (
+    f"{name}-{secrets.token_hex(8)}" for name in ("turn", "call", "tool", "break")
+)
+# Some templates require an id of nine letters or digits.
+CALL_ID = "call00000"
+# Begin of the reasoning that a generation prompt may have opened, and number of tokens in which it is looked
+# for at the end of a prompt.
+THOUGHT_START, THOUGHT_TOKENS = "<think>", 8
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, applied to the pieces of an episode."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, described: bool):
+        """Use the template of `tokenizer`, which describes the tools in its own form if `described` is set.
+
+        A template that has no place for tools never describes them.
+        """
+        self.tokenizer = tokenizer
+        self.tools = descriptions() if described and "tools" in str(tokenizer.chat_template) else None
+        added = tokenizer.added_tokens_decoder
+        self.special = frozenset(index for index, token in added.items() if token.special)
+        # Tags such as those of a call are no special tokens in every family. Other added tokens, such as runs
+        # of spaces, have no meaning for the structure of a conversation.
+        reserved = sorted(
+            (token.content for token in added.values() if token.special or token.content.startswith("<")),
+            key=len,
+            reverse=True,
+        )
+        self.reserved = re.compile(f"(?=(?:{'|'.join(map(re.escape, reserved))}))" if reserved else r"(?!)")
+
+    def first_ids(self, content: str) -> list[int]:
+        """Return the ids of a user message with the text `content` and of the generation prompt."""
+        messages = [{"role": "user", "content": self._broken(content)}]
+        return self._encode(self._render(messages))
+
+    def suffix_ids(self, observations: Sequence[str], call: str = "Bash") -> list[int]:
+        """Return the ids between the last token of a sampled turn and the first of the next turn.
+
+        The template renders them from a tool message for each of `observations`, or from one message with all
+        of them if it does not describe the tools, and the generation prompt. `call` is the name of the tool
+        that the turn calls, which some templates repeat. Raises UserError if the template refuses tool
+        messages, leaves out messages of the assistant, or ends them without a special token.
+        """
+        if self.tools is None:
+            observations = ["\n".join(observations)]
+        # A policy may call anything, and what is no name of a tool must not enter the template.
+        name = call if re.fullmatch(r"[\w.-]{1,64}", call) else "unknown"
+        ids = self._encode(self._after_turn([self._broken(text) for text in observations], name))
+        return ids[ids.index(self._turn_end) + 1 :]
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int]) -> tuple[str, list[Request]]:
+        """Return the text of a turn that was sampled after `prompt`, and the tool calls in it.
+
+        The text has no special tokens at its end. Calls within reasoning are ignored, also if the prompt
+        opened the reasoning.
+        """
+        end = len(ids)
+        while end and ids[end - 1] in self.special:
+            end -= 1
+        text = str(self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False))
+        before = str(self.tokenizer.decode(list(prompt[-THOUGHT_TOKENS:]), skip_special_tokens=False))
+        return text, parse_calls(text, in_thought=before.rstrip().endswith(THOUGHT_START))
+
+    @functools.cached_property
+    def _turn_end(self) -> int:
+        """Token that ends a turn with a call: end-of-sequence, or else the first special token."""
+        text = self._after_turn([TOOL_MARK], "Bash").partition(TOOL_MARK)[0]
+        ends = [token for token in self._encode(text) if token in self.special]
+        if not ends:
+            raise self._unusable("ends a turn without a special token")
+        eos = self.tokenizer.eos_token_id
+        return int(eos) if eos in ends else ends[0]
+
+    def _after_turn(self, observations: Sequence[str], name: str) -> str:
+        """Return the rendered text from the placeholder of a turn to the end of the generation prompt."""
+        rendered = ""
+        # Some templates iterate over the arguments of a call, others join them as text.
+        for arguments in ({"text": CALL_MARK}, json.dumps({"text": CALL_MARK})):
+            function = {"name": name, "arguments": arguments}
+            calls = [{"id": CALL_ID, "type": "function", "function": function}]
+            turn = {"role": "assistant", "content": TURN_MARK, "tool_calls": calls}
+            answers = [
+                {"role": "tool", "content": text, "name": name, "tool_call_id": CALL_ID}
+                for text in observations
+            ]
+            try:
+                rendered = self._render([{"role": "user", "content": "?"}, turn, *answers])
+                break
+            except TemplateError as error:
+                raise self._unusable(f"cannot render a tool call and its answer ({error})") from error
+            except TypeError:
+                continue
+        place = max(rendered.find(TURN_MARK), rendered.find(CALL_MARK))
+        if place < 0:
+            raise self._unusable("leaves out the assistant's own words")
+        return rendered[place:]
+
+    def _render(self, messages: Sequence[Any]) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, tools=self.tools
+            )
+        )
+
+    def _broken(self, text: str) -> str:
+        """Return `text` with an interruption after the first character of each reserved token in it."""
+        return "".join(_interrupted(text, [match.start() + 1 for match in self.reserved.finditer(text)]))
+
+    def _encode(self, text: str) -> list[int]:
+        return [
+            token
+            for part in text.split(BREAK)
+            for token in self.tokenizer.encode(part, add_special_tokens=False)
+        ]
+
+    def _unusable(self, problem: str) -> UserError:
+        return UserError(
+            f"{self.tokenizer.name_or_path}: the chat template {problem}; "
+            "give the folder another chat_template.jinja."
+        )
+
+
+def _interrupted(text: str, places: Sequence[int]) -> Iterator[str]:
+    start = 0
+    for place in places:
+        yield text[start:place] + BREAK
+        start = place
+    yield text[start:]
