@@ -29,6 +29,13 @@ def judge(
     ] = None,
     device: Device = "",
     precision: Annotated[str, typer.Option("--precision", help="strict-fp32 or tf32")] = "",
+    rules: Annotated[
+        str, typer.Option("--rules", help="kernel-only, or any: torch may compute, and nothing is screened")
+    ] = "",
+    weights: Annotated[
+        str, typer.Option("--weights", help="state_dict, or seed: equal secret seeds of both constructors")
+    ] = "",
+    tolerance: Annotated[str, typer.Option("--tolerance", help="strict, or KernelBench's: kernelbench")] = "",
     precise: Annotated[
         bool, typer.Option("--precise", help="measure in more rounds, for narrower intervals")
     ] = False,
@@ -37,14 +44,23 @@ def judge(
 
     The exit code is 0 even if the candidate fails, and 1 if the judge itself fails.
     """
-    overrides = [f"precision={precision}"] if precision else []
+    chosen = {
+        "precision": precision,
+        "sandbox.rules": rules,
+        "sandbox.weights": weights,
+        "sandbox.tolerance": tolerance,
+    }
+    overrides = [f"{name}={value}" for name, value in chosen.items() if value]
     device_setting = f"device={device or default_device()}"
     resolved = options.resolve_for_judging(device_setting, *overrides, defaults=() if precise else QUICK)
     from components.judge.candidate_folder import judge_workdir
+    from components.judge.verdict import Labels
 
     verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge", print_line)
     reason = f" ({verdict.reason})" if verdict.reason else ""
     print_line(f"{verdict.status}{reason}, milestone {verdict.milestone}")
+    if (labels := Labels.of(resolved.params.sandbox)) != Labels():
+        print_line(f"  judged with {labels}")
     for baseline, ratio in (("eager", verdict.speedup.eager), ("torch.compile", verdict.speedup.compile)):
         if ratio is not None:
             interval = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"

@@ -81,6 +81,17 @@ class Sandbox(FrozenModel):
         description="host memory that a judge on a GPU counts as available; 0 is what the machine reports "
         "and the limits of its control groups leave"
     )
+    rules: Literal["kernel-only", "any"] = Field(
+        description="what a candidate may do: compute with its own kernels only, or also with torch"
+    )
+    weights: Literal["state_dict", "seed"] = Field(
+        description="how a candidate gets the task's weights: load_state_dict, or its constructor runs under "
+        "the same secret seed as the task's"
+    )
+    tolerance: Literal["strict", "kernelbench"] = Field(
+        description="largest accepted error: the judge's own criterion, or also KernelBench's tolerances on "
+        "the task's own inputs"
+    )
     input_delivery: Literal["round", "call"] = Field(
         description="on a GPU: all inputs of a timed round at once, or one call's after the outputs of the "
         "call before were taken, for tasks with small inputs and outputs"

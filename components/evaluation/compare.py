@@ -27,6 +27,7 @@ from components.evaluation.metrics import (
     TaskResult,
     changes,
     load_evaluation,
+    require_equal_labels,
 )
 from components.judge.verdict import MARGIN
 
@@ -177,8 +178,9 @@ def compare(first: Side, second: Side) -> Comparison:
     """Return how the second of two runs or evaluations differs from the first.
 
     Results are compared on the tasks that both have, besides parameters, code and data. Raises UserError if
-    they have no task in common.
+    they have no task in common, or if they were judged with different labels.
     """
+    require_equal_labels(second.name, second.evaluation, first.name, first.evaluation)
     earlier = {row.task_id: row for row in first.evaluation.tasks}
     pairs = [(earlier[row.task_id], row) for row in second.evaluation.tasks if row.task_id in earlier]
     if not pairs:

@@ -38,7 +38,7 @@ from components.evaluation.metrics import (
     summarise,
 )
 from components.judge.pool import Candidate, Job, JudgePool
-from components.judge.verdict import Admission, Verdict
+from components.judge.verdict import Admission, Labels, Verdict
 
 # Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on
 # which the judge fails even in the last retry become errors of the evaluation.
@@ -99,6 +99,7 @@ def evaluate(
         policy_digest=policy.digest,
         device=params.device,
         precision=params.precision,
+        labels=Labels.of(params.sandbox),
         epoch=epoch,
         seed=seed,
         tasks=tuple(results),

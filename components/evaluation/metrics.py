@@ -20,7 +20,7 @@ from pydantic import Field
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
-from components.judge.verdict import MARGIN, Ratio, Seconds, Speedup, Status, Verdict, milestone
+from components.judge.verdict import MARGIN, Labels, Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")
@@ -186,6 +186,8 @@ class Evaluation(FrozenModel):
     policy_digest: str
     device: str
     precision: str
+    # The judge's labels. Figures with other labels are not comparable.
+    labels: Labels = Labels()
     epoch: str
     seed: int
     tasks: tuple[TaskResult, ...]
@@ -210,6 +212,15 @@ def load_evaluation(path: Path) -> Evaluation:
             f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again "
             f"into an empty folder."
         ) from error
+
+
+def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Evaluation) -> None:
+    """Raise UserError unless two evaluations, which are called by their names, have the same labels."""
+    if one.labels != other.labels:
+        raise UserError(
+            f"{name}: judged with {one.labels}, and {other_name} with {other.labels}; "
+            "evaluate both with the same labels."
+        )
 
 
 def summarise(rows: Sequence[TaskResult]) -> Summary:

@@ -37,6 +37,7 @@ from components.evaluation.metrics import (
     Interval,
     changes,
     load_evaluation,
+    require_equal_labels,
 )
 from components.evaluation.tables import figure_of
 
@@ -164,6 +165,8 @@ def write_report(path: Path, data: ReportData) -> None:
     """
     script = SCRIPT.read_text()
     before, after = data.before, data.after
+    if before is not None:
+        require_equal_labels("the evaluation before training", before, "that after it", after)
     environment = tables.environment(after.tasks) | dict(data.meta.get("environment", {}))
     meta = {key: value for key, value in data.meta.items() if key != "environment"}
     write_json(

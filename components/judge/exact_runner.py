@@ -197,6 +197,7 @@ class ExactRunner:
             "precision": reference.params.precision,
             "init_inputs": layout.description.init_inputs,
             "layout": layout.header(1, self.buffers),
+            "construction_seed": reference.construction_seed,
         }
         descriptors = tuple(buffer.fd for buffer in self.buffers.values())
         seconds = reference.params.sandbox.run_seconds

@@ -97,7 +97,8 @@ def has_structure(sets: list[list[torch.Tensor]], device: str) -> bool:
 class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
-    `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set.
+    `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set,
+    and `timed_distributions` those of timed calls.
     The sets may be in host memory although `device`, for which inputs are mixed, is a GPU. `may_double` tells
     whether small inputs may be stored twice.
     """
@@ -108,12 +109,13 @@ class InputBank:
         distributions: list[str],
         device: str,
         *,
+        timed_distributions: Sequence[str] = tuple(INPUT_DISTRIBUTIONS),
         may_double: bool = True,
     ):
         self.sets = sets
         self.distributions = distributions
         # Distributions other than `given`, the hardest first, because a measurement can have few rounds.
-        self.timed_distributions = [name for name in reversed(INPUT_DISTRIBUTIONS) if name != "given"]
+        self.timed_distributions = [name for name in reversed(timed_distributions) if name != "given"]
         self.rotates = not has_structure(sets[-2:], device)
         self.blends = [
             t.is_floating_point()

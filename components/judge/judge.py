@@ -6,6 +6,7 @@ socket (docs/design/judge-protocol.md).
 """
 
 import contextlib
+import os
 import platform
 import resource
 import time
@@ -30,7 +31,17 @@ from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
 from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds, wrong_timed_output
 from components.judge.timed_runner import TimedRunner
-from components.judge.verdict import MARGIN, Admission, Seconds, Speedup, Status, Verdict, milestone
+from components.judge.verdict import (
+    MARGIN,
+    Admission,
+    Labels,
+    Seconds,
+    Speedup,
+    Status,
+    Verdict,
+    milestone,
+    with_standard_labels,
+)
 from components.judge.version import VERSION
 from components.sandbox.build import EXTENSION_SUFFIX, Builder, open_factory
 from components.sandbox.runner_factory import RunnerFactory
@@ -102,7 +113,7 @@ class Judge:
             with (
                 self.bench(task) as bench,
                 self._device(bench, every_mode=compare_compile),
-                library.open("rb") as library_file,
+                open(os.devnull if library is None else library, "rb") as library_file,
             ):
                 return self._measure(bench, files, library_file.fileno(), compare_compile, report)
         except Rejected as error:
@@ -116,9 +127,10 @@ class Judge:
                 f"the judge's own work does not fit the device's memory: {error}"
             ) from error
 
-    def _build(self, files: dict[str, str]) -> Path:
+    def _build(self, files: dict[str, str]) -> Path | None:
         """Screen and build a candidate, and return the path of its library.
 
+        With sandbox.rules=any only the files are screened, and a candidate without kernels has no library.
         Raises Rejected if a file is refused, or if the candidate does not compile within the time limit.
         """
         if (reason := screen_files(files)) is not None:
@@ -131,24 +143,30 @@ class Judge:
             raise Rejected(
                 "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
             )
+        is_screened = self.params.sandbox.rules == "kernel-only"
         try:
             reason = screen_python(files["model_new.py"])
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             # Deep nesting raises the last two.
             raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
-        if reason is not None:
+        if is_screened and reason is not None:
             raise Rejected(
                 "forbidden",
                 reason,
                 "model_new.py may allocate tensors and call cuda_extension; "
                 "computing with torch is forbidden.",
             )
+        if not is_screened and files.keys() == {"model_new.py"}:
+            return None
         built = self.builder.build(files)
         if built.timed_out:
             raise Rejected("timed_out", "build_limit", built.log)
         if built.library is None:
             raise Rejected("build_failed", "compiler", built.log)
-        if (reason := screen_symbols(built.symbols, self.builder.binding_symbols)) is not None:
+        if (
+            is_screened
+            and (reason := screen_symbols(built.symbols, self.builder.binding_symbols)) is not None
+        ):
             symbol = reason.partition(":")[2]
             raise Rejected("forbidden", reason, f"the library imports {symbol}, which kernels may not use.")
         return built.library
@@ -219,6 +237,7 @@ class Judge:
             "role": "candidate",
             "files": {"model_new.py": files["model_new.py"]},  # only screened files can be imported
             "suffix": EXTENSION_SUFFIX,
+            "rules": self.params.sandbox.rules,
         }
         with rejecting(LOAD_ERRORS):
             candidate = TimedRunner(
@@ -315,8 +334,6 @@ class Judge:
     def _evidence(self, bench: TaskBench, files: dict[str, str]) -> dict[str, Any]:
         cuda, reference = self.params.device == "cuda", bench.reference
         return {
-            "judge": VERSION,
-            "isolation": self.params.sandbox.isolation,
             "clock": "wall" if cuda else "cpu",
             "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
             "torch": torch.__version__,
@@ -330,7 +347,10 @@ class Judge:
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
         """Return the admission of the task with source `code`; for `headroom` see `admission.admit`."""
-        return admit(self.params, self.runner_factory, self.scheduler, code, headroom=headroom)
+        # An admission shows that a task is sound, whatever the rules of the candidates.
+        return admit(
+            with_standard_labels(self.params), self.runner_factory, self.scheduler, code, headroom=headroom
+        )
 
     def prepare(self) -> None:
         """Start the zygotes, the processes that runners are forked from, without waiting for them."""
@@ -372,7 +392,12 @@ def make_verdict(
         precision=params.precision,
         seconds=seconds or Seconds(),
         speedup=speedup or Speedup(),
-        evidence=evidence or {"judge": VERSION, "isolation": params.sandbox.isolation},
+        evidence={
+            "judge": VERSION,
+            "isolation": params.sandbox.isolation,
+            "labels": Labels.of(params.sandbox).model_dump(),
+            **(evidence or {}),
+        },
         log=readable(log, LOG_CHARACTERS),
     )
     return verdict.model_copy(update={"milestone": milestone(verdict)})

@@ -32,6 +32,15 @@ MAX_DELIVERED_BYTES = 1 << 20
 # has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
 MAX_REFERENCE_BYTES = 24 << 30
 
+
+def input_distributions(sandbox: Sandbox) -> list[str]:
+    """Return the names of the distributions on which a candidate must be correct.
+
+    KernelBench's tolerances are made for the task's own inputs, so only these are used with them.
+    """
+    return ["given"] if sandbox.tolerance == "kernelbench" else list(INPUT_DISTRIBUTIONS)
+
+
 Dtype = Literal[
     "float64",
     "float32",
@@ -232,7 +241,9 @@ class TaskLayout:
             and device == "cuda"
             and not placement.shares_buffers
             and call_bytes <= MAX_DELIVERED_BYTES,
-            distributions=list(itertools.islice(itertools.cycle(INPUT_DISTRIBUTIONS), correctness_sets)),
+            distributions=list(
+                itertools.islice(itertools.cycle(input_distributions(sandbox)), correctness_sets)
+            ),
             input_sets=correctness_sets + max(2, timed_sets),
         )
 

@@ -21,7 +21,7 @@ from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
 from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role
-from components.judge.task_layout import Description, Sizing
+from components.judge.task_layout import Description, Sizing, input_distributions
 from components.sandbox import shared_memory
 from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RegionName, RoleHeader
@@ -128,6 +128,11 @@ class TaskReference:
         # Estimated bytes of device memory that judging the task takes at once.
         self.bytes = memory_need(self.layout, budget.runner_bytes).device
 
+    @property
+    def construction_seed(self) -> int | None:
+        """Secret seed under which runners construct the model, or None with weights by state_dict."""
+        return self.parameter_seed if self.params.sandbox.weights == "seed" else None
+
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
         with contextlib.ExitStack() as cleanup:
@@ -155,13 +160,15 @@ class TaskReference:
                 self.expected_buffer = self._allocate("expected", layout.expected.stride * correctness_sets)
             self.parameter_seed = secrets.randbits(62) & ~1
             self.seeds = [secrets.randbits(62) & ~1 for _ in range(layout.input_sets)]
+            # With weights by seed, the parameters are those that the constructor makes.
+            parameters = None if self.params.sandbox.weights == "seed" else self.parameter_seed
             orders = [
                 {
                     "op": "fill",
                     "set": index,
                     "seed": seed,
                     "distribution": layout.distributions[index] if index < correctness_sets else "given",
-                    "parameters": self.parameter_seed,
+                    "parameters": parameters,
                     "outputs": index < correctness_sets,
                     "exact": index < correctness_sets,
                 }
@@ -175,13 +182,14 @@ class TaskReference:
                 },
                 layout.input_sets,
             )
-            self._request([{"op": "parameters", "seed": self.parameter_seed}, *orders])
+            self._request([{"op": "parameters", "seed": parameters}, *orders])
             with self.scheduler.preparing():
                 sets = [layout.inputs.tensors(self.input_buffer, index) for index in range(layout.input_sets)]
                 self.inputs = InputBank(
                     sets,
                     layout.distributions,
                     self.params.device,
+                    timed_distributions=input_distributions(self.params.sandbox),
                     may_double=not layout.placement.shares_buffers,
                 )
                 self.resources.callback(self.inputs.close)
@@ -209,6 +217,7 @@ class TaskReference:
             "device": self.params.device,
             "init_inputs": self.layout.description.init_inputs,
             "layout": self.layout.header(sets, buffers),
+            "construction_seed": self.construction_seed,
         }
         with self.scheduler.background_work(runner):
             switch_role(runner, header, tuple(buffer.fd for buffer in buffers.values()))

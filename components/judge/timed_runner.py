@@ -102,6 +102,7 @@ class TimedRunner:
             "layout": self.layout.header(self.layout.runner_sets, buffers),
             "precision": reference.params.precision,
             "init_inputs": self.layout.description.init_inputs,
+            "construction_seed": reference.construction_seed,
         }
         descriptors = (
             processes.factory.empty_library if library is None else library,

@@ -4,10 +4,12 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from components.core.errors import UserError
+from components.core.params import Params, Sandbox
 from components.core.records import FrozenModel
 
 # Ratio of baseline time to candidate time above which a candidate is called faster.
@@ -24,6 +26,38 @@ Status = Literal[
     "forbidden",
     "infrastructure",
 ]
+
+
+class Labels(FrozenModel):
+    """The rules by which a verdict was reached, from the parameters `sandbox.rules`, `weights`, `tolerance`.
+
+    Figures with different labels are never compared. The defaults are the labels of training and promotion.
+    """
+
+    rules: Literal["kernel-only", "any"] = "kernel-only"
+    weights: Literal["state_dict", "seed"] = "state_dict"
+    tolerance: Literal["strict", "kernelbench"] = "strict"
+
+    @classmethod
+    def of(cls, sandbox: Sandbox) -> Self:
+        return cls(rules=sandbox.rules, weights=sandbox.weights, tolerance=sandbox.tolerance)
+
+    def __str__(self) -> str:
+        return f"rules {self.rules}, weights by {self.weights}, tolerance {self.tolerance}"
+
+
+def with_standard_labels(params: Params) -> Params:
+    """Return a copy of `params` with the labels of training and promotion."""
+    sandbox = params.sandbox.model_copy(update=Labels().model_dump())
+    return params.model_copy(update={"sandbox": sandbox})
+
+
+def require_standard_labels(sandbox: Sandbox, purpose: str) -> None:
+    """Raise UserError, which names `purpose`, unless `sandbox` has the labels of training and promotion."""
+    for name, default in Labels().model_dump().items():
+        value = getattr(sandbox, name)
+        if value != default:
+            raise UserError(f"sandbox.{name}: {value} is not for {purpose}; set sandbox.{name}={default}.")
 
 
 class Ratio(FrozenModel):

@@ -19,6 +19,7 @@ from components.evaluation.evaluate import evaluate
 from components.evaluation.exploits import Sample, try_exploits
 from components.evaluation.metrics import Evaluation, load_evaluation
 from components.judge.pool import JudgePool
+from components.judge.verdict import Labels
 from components.registry import gates, models
 from components.registry.gates import Decision, Gate
 
@@ -122,6 +123,8 @@ def gate_again(
             f"version {number}: was measured on {after.device} in {after.precision}; "
             f"give --set device={after.device} and its precision."
         )
+    if after.labels != Labels():
+        raise UserError(f"version {number}: was measured with {after.labels}; evaluate it with {Labels()}.")
     champion = models.champion_besides(models.aliases(client, model), number)
     by_person = params.model_copy(update={"gate": params.gate.model_copy(update={"approval": "person"})})
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:

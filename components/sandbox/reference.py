@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from float64_mode import computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
-from runner_support import SharedTensors, define_module, eval_mode, flatten_outputs
+from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RegionName, RoleHeader
@@ -92,7 +92,7 @@ class ReferenceModel:
         self.shared = shared
         self.module = sys.modules.get("model") or define_module("model", header["code"])
         torch.manual_seed(0)
-        self.model = eval_mode(self.module.Model(*header["init_inputs"]), shared.device)
+        self.model = eval_mode(construct(self.module.Model, header), shared.device)
         self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
         # Arguments of the last call of `load`, because most input sets have the same parameters.
         self.loaded: tuple[int | None, str | None] = (None, None)
@@ -211,8 +211,8 @@ class ReferenceModel:
         for value, slot in zip(flatten_outputs(outputs), self.shared.tensors(region, index), strict=True):
             slot.copy_(value)
 
-    def write_parameters(self, seed: int) -> None:
-        """Write the random parameters for a seed to shared memory."""
+    def write_parameters(self, seed: int | None) -> None:
+        """Write the random parameters for a seed, or the initial ones for None, to shared memory."""
         for (_, value), slot in zip(self.parameters(seed), self.shared.tensors("parameters"), strict=True):
             slot.copy_(value)
 

@@ -59,6 +59,9 @@ class RoleHeader(TypedDict, total=False):
     files: dict[str, str]  # a candidate's Python sources by workspace path
     suffix: str  # file suffix of a candidate's library
     init_inputs: list[Any]  # arguments of the model's constructor
+    # Seed of torch before the constructor, or None unless candidates get their weights by it.
+    construction_seed: int | None
+    rules: str  # `kernel-only`, with which a candidate may not compute with torch, or `any`
     layout: MemoryLayout
     compile_mode: str  # `mode` of torch.compile
     zygote: ZygoteKind  # kind of the zygote that forks the runner, if the role does not determine it

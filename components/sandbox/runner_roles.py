@@ -25,7 +25,7 @@ import torch
 from compile_artefacts import CompileArtefacts
 from delivery import Call, WrongForm, make_delivery
 from op_blocker import ForbiddenOperator, prepare_operator_block
-from runner_support import SharedTensors, define_module, eval_mode, flatten_outputs
+from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
     from components.sandbox.runner_protocol import RoleHeader
@@ -119,7 +119,8 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     """
     refuse_compute, artefacts = None, None
     if header["role"] == "candidate":
-        refuse_compute = prepare_operator_block(shared.device)
+        if header["rules"] == "kernel-only":
+            refuse_compute = prepare_operator_block(shared.device)
         call = load_candidate(header, shared, library)
     elif header["role"] == "noop":
         outputs = itertools.cycle(shared.noop_outputs())
@@ -167,7 +168,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
 
 
 def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> Call:
-    """Write the candidate's files to the working folder and return its module with the judge's parameters.
+    """Write the candidate's files to the working folder and return its module with the task's weights.
 
     `library` is the descriptor of the compiled library, which is empty if the candidate has none.
     """
@@ -178,15 +179,16 @@ def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> C
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    module: torch.nn.Module = importlib.import_module("model_new").ModelNew(*header["init_inputs"])
-    shared.load_parameters(module)
+    module = construct(importlib.import_module("model_new").ModelNew, header)
+    if header["construction_seed"] is None:
+        shared.load_parameters(module)
     call: Call = eval_mode(module, shared.device)
     return call
 
 
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
     """Return the task's own model with the judge's parameters, compiled if the role is `compile`."""
-    module = define_module("model", header["code"]).Model(*header["init_inputs"])
+    module = construct(define_module("model", header["code"]).Model, header)
     shared.load_parameters(module)
     module = eval_mode(module, shared.device)
     return torch.compile(module, mode=header["compile_mode"]) if header["role"] == "compile" else module

@@ -36,6 +36,13 @@ def define_module(name: str, code: str) -> types.ModuleType:
     return module
 
 
+def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Module:
+    """Return an object of the class `model`, made under the header's construction seed unless it is None."""
+    if header["construction_seed"] is not None:
+        torch.manual_seed(header["construction_seed"])
+    return model(*header["init_inputs"])
+
+
 def flatten_outputs(value: Any) -> list[Any]:
     """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order."""
     if type(value) in (tuple, list):

@@ -21,6 +21,7 @@ from components.core.progress import Progress
 from components.core.records import FrozenModel
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool import JudgePool
+from components.judge.verdict import require_standard_labels
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.synthesis.headroom import repeat_by_headroom
 from components.training.metrics_file import Figures
@@ -167,6 +168,7 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     """
     stages = stages or stages_of_run(params)
     _check_engine(params)
+    require_standard_labels(params.sandbox, "training and promotion")
     if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
         raise UserError(
             "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."

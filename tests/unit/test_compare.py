@@ -11,7 +11,7 @@ from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.compare import Side, compare, open_side, paired_tests
 from components.evaluation.metrics import Evaluation, TaskResult, summarise
-from components.judge.verdict import Ratio, Speedup
+from components.judge.verdict import Labels, Ratio, Speedup
 
 
 def result(index: int, speed: float = 2.0, status: str = "correct") -> TaskResult:
@@ -169,3 +169,10 @@ def test_runs_are_found_by_the_beginning_of_their_id(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=says):
             open_side(tmp_path, name)
+
+
+def test_other_labels_are_not_compared() -> None:
+    one, other = side("a", [result(0)]), side("b", [result(0)])
+    labelled = other.evaluation.model_copy(update={"labels": Labels(rules="any")})
+    with pytest.raises(UserError, match=r"b: judged with rules any.*same labels"):
+        compare(one, other.model_copy(update={"evaluation": labelled}))

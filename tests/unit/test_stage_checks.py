@@ -44,6 +44,7 @@ def params(folder: Path, *sets: str) -> Params:
             ),
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
+        (("sandbox.rules=any",), r"sandbox\.rules: any is not for training.*sandbox\.rules=kernel-only"),
         *(
             (
                 ("rejection.replay_share=0", f"{stage}.advantages={mode}", f"{stage}.rollouts.samples=1"),

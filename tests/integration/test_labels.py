@@ -1,0 +1,125 @@
+"""Verdicts under other rules, weights and tolerances, and that no cheat gains more by them."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import judge_fixtures as corpus
+import pytest
+
+from components.core.task import KernelTask
+from components.judge.bench_cache import BenchCache
+from components.judge.judge import Judge
+from components.judge.verdict import Labels
+
+pytestmark = pytest.mark.usefixtures("no_compile_baseline")
+
+TORCH = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1024))
+        self.kept = dict()
+
+    def forward(self, x):
+        return {answer}
+"""
+HONEST = "F.leaky_relu(torch.sigmoid(x) * self.scale - 0.3, 0.1)"
+# A task whose weights are random, and a candidate that keeps them under another name.
+RANDOM_TASK = KernelTask(
+    code=corpus.CODE.replace("torch.ones(1024)", "torch.randn(1024)").replace("self.scale", "self.weight")
+)
+RENAMED = TORCH.replace("torch.ones(1024)", "torch.randn(1024)")
+# Inputs and weights of KernelBench's public seed.
+GUESSED = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1024))
+        torch.manual_seed(42)
+        known = torch.randn(256, 1024)
+        torch.manual_seed(torch.initial_seed())
+        self.known = F.leaky_relu(torch.sigmoid(known) * self.weight - 0.3, 0.1)
+
+    def forward(self, x):
+        return self.known.clone()
+"""
+
+
+@pytest.fixture(scope="module")
+def judge_with(judge: Judge) -> Iterator[Callable[..., Judge]]:
+    """Return the session's judge with other labels, and with task benches of its own."""
+    made: dict[Labels, Judge] = {}
+
+    def make(**labels: str) -> Judge:
+        key = Labels.model_validate(labels)
+        if key not in made:
+            made[key] = copy.copy(judge)
+            sandbox = judge.params.sandbox.model_copy(update=key.model_dump())
+            made[key].params = judge.params.model_copy(update={"sandbox": sandbox})
+            made[key].bench_cache = BenchCache(2)
+        return made[key]
+
+    yield make
+    for labelled in made.values():
+        labelled.bench_cache.close()
+
+
+def test_torch_may_compute_only_by_the_rules_that_say_so(
+    judge: Judge, judge_with: Callable[..., Judge]
+) -> None:
+    files = {"model_new.py": TORCH.format(answer=HONEST)}
+    verdict = judge_with(rules="any").verdict(corpus.TASK, files)
+    assert (verdict.status, verdict.evidence["labels"]["rules"]) == ("correct", "any"), verdict.log
+    refused = judge.verdict(corpus.TASK, files)
+    assert (refused.status, refused.evidence["labels"]) == ("forbidden", Labels().model_dump())
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (f"self.kept.setdefault(x.data_ptr(), {HONEST})", "max_error"),
+        ("torch.zeros_like(x)", "max_error"),
+        (f"{HONEST}.half().float()", "max_error"),
+        ("x.sigmoid_()", "output_aliases_input"),
+    ],
+    ids=["cached", "zeros", "half", "in_place"],
+)
+def test_a_cheat_is_wrong_by_any_rules(answer: str, reason: str, judge_with: Callable[..., Judge]) -> None:
+    files = {"model_new.py": TORCH.format(answer=answer)}
+    verdict = judge_with(rules="any").verdict(corpus.TASK, files)
+    assert verdict.status == "wrong_output", (verdict.status, verdict.reason, verdict.log)
+    assert verdict.reason.startswith(reason), (verdict.reason, verdict.log)
+
+
+def test_weights_by_seed_need_no_common_names(judge_with: Callable[..., Judge]) -> None:
+    files = {"model_new.py": RENAMED.format(answer=HONEST)}
+    by_seed = judge_with(rules="any", weights="seed").verdict(RANDOM_TASK, files)
+    assert by_seed.status == "correct", (by_seed.reason, by_seed.log)
+    by_name = judge_with(rules="any").verdict(RANDOM_TASK, files)
+    assert (by_name.status, by_name.reason) == ("load_failed", "import")
+
+
+def test_a_guessed_seed_is_wrong_output(judge_with: Callable[..., Judge]) -> None:
+    verdict = judge_with(rules="any", weights="seed").verdict(RANDOM_TASK, {"model_new.py": GUESSED})
+    assert (verdict.status, verdict.reason) == ("wrong_output", "max_error:given"), verdict.log
+
+
+@pytest.mark.parametrize(("error", "accepted"), [(5e-5, True), (1e-3, False)])
+def test_kernelbench_tolerance_accepts_its_own_errors_only(
+    error: float, accepted: bool, judge: Judge, judge_with: Callable[..., Judge]
+) -> None:
+    kernel = corpus.files("honest", "naive")["kernels/forward.cpp"]
+    inexact = kernel.replace("0.1f * v;", f"0.1f * v;\n    y[i] += {error}f;")
+    assert inexact != kernel
+    files = {"model_new.py": corpus.MODEL_NEW, "kernels/forward.cpp": inexact}
+    assert judge.verdict(corpus.TASK, files).status == "wrong_output"
+    verdict = judge_with(tolerance="kernelbench").verdict(corpus.TASK, files)
+    assert (verdict.status == "correct") == accepted, (verdict.status, verdict.reason, verdict.log)
