@@ -53,7 +53,7 @@ def is_cached(judge: Judge, code: str = corpus.CODE) -> bool:
 
 
 def test_a_task_is_compiled_once(cold_judge: Judge, folder: Path) -> None:
-    assert [is_cached(cold_judge) for _ in range(3)] == [False, True, True]
+    assert [is_cached(cold_judge) for _ in range(2)] == [False, True]
     (entry,) = folder.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
     simd = corpus.files("honest", "simd")
@@ -99,20 +99,19 @@ def test_modes_precisions_and_installations_have_their_own_entries(
         lambda content: b"",
     ],
 )
-def test_a_damaged_entry_is_compiled_again(
-    damage: Callable[[bytes], bytes], judge: Judge, folder: Path
-) -> None:
-    is_cached(judge)
-    (entry,) = folder.iterdir()
-    entry.write_bytes(damage(entry.read_bytes()))
-    assert [is_cached(judge), is_cached(judge)] == [False, True]
+def test_a_damaged_entry_is_removed(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path)
+    cache.store("key", bytes(range(100)))
+    (tmp_path / "key").write_bytes(damage((tmp_path / "key").read_bytes()))
+    assert cache.load("key") == b"" and list(tmp_path.iterdir()) == []
 
 
 def test_an_archive_that_cannot_be_unpacked_is_compiled_again(judge: Judge, folder: Path) -> None:
-    is_cached(judge)
-    (entry,) = folder.iterdir()
-    CompileCache(folder).store(entry.name, b"what a hostile task may leave for itself")
+    with bench(judge) as made:
+        key = entry_key(made.reference, "default")
+    CompileCache(folder).store(key, b"what a hostile task may leave for itself")
     assert [is_cached(judge), is_cached(judge)] == [False, True]
+    assert [path.name for path in folder.iterdir()] == [key]
 
 
 def test_an_archive_that_is_too_large_is_not_kept(

@@ -4,64 +4,91 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from components.core.errors import StageFailed, UserError
-from components.training.launcher import TERMINATED, launch
-
-FAILS = """
-import os, sys, time
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from components.core.errors import StageFailed, UserError
+from components.training import launcher
+from components.training.launcher import TERMINATED, launch
 from components.training.run_stage import RankLost
-if os.environ["RANK"] == "1":
-    get_error_handler().record_exception({error})
-else:
-    while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"].replace("rank-0", "rank-1")):
-        time.sleep(0.05)
-    get_error_handler().record_exception(RankLost("another rank died"))
-    sys.exit(1)
-time.sleep(2)
+
+PROGRAM = """
+import os, shutil, sys, time
+own = os.environ["TORCHELASTIC_ERROR_FILE"]
+while os.environ["RANK"] == "0" and not os.path.exists(own.replace("rank-0", "rank-1")):
+    time.sleep(0.05)
+shutil.copyfile(os.path.join(sys.argv[1], os.environ["RANK"]), own)
+time.sleep(int(os.environ["RANK"]))
 sys.exit(1)
 """
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the launcher wait for the other ranks for one second after a rank failed."""
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 1.0)
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], list[str]]:
+    """Return the command of ranks of which rank 1 fails with an error, and rank 0 because rank 1 is lost.
+
+    torch's own handler writes the records of both errors, here and once, since each rank would import torch.
+    """
+
+    def command(error: Exception) -> list[str]:
+        for rank, recorded in enumerate((RankLost("another rank died"), error)):
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank)))
+            get_error_handler().record_exception(recorded)
+        return [sys.executable, "-c", PROGRAM, str(tmp_path)]
+
+    return command
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "sentence"),
     [
         (
-            "StageFailed('critic: too little')",
+            StageFailed("critic: too little"),
             StageFailed,
             r"rank 1 of 2 failed: critic: too little .*rank-1\.log",
         ),
-        ("UserError('critic: no trajectory')", UserError, "^critic: no trajectory$"),
-        ("ValueError('a bad\\n  shape')", StageFailed, "rank 1 of 2 failed: ValueError: a bad shape"),
+        (UserError("critic: no trajectory"), UserError, "^critic: no trajectory$"),
+        (ValueError("a bad\n  shape"), StageFailed, "rank 1 of 2 failed: ValueError: a bad shape"),
     ],
 )
 def test_the_error_of_the_rank_that_failed_is_told_not_that_of_one_which_lost_it(
-    error: str, kind: type[Exception], sentence: str, tmp_path: Path
+    error: Exception,
+    kind: type[Exception],
+    sentence: str,
+    failing: Callable[[Exception], list[str]],
+    tmp_path: Path,
 ) -> None:
     """Rank 0 ends first, because rank 1 is gone."""
     with pytest.raises(kind, match=sentence):
-        launch([sys.executable, "-c", FAILS.format(error=error)], 2, tmp_path / "logs")
+        launch(failing(error), 2, tmp_path / "logs")
 
 
 def test_a_rank_that_recorded_nothing_is_told_by_the_end_of_its_log(tmp_path: Path) -> None:
-    program = "import os, sys, time; time.sleep(1 - int(os.environ['RANK'])); sys.exit('out of luck')"
+    program = "import os, sys, time; time.sleep(60 * (os.environ['RANK'] == '0')); sys.exit('out of luck')"
     with pytest.raises(
         StageFailed, match=r"rank 1 of 2 died by exit code 1 \(see .*rank-1\.log\);(.|\n)*out of luck"
     ):
         launch([sys.executable, "-c", program], 2, tmp_path / "logs")
 
 
-def test_an_error_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
+def test_an_error_of_an_earlier_run_is_forgotten(
+    failing: Callable[[Exception], list[str]], tmp_path: Path
+) -> None:
     with pytest.raises(UserError):
-        program = FAILS.format(error="UserError('no trajectory')")
-        launch([sys.executable, "-c", program], 2, tmp_path / "logs")
+        launch(failing(UserError("no trajectory")), 2, tmp_path / "logs")
     with pytest.raises(StageFailed, match="rank 0 of 2 died by exit code 7"):
-        launch([sys.executable, "-c", "raise SystemExit(7)"], 2, tmp_path / "logs")
+        program = "import os, time; time.sleep(60 * int(os.environ['RANK'])); raise SystemExit(7)"
+        launch([sys.executable, "-c", program], 2, tmp_path / "logs")
 
 
 def test_after_sigterm_the_ranks_have_the_time_that_they_need(tmp_path: Path) -> None:
@@ -69,7 +96,7 @@ def test_after_sigterm_the_ranks_have_the_time_that_they_need(tmp_path: Path) ->
     program = f"""
 import os, signal, sys, time
 def save(*_):
-    time.sleep(2 + 6 * int(os.environ["RANK"] == "0"))  # longer than the launcher waits after a failed rank
+    time.sleep(3 * (os.environ["RANK"] == "0"))  # longer than the launcher waits after a failed rank
     open({str(tmp_path)!r} + "/saved-" + os.environ["RANK"], "w").close()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
@@ -79,7 +106,7 @@ time.sleep(60)
 
     def terminate() -> None:
         while not all((tmp_path / str(rank)).exists() for rank in range(2)):
-            pass
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=terminate)
