@@ -4,12 +4,12 @@ Native tool calls are used if the server supports them. If the server refuses de
 message describes the tools instead, and calls are parsed from the text of the answers.
 """
 
+import asyncio
 import functools
 import json
-from concurrent.futures import as_completed
 from typing import Any
 
-from components.agent.episode import SHORTENED, Episode, RolloutRequest, episode_threads
+from components.agent.episode import SHORTENED, Episode, RolloutRequest, run_all
 from components.agent.tool_parser import native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory
@@ -129,17 +129,19 @@ def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
 
     A trajectory during which the server failed has the `finish_reason` server.
     """
-    episodes = [ChatEpisode(task, request, chat) for task in request.tasks]
-    with episode_threads(episodes, request.pool) as threads:
+
+    def run(index: int) -> Trajectory:
+        episode = ChatEpisode(request.tasks[index], request, chat)
         try:
-            pending = [
-                threads.submit(episode.run, request.seed * 1_000_003 + index)
-                for index, episode in enumerate(episodes)
-            ]
-            for done, future in enumerate(as_completed(pending), 1):
-                future.result()
-                request.on_progress(done, len(pending))
-            return [future.result() for future in pending]
+            return episode.run(request.seed * 1_000_003 + index)
+        finally:
+            episode.tools.close()
+
+    async def run_in_thread(index: int) -> Trajectory:
+        try:
+            return await asyncio.to_thread(run, index)
         except BaseException:
             chat.close()  # ends the requests that threads wait for
             raise
+
+    return run_all(request, run_in_thread, capacity=lambda: len(request.tasks))

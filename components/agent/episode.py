@@ -5,12 +5,15 @@ of each turn, and ends with a verdict on its files. The subclasses of `Episode` 
 token_rollout.py add the sampling.
 """
 
-import contextlib
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any
 
+from components.agent.in_flight import BusyMeter, keep_in_flight
 from components.agent.tool_parser import Request
 from components.agent.tools import Tools
 from components.agent.trajectory import ToolCall, Trajectory, Turn
@@ -22,8 +25,6 @@ from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict, milestone
 from components.policy.prompts import user_message
 
-# Largest number of episodes that act at the same time.
-MAX_PARALLEL = 64
 SHORTENED = "[an older observation, shortened]"
 
 
@@ -60,10 +61,23 @@ class RolloutRequest:
     on_progress: Callable[[int, int], None] = _ignore
     # Function that is called with each candidate that was judged and its verdict, in the episode's thread.
     on_verdict: Callable[[Candidate, Verdict], None] = _ignore
+    # Set when the rollout ends early; no further candidate is judged then.
+    stopped: threading.Event = field(default_factory=threading.Event)
+    # Meters of the time in which a completion, and in which a verdict, was waited for.
+    sampling: BusyMeter = field(default_factory=BusyMeter)
+    judging: BusyMeter = field(default_factory=BusyMeter)
 
     @property
     def multi_turn(self) -> bool:
         return self.max_turns > 1
+
+    def session(self, index: int) -> str:
+        """Return the name of the trajectory of the task with this index, which no other trajectory has."""
+        return f"{self.epoch}/{index}"
+
+    def turn_seed(self, index: int, turn: int) -> int:
+        """Return the seed of a turn, made of the request's seed and the numbers of trajectory and turn."""
+        return ((self.seed * 1_000_003 + index) * 1_000_003 + turn) % 2**63
 
     def is_out_of_time(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
@@ -88,7 +102,6 @@ class Episode:
         self.turns: list[Turn] = []
         self.finish_reason = ""
         self.error = ""
-        self.abandoned = False
 
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.
@@ -107,13 +120,16 @@ class Episode:
         """Return the judge's verdict on the current files of the workspace.
 
         If the same files were already judged in the epoch of this episode, the earlier verdict is returned.
-        Raises CancelledError if the episode is abandoned.
+        Raises CancelledError if the rollout was stopped.
         """
         candidate = Candidate.of(self.workspace.files)
-        future = self.request.pool.submit(Job(self.task, candidate, self.request.epoch))
-        if self.abandoned:  # submitted after `abandon` cancelled the waiting jobs
-            future.cancel()
-        verdict = future.result()
+        if self.request.stopped.is_set():
+            raise CancelledError
+        with self.request.judging.busy():
+            future = self.request.pool.submit(Job(self.task, candidate, self.request.epoch))
+            if self.request.stopped.is_set():  # submitted after the waiting jobs were cancelled
+                future.cancel()
+            verdict = future.result()
         self.request.on_verdict(candidate, verdict)
         return verdict
 
@@ -137,11 +153,16 @@ class Episode:
         return calls
 
     def finish(
-        self, version: str, ids: Sequence[int] = (), mask: Sequence[int] = (), logprobs: Sequence[float] = ()
+        self,
+        version: str,
+        ids: Sequence[int] = (),
+        mask: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        versions: tuple[tuple[str, int], ...] = (),
     ) -> Trajectory:
         """End the episode, judge the final files, and return the trajectory.
 
-        `version` names the policy. `ids`, `mask` and `logprobs` are the token sequences of a token rollout.
+        `version` names the policy. `ids`, `mask`, `logprobs` and `versions` are those of a token rollout.
         """
         self.tools.close()
         final = self.judge()
@@ -155,6 +176,7 @@ class Episode:
             reward=float(milestone(final)),
             finish_reason=self.finish_reason,
             policy_version=version,
+            versions=versions,
             files=dict(self.workspace.files),
             error=self.error,
             task=self.task.code,
@@ -167,22 +189,30 @@ class Episode:
         )
 
 
-@contextlib.contextmanager
-def episode_threads(episodes: Sequence[Episode], pool: JudgePool) -> Iterator[ThreadPoolExecutor]:
-    """Yield the threads in which the episodes run, and close the tools of the episodes at the end.
+def run_all(
+    request: RolloutRequest,
+    run: Callable[[int], Coroutine[Any, Any, Trajectory]],
+    capacity: Callable[[], int],
+) -> list[Trajectory]:
+    """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in order.
 
-    If the block raises an exception, the waiting judge jobs of the episodes are cancelled, so that the
-    threads wait only for jobs that the judge has already begun.
+    At most `capacity()` of them run at a time. If one raises an error, or the wait for them is interrupted,
+    the waiting judge jobs are cancelled, so that only jobs that the judge has already begun are waited for.
     """
-    with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="episode") as threads:
+    found: dict[int, Trajectory] = {}
+    indices = iter(range(len(request.tasks)))
+
+    async def one(index: int) -> None:
+        found[index] = await run(index)
+        request.on_progress(len(found), len(request.tasks))
+
+    async def every() -> None:
         try:
-            yield threads
+            await keep_in_flight(lambda: next((one(index) for index in indices), None), capacity)
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for episode in episodes:
-                episode.abandoned = True
-            pool.drop()
+            request.stopped.set()
+            request.pool.drop()
             raise
-        finally:
-            for episode in episodes:
-                episode.tools.close()
+
+    asyncio.run(every())
+    return [found[index] for index in range(len(request.tasks))]

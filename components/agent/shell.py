@@ -43,6 +43,10 @@ KEPT_BYTES = 1 << 16
 # Limit of the CPU time of one process, in seconds.
 CPU_SECONDS = 3600
 POLL_SECONDS = 0.25
+# Number of shell commands that may run at the same time for each core; more than 1, because many commands
+# wait, for instance for a verdict.
+COMMANDS_PER_CORE = 8
+COMMAND_PLACES = threading.Semaphore(COMMANDS_PER_CORE * (os.cpu_count() or 1))
 # Seconds that starting or ending a background command may take.
 CONTROL_SECONDS = 5.0
 DRIVER = r"""
@@ -146,9 +150,10 @@ class Shell:
     # --- commands ---
 
     def run(self, command: str, seconds: float) -> CommandResult:
-        """Run `command` and wait for its end, for at most `seconds`."""
+        """Run `command` and wait for its end, for at most `seconds` after a place for it has become free."""
         number = self._save(command)
-        line = self._send(f"run {number}", seconds)
+        with COMMAND_PLACES:
+            line = self._send(f"run {number}", seconds)
         code = int(line) if line.lstrip("-").isdigit() else None
         note = "" if code is not None else line
         return CommandResult(self._read(number)[0], code, note)

@@ -1,16 +1,17 @@
-"""Rollouts over a sampler of tokens: many episodes in parallel with one sampler and one judge pool.
+"""Rollouts over a sampler of tokens: many episodes at the same time with one sampler and one judge pool.
 
-The sampler samples a turn for all unfinished episodes together, then the tool calls of these turns run in
-parallel, and then the next turn begins. Sampled token ids are appended to the history as they are and never
-computed from text again. Observations are inserted in the form that the chat template gives tool messages.
+Each trajectory is sampled by a coroutine, from its prompt to its final verdict, and waits for no other one.
+Sampled token ids are appended to the history as they are and never computed from text again. Observations are
+inserted in the form that the chat template gives tool messages.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from components.agent.chat_template import ChatTemplate
-from components.agent.episode import SHORTENED, Episode, RolloutRequest, episode_threads
+from components.agent.episode import SHORTENED, Episode, RolloutRequest, run_all
 from components.agent.trajectory import Trajectory
 from components.core.task import KernelTask
 from components.policy.sampler import Completion, Sampler
@@ -32,6 +33,8 @@ class TokenEpisode(Episode):
         self.ids = self.template.first_ids(self.first_message()["content"])
         self.mask = [0] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
+        # Names of the weights that sampled the own tokens, in order, each with its number of tokens.
+        self.versions: list[tuple[str, int]] = []
         # Begin and end of the observations in `ids` and the name of the first call, for each turn.
         self.observed: list[tuple[int, int, str]] = []
         self.shortened = 0
@@ -69,6 +72,12 @@ class TokenEpisode(Episode):
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
+        versions = completion.versions
+        for version in [versions] * len(completion.ids) if isinstance(versions, str) else versions:
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = (version, self.versions[-1][1] + 1)
+            else:
+                self.versions.append((version, 1))
         calls = self.perform(
             text,
             requests,
@@ -86,46 +95,50 @@ class TokenEpisode(Episode):
             self.logprobs += [0.0] * len(suffix)
 
 
+async def run_episode(
+    request: RolloutRequest, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
+) -> Trajectory:
+    """Return a trajectory for the task of `request` with this index.
+
+    The final verdict is on the candidate's files at its end. A mistake of the policy, such as a wrong tool
+    call, raises no exception. If the final verdict has the status `infrastructure`, the judge failed, so the
+    trajectory must not be used to assess the policy.
+    """
+    episode = await asyncio.to_thread(TokenEpisode, request.tasks[index], request, tokenizer)
+    context = request.params.policy.context
+    try:
+        for turn in range(request.max_turns):
+            prompt = episode.prompt(shorten=request.shorten_history)
+            room = context - len(prompt)
+            if room < MIN_TURN_TOKENS:
+                episode.finish_reason = "length"
+            elif request.is_out_of_time():
+                episode.finish_reason = "time"
+            if episode.finish_reason:
+                break
+            with request.sampling.busy():
+                completion = await sampler.complete(
+                    prompt,
+                    max_new_tokens=min(request.max_new_tokens, room),
+                    temperature=request.temperature,
+                    seed=request.turn_seed(index, turn),
+                    session=request.session(index),
+                )
+            await asyncio.to_thread(episode.act, completion, turn + 1 == request.max_turns)
+            if episode.finish_reason:
+                break
+        version = episode.versions[-1][0] if episode.versions else sampler.version
+        return await asyncio.to_thread(
+            episode.finish, version, episode.ids, episode.mask, episode.logprobs, tuple(episode.versions)
+        )
+    finally:
+        episode.tools.close()
+
+
 def run_episodes(
     request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    """Return one trajectory per task of `request`, in order.
-
-    The final verdict of a trajectory is on the candidate's files at its end. A mistake of the policy, such as
-    a wrong tool call, raises no exception. If the final verdict has the status `infrastructure`, the judge
-    failed, so the trajectory must not be used to assess the policy.
-    """
-    episodes = [TokenEpisode(task, request, tokenizer) for task in request.tasks]
-    context = request.params.policy.context
-    live = list(episodes)
-    with episode_threads(episodes, request.pool) as threads:
-        for turn in range(request.max_turns):
-            prompts = {id(episode): episode.prompt(shorten=request.shorten_history) for episode in live}
-            for episode in live:
-                if context - len(prompts[id(episode)]) < MIN_TURN_TOKENS:
-                    episode.finish_reason = "length"
-                elif request.is_out_of_time():
-                    episode.finish_reason = "time"
-            live = [episode for episode in live if not episode.finish_reason]
-            if not live:
-                break
-            histories = [prompts[id(episode)] for episode in live]
-            completions = sampler.generate(
-                histories,
-                max_new_tokens=min(request.max_new_tokens, context - max(map(len, histories))),
-                temperature=request.temperature,
-                seed=request.seed * 1_000_003 + turn,
-            )
-            last = turn + 1 == request.max_turns
-            for future in [
-                threads.submit(episode.act, completion, last)
-                for episode, completion in zip(live, completions, strict=True)
-            ]:
-                future.result()
-            live = [episode for episode in live if not episode.finish_reason]
-            request.on_progress(len(episodes) - len(live), len(episodes))
-        ends = [
-            threads.submit(episode.finish, sampler.version, episode.ids, episode.mask, episode.logprobs)
-            for episode in episodes
-        ]
-        return [end.result() for end in ends]
+    """Return one trajectory per task of `request`, in order, as `run_episode` samples them."""
+    return run_all(
+        request, lambda index: run_episode(request, index, sampler, tokenizer), capacity=sampler.capacity
+    )

@@ -10,6 +10,7 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 
 from components.agent import tool_schemas, untrusted_folder
 from components.agent.shell import CommandResult, Shell
@@ -77,6 +78,7 @@ class Tools:
         self.last_seen: dict[str, str] = {}
         self.lock = threading.RLock()
         self._shell: Shell | None = None
+        self.is_closed = False
         # The candidate's files that were last written to the shell's workspace or read from it.
         self._pushed: dict[str, str] = {}
 
@@ -276,6 +278,8 @@ class Tools:
         return utility_output(utility, self._verdict())
 
     def _started(self) -> Shell:
+        if self.is_closed:
+            raise CancelledError
         if self._shell is None:
             self._shell = Shell(self.sandbox, self.workspace.task.code, self._serve_utility)
         with self.lock:
@@ -311,7 +315,11 @@ class Tools:
                     self._pushed.pop(path, None)
 
     def close(self) -> None:
-        """Copy the last changes from the shell into memory, and end the shell with all its processes."""
+        """Copy the last changes from the shell into memory, and end the shell with all its processes.
+
+        A call that still runs in another thread, and then needs a shell, raises CancelledError.
+        """
+        self.is_closed = True
         if self._shell is not None:
             self._pull()
             self._shell.close()

@@ -64,7 +64,9 @@ class Trajectory:
     episode in order. The last verdict is on the candidate's files at the end, and `reward` is its milestone.
 
     `finish_reason` is stop, length (a token or context limit), turns, time or server. With server, the
-    policy's server failed, and `error` says why. `policy_version` names the policy's weights. `files` are the
+    policy's server failed, and `error` says why. `policy_version` names the policy's weights, the last ones
+    if they changed meanwhile. `versions` has the names of the weights that sampled the own tokens, in order,
+    each with the number of tokens. `files` are the
     candidate's files at the end by workspace path, and `start` are its files before the first turn. `task` is
     the source of the task. `settings` has the keys `device`, `in_turns` (whether several turns were allowed)
     and `context` (window in tokens). Because of `task` and `settings`, a trajectory can be replayed without
@@ -85,6 +87,7 @@ class Trajectory:
     task: str = ""
     start: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    versions: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         # Tuples of numbers would take ten times the memory of arrays, whose type is that of the file.
@@ -192,8 +195,12 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
                 Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])}))
                 for turn in record["turns"]
             )
-            verdicts = tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"])
-            result.append(Trajectory(**(record | {"turns": turns, "verdicts": verdicts} | sequences)))
+            lists: dict[str, Any] = {
+                "turns": turns,
+                "verdicts": tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"]),
+                "versions": tuple((name, count) for name, count in record.get("versions", ())),
+            }
+            result.append(Trajectory(**(record | lists | sequences)))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(
                 f"{folder / 'trajectories.jsonl'}: line {index + 1} is no trajectory ({error}); restore the "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +23,8 @@ class Completion:
     logprobs: tuple[float, ...]
     # Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached.
     finish_reason: str
+    # Name of the weights that sampled each token, or one name if they are the same for all tokens.
+    versions: str | tuple[str, ...]
 
 
 class Sampler(Protocol):
@@ -27,16 +32,49 @@ class Sampler(Protocol):
 
     version: str
 
-    def generate(
-        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> list[Completion]:
-        """Sample one completion for each prompt, in the order of the prompts.
+    def capacity(self) -> int:
+        """Return how many sequences the backend can hold at once; it may change while sampling goes on."""
+        ...
+
+    async def complete(
+        self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
+    ) -> Completion:
+        """Sample one completion of `prompt`.
 
         At temperature 0, each token is the most probable one. Equal arguments and weights give equal results,
         unless the documentation of the backend says otherwise. A completion ends at the end of the context
-        window at the latest. It is empty if the prompt fills the window.
+        window at the latest. It is empty if the prompt fills the window. `session` is the same for all turns
+        of one trajectory. If the coroutine is cancelled, the backend stops sampling the sequence.
         """
         ...
+
+
+def complete_all(
+    sampler: Sampler, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, seed: int
+) -> list[Completion]:
+    """Sample one completion for each prompt, in the order of the prompts, each with a seed of its own.
+
+    At most as many as the backend can hold are sampled at the same time.
+    """
+
+    async def complete() -> list[Completion]:
+        places = asyncio.Semaphore(sampler.capacity())
+
+        async def one(index: int, prompt: Sequence[int]) -> Completion:
+            async with places:
+                return await sampler.complete(
+                    prompt,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    seed=(seed * 1_000_003 + index) % 2**63,
+                    session=str(index),
+                )
+
+        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+
+    # In a thread of its own, because the caller may be called by an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, complete()).result()
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> tuple[int, ...]:

@@ -1,86 +1,79 @@
-"""This module samples from a policy with transformers in this process, so vLLM is not needed."""
+"""This module samples from a policy with transformers in this process, so vLLM is not needed.
 
+A thread samples one token for all running sequences at a time. A sequence joins when there is a free row and
+leaves when it ends, so no sequence waits for another one to end.
+
+A sequence's tokens and log-probabilities do not depend on the sequences that share its forward passes, nor on
+the time at which it joins, to the last bit. A prompt is evaluated alone. A forward pass of running sequences
+has a fixed number of rows (on cpu a power of two), of which unused ones are empty, and each row has a place
+of its own in a cache whose width is a multiple of `row_cache.WIDTH_STEP`. docs/training.md has the
+measurement. Mixtures of experts are the exception: the tokens that share an expert share a matrix product of
+varying size.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
 
+from components.policy.row_cache import RowCache
 from components.policy.sampler import Completion, stop_ids
 
+# Least number of rows of a forward pass; products with fewer rows are summed in another order on cpu.
+LEAST_ROWS = 8
 
-@dataclass
-class _Row:
+
+@dataclass(eq=False)
+class _Sequence:
     """The state of one sequence while it is sampled."""
 
-    prompt: list[int]
+    # The tokens so far, and how many of them are the prompt.
+    ids: list[int]
+    prompt: int
     # Random numbers in [0, 1), one for each token that may be sampled. The length of this list is therefore
     # the limit of the number of tokens.
     uniforms: list[float]
-    ids: list[int] = field(default_factory=list)
+    temperature: float
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ""
+    versions: list[str] = field(default_factory=list)
+    is_cancelled: bool = False
 
-    def append(self, token: int, logprob: float, stop: tuple[int, ...]) -> None:
+    def append(self, token: int, logprob: float, version: str, stop: tuple[int, ...]) -> str:
+        """Add a sampled token, and return the reason why the sequence ends with it, or ""."""
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if token in stop:
-            self.finish_reason = "stop"
-        elif len(self.ids) == len(self.uniforms):
-            self.finish_reason = "length"
+        self.versions.append(version)
+        return "stop" if token in stop else "length" if len(self.logprobs) == len(self.uniforms) else ""
 
+    def resolve(self, result: Completion | BaseException) -> None:
+        """Give the waiting coroutine its result, unless it has been cancelled."""
 
-class _PreallocatedLayer(DynamicLayer):
-    """A layer of a key-value cache that allocates memory for further tokens in advance.
+        def set_result() -> None:
+            if self.future.done():
+                return
+            if isinstance(result, BaseException):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
 
-    transformers' `DynamicLayer` instead copies all keys and values for every new token.
-    """
-
-    SPARE_TOKENS = 64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers: tuple[Tensor, Tensor] | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens, and return all keys and all values.
-
-        The arguments have the shape [batch, heads, new, head_dim], and the results [batch, heads, old + new,
-        head_dim].
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        old = self.get_seq_length()
-        new = old + key_states.shape[2]
-        if self.buffers is None or self.buffers[0].shape[2] < new:
-            batch, heads, _, _ = key_states.shape
-            keys, values = (
-                states.new_empty(batch, heads, new + self.SPARE_TOKENS, states.shape[3])
-                for states in (key_states, value_states)
-            )
-            if self.keys is not None and self.values is not None and old:
-                keys[:, :, :old], values[:, :, :old] = self.keys, self.values
-            self.buffers = keys, values
-        keys, values = self.buffers
-        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
-        self.keys, self.values = filled = keys[:, :, :new], values[:, :, :new]
-        return filled
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.buffers = None
+        with contextlib.suppress(RuntimeError):  # The event loop was closed.
+            self.loop.call_soon_threadsafe(set_result)
 
 
 class TransformersSampler:
     """A sampler of a transformers model in this process.
 
-    A caller that changes the weights of `model` must also set `version`. The class has its own sampling loop,
-    because the overhead of transformers' `generate` is larger than the arithmetic of a small model. The
-    random numbers of a sequence depend only on the seed and the index of the sequence. So, up to rounding, a
-    sequence does not depend on the other sequences of its batch.
+    A caller that changes the weights of `model` while sequences are sampled must do so within `paused`, and
+    must also set `version`. The class has its own sampling loop, because the overhead of transformers'
+    `generate` is larger than the arithmetic of a small model.
     """
 
     def __init__(
@@ -92,102 +85,157 @@ class TransformersSampler:
         device: str,
         version: str,
     ):
+        """Sample from `model`, at most `batch` sequences at a time."""
         self.model = model
         self.version = version
         self.batch = batch
         self.device = torch.device(device)
         self.context = int(model.config.max_position_embeddings)
         self.stop = stop_ids(tokenizer, model.generation_config)
-        # The value does not matter, because padding is masked.
-        self.padding = self.stop[0]
+        self.weights = threading.Lock()
+        self.lock = threading.Lock()
+        self.waiting: deque[_Sequence] = deque()
+        self.is_running = False
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> list[Completion]:
-        """Sample one completion for each prompt, as specified by `Sampler.generate`.
+    def capacity(self) -> int:
+        return self.batch
+
+    async def complete(
+        self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
+    ) -> Completion:
+        """Sample one completion of `prompt`, as specified by `Sampler.complete`.
 
         At temperature 0, the log-probabilities are those under the distribution at temperature 1.
         """
-        rows = []
-        for index, prompt in enumerate(prompts):
-            noise = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
-            limit = max(0, min(max_new_tokens, self.context - len(prompt)))
-            rows.append(
-                _Row(
-                    prompt,
-                    torch.rand(limit, generator=noise, dtype=torch.float64).tolist(),
-                    finish_reason="" if limit else "length",
-                )
-            )
-        waiting = sorted((row for row in rows if not row.finish_reason), key=lambda row: len(row.prompt))
-        training = self.model.training
-        self.model.eval()
-        for start in range(0, len(waiting), self.batch):
-            self._complete(waiting[start : start + self.batch], temperature)
-        self.model.train(training)
-        return [Completion(tuple(row.ids), tuple(row.logprobs), row.finish_reason) for row in rows]
+        limit = min(max_new_tokens, self.context - len(prompt))
+        if limit <= 0:
+            return Completion((), (), "length", self.version)
+        noise = torch.Generator().manual_seed(seed)
+        loop = asyncio.get_running_loop()
+        sequence = _Sequence(
+            list(prompt),
+            len(prompt),
+            torch.rand(limit, generator=noise, dtype=torch.float64).tolist(),
+            temperature,
+            loop,
+            loop.create_future(),
+        )
+        with self.lock:
+            self.waiting.append(sequence)
+            if not self.is_running:
+                self.is_running = True
+                threading.Thread(target=self._run, name="sampler", daemon=True).start()
+        try:
+            return await sequence.future
+        finally:
+            sequence.is_cancelled = True
 
-    def _complete(self, rows: list[_Row], temperature: float) -> None:
-        """Sample all rows as one batch until every row is finished, and write the results into the rows."""
-        cache = DynamicCache(config=self.model.config)
-        cache.layers = [
-            _PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
-        ]
-        width = max(len(row.prompt) for row in rows)
-        ids = torch.tensor(
-            [[self.padding] * (width - len(row.prompt)) + row.prompt for row in rows], device=self.device
-        )
-        mask = torch.tensor(
-            [[0] * (width - len(row.prompt)) + [1] * len(row.prompt) for row in rows], device=self.device
-        )
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which no forward pass runs, so that the weights may be changed."""
+        with self.weights:
+            yield
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        """Sample until no sequence is left."""
+        running: list[_Sequence] = []
+        cache = RowCache(self.model.config, self.batch)
         while True:
-            output = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            uniforms = torch.tensor(
-                [row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in rows],
-                dtype=torch.float64,
-                device=self.device,
-            )
-            tokens, logprobs = draw(output.logits[:, -1], uniforms, temperature)
-            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                if not row.finish_reason:
-                    row.append(token, logprob, self.stop)
-            unfinished = [index for index, row in enumerate(rows) if not row.finish_reason]
-            if not unfinished:
-                return
-            ids, positions = tokens[:, None], positions[:, -1:] + 1
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            if 2 * len(unfinished) < len(rows):
-                # Finished rows are removed only when they are the majority, because a removal copies the
-                # whole cache.
-                keep = torch.tensor(unfinished, device=self.device)
-                cache.batch_select_indices(keep)
-                ids, positions, mask = ids[keep], positions[keep], mask[keep]
-                rows = [rows[index] for index in unfinished]
+            with self.lock:
+                joining = [
+                    self.waiting.popleft() for _ in range(min(len(self.waiting), self.batch - len(running)))
+                ]
+                joining = [sequence for sequence in joining if not sequence.is_cancelled]
+                if not running and not joining:
+                    self.is_running = False
+                    return
+            try:
+                with self.weights:
+                    if self.model.training:
+                        self.model.eval()
+                    for sequence in joining:
+                        self._evaluate_prompt(sequence, cache, len(running))
+                        running.append(sequence)
+                    ends = self._step(running, cache)
+            except Exception as error:
+                for sequence in {*running, *joining}:
+                    sequence.resolve(error)
+                running = []
+                continue
+            # The last row takes the place of one that ends, so the rows in use are always the first ones.
+            for row in sorted(ends, reverse=True):
+                if row < len(running) - 1:
+                    cache.move(len(running) - 1, row)
+                ended, running[row] = running[row], running[-1]
+                running.pop()
+                ended.resolve(
+                    Completion(
+                        tuple(ended.ids[ended.prompt :]),
+                        tuple(ended.logprobs),
+                        ends[row],
+                        ended.versions[0] if len(set(ended.versions)) == 1 else tuple(ended.versions),
+                    )
+                )
+
+    def _rows(self, running: int) -> int:
+        """Return the number of rows of a forward pass in which `running` sequences take part.
+
+        On a GPU, a matrix product with another number of rows may be summed in another order, so the number
+        is always the same. On cpu it is a power of two, because all of those give the same sums.
+        """
+        if self.device.type != "cpu":
+            return self.batch
+        return min(self.batch, max(LEAST_ROWS, 1 << (running - 1).bit_length()))
+
+    def _evaluate_prompt(self, sequence: _Sequence, cache: RowCache, row: int) -> None:
+        """Write the keys and values of all tokens but the last one to a row of the cache."""
+        if len(sequence.ids) == 1:
+            return
+        ids = torch.tensor([sequence.ids[:-1]], device=self.device)
+        prefix = DynamicCache()
+        self.model(input_ids=ids, past_key_values=prefix, use_cache=True, logits_to_keep=1)
+        cache.insert(row, prefix)
+
+    def _step(self, running: Sequence[_Sequence], cache: RowCache) -> dict[int, str]:
+        """Sample one token for each sequence, and return the reasons of the ends by row."""
+        empty = self._rows(len(running)) - len(running)
+        ids = torch.tensor([one.ids[-1] for one in running] + [self.stop[0]] * empty, device=self.device)
+        positions = torch.tensor([len(one.ids) - 1 for one in running] + [0] * empty, device=self.device)
+        output = self.model(
+            input_ids=ids[:, None],
+            attention_mask=cache.step(positions, self.model.dtype),
+            position_ids=positions[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        numbers = torch.tensor(
+            [(one.uniforms[len(one.logprobs)], one.temperature) for one in running] + [(0.0, 1.0)] * empty,
+            dtype=torch.float64,
+            device=self.device,
+        )
+        tokens, logprobs = draw(output.logits[:, -1], numbers[:, 0], numbers[:, 1])
+        ends = {}
+        for row, (one, token, logprob) in enumerate(
+            zip(running, tokens.tolist(), logprobs.tolist(), strict=False)
+        ):
+            reason = one.append(token, logprob, self.version, self.stop)
+            if reason or one.is_cancelled:
+                ends[row] = reason
+        return ends
 
 
-def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token for each row, and return the tokens and their log-probabilities.
 
-    `logits` has the shape [batch, vocabulary], and `uniforms` has one random number in [0, 1) for each row,
+    `logits` has the shape [batch, vocabulary]. `uniforms` [batch] has a random number in [0, 1) for each row,
     at which the cumulative distribution is inverted. The computation is in float64, because in float32 the
-    cumulative sum would lose rare tokens. At temperature 0, the most probable token is returned.
+    cumulative sum would lose rare tokens. In a row of temperature 0, the most probable token is returned.
     """
-    logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        tokens = logprobs.argmax(dim=-1)
-    else:
-        cumulative = logprobs.exp().cumsum(dim=-1)
-        # The random number is scaled by the last cumulative sum, which is not exactly 1 because of rounding.
-        tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[
-            :, 0
-        ].clamp(max=logits.shape[-1] - 1)
+    scale = torch.where(temperatures == 0, 1.0, temperatures).double()
+    logprobs = torch.log_softmax(logits.double() / scale[:, None], dim=-1)
+    cumulative = logprobs.exp().cumsum(dim=-1)
+    # The random number is scaled by the last cumulative sum, which is not exactly 1 because of rounding.
+    drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
+    tokens = torch.where(temperatures == 0, logprobs.argmax(dim=-1), drawn.clamp(max=logits.shape[-1] - 1))
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

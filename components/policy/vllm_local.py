@@ -1,7 +1,10 @@
 """A vLLM that is loaded by this process and runs its engine in a child process."""
 
 import os
+import queue
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ class LocalVllm:
                 "or start a server and set policy.backend to vllm-server."
             ) from error
         self.sampling_params = SamplingParams
+        self.lock = threading.Lock()
+        self.waiting: queue.SimpleQueue[tuple[Request, Future[Completion]]] = queue.SimpleQueue()
         self.llm = LLM(
             model=str(folder),
             dtype=dtype,
@@ -52,7 +57,19 @@ class LocalVllm:
             enable_sleep_mode=settings.sleep,
         )
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, request: Request) -> Completion:
+        """Return one completion; it is sampled together with all that other threads have asked for."""
+        future: Future[Completion] = Future()
+        self.waiting.put((request, future))
+        with self.lock:
+            together = [self.waiting.get() for _ in range(self.waiting.qsize())]
+            if together:
+                completions = self._complete([request for request, _ in together])
+                for (_, asked), completion in zip(together, completions, strict=True):
+                    asked.set_result(completion)
+        return future.result()
+
+    def _complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return one completion for each request, in the order of the requests."""
         sampling = [
             self.sampling_params(

@@ -6,8 +6,11 @@ weights to it with vLLM's weight transfer, and then checks with a fingerprint th
 weights. The names of calls, routes and fields are those of vLLM 0.24.
 """
 
+import asyncio
+import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm_local import LocalVllm
-from components.policy.vllm_server import Request, VllmServer
+from components.policy.vllm_server import MAX_CONNECTIONS, Request, VllmServer
 from components.policy.weights import MODULUS, fingerprint, ipc_update_info
 
 
@@ -70,20 +73,24 @@ class VllmSampler:
         self.stop = stop
         self.push_seconds = 0.0
         self.asleep = False
+        self.threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="vllm")
         if settings.weight_transfer == "ipc":
             vllm.init_weight_transfer_engine()
 
-    def generate(
-        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> list[Completion]:
-        """Sample one completion for each prompt, as specified by `Sampler.generate`."""
-        requests = {
-            index: Request(tuple(prompt), limit, temperature, (seed * 1_000_003 + index) % 2**63, self.stop)
-            for index, prompt in enumerate(prompts)
-            if (limit := min(max_new_tokens, self.settings.context - len(prompt))) > 0
-        }
-        completions = dict(zip(requests, self.vllm.complete(list(requests.values())), strict=True))
-        return [completions.get(index, Completion((), (), "length")) for index in range(len(prompts))]
+    def capacity(self) -> int:
+        return MAX_CONNECTIONS
+
+    async def complete(
+        self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
+    ) -> Completion:
+        """Sample one completion of `prompt`, as specified by `Sampler.complete`."""
+        limit = min(max_new_tokens, self.settings.context - len(prompt))
+        if limit <= 0:
+            return Completion((), (), "length", self.version)
+        request = Request(tuple(prompt), limit, temperature, seed, self.stop)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self.threads, self.vllm.complete, request)
+        return dataclasses.replace(found, versions=self.version)
 
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None

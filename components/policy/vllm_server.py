@@ -6,7 +6,6 @@ docs/training.md has the whole command.
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,18 +61,8 @@ class VllmServer:
             # A training process that was killed may have left the server in sleep mode.
             self.wake_up()
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return one completion for each request, in the order of the requests.
-
-        Each sequence is sent as a separate HTTP request, because all prompts of one HTTP request have the
-        same seed.
-        """
-        with ThreadPoolExecutor(
-            max_workers=max(1, min(MAX_CONNECTIONS, len(requests))), thread_name_prefix="vllm"
-        ) as threads:
-            return list(threads.map(self._complete, requests))
-
-    def _complete(self, request: Request) -> Completion:
+    def complete(self, request: Request) -> Completion:
+        """Return one completion; it is sampled with the weights that the server has."""
         answer = self._call(
             "POST",
             "/v1/completions",
@@ -170,4 +159,4 @@ def check_completion(ids: Sequence[int], logprobs: Sequence[float], finish_reaso
             f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities, "
             f"ended by {finish_reason}; run the same command again."
         )
-    return Completion(tuple(ids), tuple(logprobs), finish_reason)
+    return Completion(tuple(ids), tuple(logprobs), finish_reason, "")

@@ -11,6 +11,8 @@ from typing import Any
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
+from components.policy.sampler import complete_all
+
 CHECKPOINT = "checkpoint"
 PROMPT = "prompt"
 DEFAULTS = {"max_new_tokens": 512, "temperature": 0.0}
@@ -71,7 +73,8 @@ class PolicyPyfunc:
             )
             for prompt in model_input[PROMPT]
         ]
-        said = self.sampler.generate(
+        said = complete_all(
+            self.sampler,
             ids,
             max_new_tokens=int(settings["max_new_tokens"]),
             temperature=float(settings["temperature"]),

@@ -9,7 +9,10 @@ is not counted, and in memory its folder costs no disk.
 
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
@@ -17,7 +20,7 @@ from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, p
 
 from components.agent.episode import RolloutRequest
 from components.agent.token_rollout import run_episodes
-from components.policy.sampler import Completion
+from components.policy.sampler import Completion, complete_all
 
 TURNS = 20
 REPEATS = 5
@@ -31,17 +34,17 @@ class Prepared:
     version = "prepared"
 
     def __init__(self, command: str):
-        script = ScriptedSampler(TOKENIZER, lambda i, t: f"{write(1.0 + t)}\n{call('Bash', command=command)}")
-        self.turns = [
-            script.generate([[]], max_new_tokens=512, temperature=1.0, seed=0)[0] for _ in range(TURNS)
-        ]
-        self.turn = 0
+        script = ScriptedSampler(TOKENIZER, lambda i, t: f"{write(1.0 + i)}\n{call('Bash', command=command)}")
+        self.said = complete_all(script, [[]] * TURNS, max_new_tokens=512, temperature=1.0, seed=0)
+        # Number of turns that were sampled of each session.
+        self.turns: Counter[str] = Counter()
 
-    def generate(
-        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> list[Completion]:
-        self.turn += 1
-        return [self.turns[self.turn - 1]] * len(prompts)
+    def capacity(self) -> int:
+        return 64
+
+    async def complete(self, prompt: Sequence[int], *, session: str, **_: Any) -> Completion:
+        self.turns[session] += 1
+        return self.said[self.turns[session] - 1]
 
 
 def milliseconds_a_turn(count: int, shell: bool) -> tuple[float, float]:

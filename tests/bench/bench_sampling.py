@@ -24,6 +24,7 @@ from components.bootstrap.tokenizer import encode_conversations, train_tokenizer
 from components.core.config import resolve
 from components.core.params import Params
 from components.policy.checkpoint import load_model, load_tokenizer
+from components.policy.sampler import complete_all
 from components.policy.transformers_sampler import TransformersSampler
 from components.synthesis.compose import compose_tasks
 
@@ -97,7 +98,7 @@ def main() -> None:
     def ours() -> int:
         return sum(
             len(c.ids)
-            for c in sampler.generate(prompts, max_new_tokens=options.limit, temperature=1.0, seed=0)
+            for c in complete_all(sampler, prompts, max_new_tokens=options.limit, temperature=1.0, seed=0)
         )
 
     ways: dict[str, Callable[[], int]] = {

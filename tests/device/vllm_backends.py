@@ -40,7 +40,7 @@ from components.core.config import PROJECT, resolve
 from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import BUCKET_BYTES, load_model, load_tokenizer
-from components.policy.sampler import Completion, Sampler
+from components.policy.sampler import Completion, Sampler, complete_all
 from components.policy.vllm_local import WORKER_EXTENSION
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.weight_stream import weight_buckets
@@ -183,7 +183,7 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
             for _ in range(sequences)
         ]
         actor = Actor(trained, 1.0)
-        sampler.generate(prompts[:8], max_new_tokens=8, temperature=1.0, seed=0)
+        complete_all(sampler, prompts[:8], max_new_tokens=8, temperature=1.0, seed=0)
         seconds = []
         for number in range(1, 4):
             change(trained, number)
@@ -191,10 +191,10 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
                 sampler.sleep()
             seconds.append(publish(number))
         started = time.monotonic()
-        found = sampler.generate(prompts, max_new_tokens=limit, temperature=1.0, seed=1)
+        found = complete_all(sampler, prompts, max_new_tokens=limit, temperature=1.0, seed=1)
         elapsed = time.monotonic() - started
         agreement = difference(actor, prompts, found)
-        greedy = sampler.generate(prompts[:16], max_new_tokens=limit, temperature=0.0, seed=1)
+        greedy = complete_all(sampler, prompts[:16], max_new_tokens=limit, temperature=0.0, seed=1)
         agreement_greedy = difference(actor, prompts[:16], greedy)
         change(trained, 9)
         return {

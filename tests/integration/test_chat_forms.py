@@ -62,13 +62,13 @@ class Script:
         self.said = [pieces(tokenizer, text) for text in turns]
         self.prompts: list[list[int]] = []
 
-    def generate(
-        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> list[Completion]:
-        (prompt,) = prompts
+    def capacity(self) -> int:
+        return 1
+
+    async def complete(self, prompt: list[int], **_: Any) -> Completion:
         self.prompts.append(list(prompt))
         ids = self.said[len(self.prompts) - 1]
-        return [Completion(tuple(ids), (-0.5,) * len(ids), "stop")]
+        return Completion(tuple(ids), (-0.5,) * len(ids), "stop", self.version)
 
 
 def run(form: str, sampler: Sampler, prompt: str) -> Trajectory:

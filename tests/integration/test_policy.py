@@ -1,5 +1,6 @@
 """Tokenizer, sampler and cold start of a policy made from scratch."""
 
+import asyncio
 import itertools
 import random
 import re
@@ -26,7 +27,7 @@ from components.policy.checkpoint import (
     load_tokenizer,
     verify_checkpoint,
 )
-from components.policy.sampler import Completion, stop_ids
+from components.policy.sampler import Completion, complete_all, stop_ids
 from components.policy.transformers_sampler import TransformersSampler, draw
 from components.synthesis.compose import compose_tasks
 
@@ -203,7 +204,7 @@ def test_equal_seeds_give_equal_completions_and_others_differ(
 ) -> None:
     given = prompts(tokenizer, conversations, 6)
     first, again, other = (
-        sampler(model, tokenizer).generate(given, max_new_tokens=12, temperature=1.0, seed=seed)
+        complete_all(sampler(model, tokenizer), given, max_new_tokens=12, temperature=1.0, seed=seed)
         for seed in (1, 1, 2)
     )
     assert first == again and first != other
@@ -214,10 +215,54 @@ def test_a_sequence_does_not_depend_on_its_batch(
 ) -> None:
     given = prompts(tokenizer, conversations, 12)
     together, apart = (
-        sampler(model, tokenizer, batch).generate(given, max_new_tokens=80, temperature=1.0, seed=5)
+        complete_all(sampler(model, tokenizer, batch), given, max_new_tokens=80, temperature=1.0, seed=5)
         for batch in (12, 1)
     )
     assert [c.ids for c in together] == [c.ids for c in apart]
+
+
+def test_no_bit_of_a_completion_depends_on_the_sequences_beside_it_or_on_its_moment(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list
+) -> None:
+    given = prompts(tokenizer, conversations, 20)
+
+    async def completions(batch: int, places: int, order: list[int]) -> dict[int, Completion]:
+        one, found, free = sampler(model, tokenizer, batch), {}, asyncio.Semaphore(places)
+
+        async def complete(index: int) -> None:
+            async with free:
+                found[index] = await one.complete(
+                    given[index], max_new_tokens=80, temperature=1.0, seed=index, session=str(index)
+                )
+
+        await asyncio.gather(*map(complete, order))
+        return found
+
+    alone = asyncio.run(completions(8, 1, list(range(20))))
+    assert len({len(completion.ids) for completion in alone.values()}) > 3
+    for batch, places in ((8, 8), (16, 5), (64, 20)):
+        order = random.Random(batch).sample(range(20), 20)
+        assert asyncio.run(completions(batch, places, order)) == alone
+
+
+def test_a_cancelled_completion_frees_its_row_and_one_that_fails_raises_its_error(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    one = sampler(model, tokenizer, batch=1)
+
+    async def complete(prompt: list[int], limit: int) -> Completion:
+        return await one.complete(prompt, max_new_tokens=limit, temperature=1.0, seed=1, session="a")
+
+    async def run() -> None:
+        waited = asyncio.create_task(complete([5, 6], 10**6))
+        await asyncio.sleep(0.05)
+        waited.cancel()
+        assert len((await complete([5, 6], 3)).ids) <= 3
+        with pytest.raises(IndexError):
+            await complete([5, 10**6], 3)
+        assert (await complete([5, 6], 3)).ids
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -225,8 +270,8 @@ def test_logprobs_are_those_of_the_whole_sequence_at_once(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list, temperature: float
 ) -> None:
     given = prompts(tokenizer, conversations, 12)
-    completions = sampler(model, tokenizer).generate(
-        given, max_new_tokens=80, temperature=temperature, seed=5
+    completions = complete_all(
+        sampler(model, tokenizer), given, max_new_tokens=80, temperature=temperature, seed=5
     )
     for prompt, completion in zip(given, completions, strict=True):
         with torch.no_grad():
@@ -242,8 +287,12 @@ def test_logprobs_are_those_of_the_whole_sequence_at_once(
 def test_a_turn_ends_with_its_end_token_or_at_the_limit(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: list
 ) -> None:
-    for completion in sampler(model, tokenizer).generate(
-        prompts(tokenizer, conversations, 20) * 4, max_new_tokens=200, temperature=2.0, seed=0
+    for completion in complete_all(
+        sampler(model, tokenizer),
+        prompts(tokenizer, conversations, 20) * 4,
+        max_new_tokens=200,
+        temperature=2.0,
+        seed=0,
     ):
         stopped = completion.finish_reason == "stop"
         assert completion.ids.count(tokenizer.eos_token_id) == (1 if stopped else 0)
@@ -260,8 +309,8 @@ def test_a_turn_ends_with_any_end_token_of_the_generation_config(tmp_path: Path)
     (tmp_path / "generation_config.json").unlink()
     assert stop_ids(tokenizer, load_generation_config(tmp_path)) == (2,)
     ends = set()
-    for completion in sampler(several, tokenizer).generate(
-        [[1, 7]] * 60, max_new_tokens=100, temperature=1.0, seed=0
+    for completion in complete_all(
+        sampler(several, tokenizer), [[1, 7]] * 60, max_new_tokens=100, temperature=1.0, seed=0
     ):
         assert completion.finish_reason == "stop"
         assert [token for token in completion.ids if token in (2, 5, 9)] == [completion.ids[-1]]
@@ -271,18 +320,22 @@ def test_a_turn_ends_with_any_end_token_of_the_generation_config(tmp_path: Path)
 
 def test_the_context_window_cuts_a_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     context = model.config.max_position_embeddings
-    almost, full = sampler(model, tokenizer).generate(
-        [[5] * (context - 2), [5] * context], max_new_tokens=9, temperature=0.0, seed=0
+    almost, full = complete_all(
+        sampler(model, tokenizer),
+        [[5] * (context - 2), [5] * context],
+        max_new_tokens=9,
+        temperature=0.0,
+        seed=0,
     )
     assert len(almost.ids) <= 2
-    assert full == Completion((), (), "length")
+    assert full == Completion((), (), "length", "test")
 
 
 def test_tokens_are_drawn_in_proportion_to_their_probability() -> None:
     logits = torch.tensor([0.0, 2.0, -1.0, 1.0])
     uniforms = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
     for temperature in (1.0, 0.5):
-        tokens, _ = draw(logits.expand(20000, 4), uniforms, temperature)
+        tokens, _ = draw(logits.expand(20000, 4), uniforms, torch.full((20000,), temperature))
         shares = torch.bincount(tokens, minlength=4) / 20000
         torch.testing.assert_close(shares, torch.softmax(logits / temperature, 0), atol=1e-4, rtol=0)
 
@@ -290,7 +343,7 @@ def test_tokens_are_drawn_in_proportion_to_their_probability() -> None:
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
     for uniform in (0.0, 0.5, 1 - 2**-53):
-        assert draw(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)[0].item() == 1
+        assert draw(logits, torch.tensor([uniform], dtype=torch.float64), torch.ones(1))[0].item() == 1
 
 
 # --- cold start -----------------------------------------------------------------------------------

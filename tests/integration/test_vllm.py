@@ -17,6 +17,7 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import save_checkpoint
+from components.policy.sampler import complete_all
 from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.vllm_server import VllmServer
@@ -50,7 +51,7 @@ def sampler(url: str, *sets: str) -> VllmSampler:
 
 
 def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, worker: Worker) -> None:
-    found = sampler(url).generate(PROMPTS, max_new_tokens=12, temperature=1.0, seed=4)
+    found = complete_all(sampler(url), PROMPTS, max_new_tokens=12, temperature=1.0, seed=4)
     assert found[0].ids != found[1].ids, "equal prompts have seeds of their own"
     for prompt, completion in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([[*prompt, *completion.ids]])
@@ -63,19 +64,19 @@ def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, worker: Wor
         assert completion.finish_reason == ("stop" if completion.ids[-1] == 2 else "length") and (
             len(completion.ids) == 12 or completion.ids[-1] == 2
         )
-    assert sampler(url).generate(PROMPTS, max_new_tokens=12, temperature=1.0, seed=4) == found
+    assert complete_all(sampler(url), PROMPTS, max_new_tokens=12, temperature=1.0, seed=4) == found
 
 
 def test_greedy_equals_the_transformers_backend(url: str, worker: Worker) -> None:
     own = TransformersSampler(worker.model, tiny_tokenizer(), batch=8, device="cpu", version="")
     there, here = (
-        one.generate(PROMPTS, max_new_tokens=9, temperature=0.0, seed=0) for one in (sampler(url), own)
+        complete_all(one, PROMPTS, max_new_tokens=9, temperature=0.0, seed=0) for one in (sampler(url), own)
     )
     assert [completion.ids for completion in there] == [completion.ids for completion in here]
 
 
 def test_the_context_window_cuts_a_turn_and_a_prompt_that_fills_it_gets_nothing(url: str) -> None:
-    found = sampler(url).generate([[1] * 126, [1] * 128], max_new_tokens=50, temperature=1.0, seed=0)
+    found = complete_all(sampler(url), [[1] * 126, [1] * 128], max_new_tokens=50, temperature=1.0, seed=0)
     assert 1 <= len(found[0].ids) <= 2 and found[1].ids == () and found[1].finish_reason == "length"
 
 
@@ -129,7 +130,7 @@ def test_a_server_sleeps_between_rollouts_and_wakes_for_the_next_weights(url: st
     one.sleep()
     assert worker.asleep
     one.push(weight_buckets(tiny_policy(seed=8), BUCKET), version="v1")
-    assert not worker.asleep and one.generate(PROMPTS, max_new_tokens=2, temperature=1.0, seed=0)
+    assert not worker.asleep and complete_all(one, PROMPTS, max_new_tokens=2, temperature=1.0, seed=0)
 
 
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
@@ -185,7 +186,9 @@ def test_an_evaluation_gives_the_server_the_checkpoint_that_it_evaluates(
         settings(url, f"policy.weight_transfer={transfer}"), tmp_path / "policy", tokenizer, version="digest"
     )
     own = TransformersSampler(policy, tokenizer, batch=8, device="cpu", version="")
-    there, here = (each.generate(PROMPTS, max_new_tokens=6, temperature=0.0, seed=0) for each in (one, own))
+    there, here = (
+        complete_all(each, PROMPTS, max_new_tokens=6, temperature=0.0, seed=0) for each in (one, own)
+    )
     assert [completion.ids for completion in there] == [
         completion.ids for completion in here
     ] and one.version == "digest"
@@ -203,7 +206,7 @@ def test_a_server_that_is_not_there_or_cannot_be_trained_with_is_one_sentence(wo
 def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(worker: Worker) -> None:
     worker.context = 20
     with serving(worker) as url, pytest.raises(UserError, match="maximum context length is 20"):
-        sampler(url).generate([[1] * 19], max_new_tokens=9, temperature=1.0, seed=0)
+        complete_all(sampler(url), [[1] * 19], max_new_tokens=9, temperature=1.0, seed=0)
 
 
 def test_vllm_that_is_not_installed_is_named(tmp_path: Path) -> None:

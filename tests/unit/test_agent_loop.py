@@ -52,7 +52,7 @@ def run(
     cut: Any = lambda i, t: False,
     **more: Any,
 ) -> list[Trajectory]:
-    """`lines(sequence, turn)` where `sequence` counts the live ones."""
+    """Run trajectories of a policy that says `lines(index of the trajectory, turn)`."""
     request = RolloutRequest(
         tasks=[TASK] * count,
         params=params(**more.pop("policy", {"context": 4096})),
@@ -202,7 +202,7 @@ def test_shortening_makes_room_and_keeps_the_record_exact() -> None:
     (trajectory,) = run_episodes(request, script, TOKENIZER)
     assert trajectory.finish_reason == "turns" and len(trajectory.ids) > 1500
     assert trajectory.turns[0].shortened == 0 and trajectory.turns[-1].shortened > 0
-    last = script.prompts[-1][0]
+    last = script.prompts[-1]
     assert len(last) <= 1500 and TOKENIZER.decode(last).count(SHORTENED) == trajectory.turns[-1].shortened
     assert SHORTENED not in TOKENIZER.decode(list(trajectory.ids))
 
@@ -212,7 +212,7 @@ def test_the_clock_ends_a_trajectory_between_turns() -> None:
     assert (trajectory.finish_reason, trajectory.turns) == ("time", ())
 
 
-def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
+def test_sixty_four_trajectories_go_on_side_by_side_and_lose_nothing() -> None:
     pool = ScriptedPool()
 
     def lines(index: int, turn: int) -> str:
@@ -234,7 +234,7 @@ def test_sixty_four_trajectories_go_on_in_step_and_lose_nothing() -> None:
         float(dict(candidate.files)["kernels/forward.cpp"].removeprefix("// "))
         for candidate, _ in pool.judged
     ]
-    assert len(speeds) == 64 * 4 and [int(speed) for speed in speeds] == [1] * 64 + [2] * 64 + [3] * 128
+    assert sorted(int(speed) for speed in speeds) == [1] * 64 + [2] * 64 + [3] * 128
 
 
 def test_whatever_a_policy_writes_is_read_back(tmp_path: Path) -> None:

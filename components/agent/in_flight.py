@@ -1,0 +1,84 @@
+"""Running many trajectories at the same time, each in a coroutine of its own.
+
+Blocking parts of a trajectory, such as tool calls, run in threads, of which there are as many as needed. A
+thread that waits costs little; what is scarce is limited elsewhere: sequences by the capacity of the sampler,
+judge jobs by the judge pool, and shell commands by the number of cores (`shell.py`).
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+# Largest number of threads for the blocking parts of trajectories; they are started when they are needed.
+MAX_THREADS = 8192
+
+
+class BusyMeter:
+    """The seconds during which at least one thread or coroutine was within `busy`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.since = 0.0
+        self.total = 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        with self.lock:
+            if self.count == 0:
+                self.since = time.monotonic()
+            self.count += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.count -= 1
+                if self.count == 0:
+                    self.total += time.monotonic() - self.since
+
+    def seconds(self) -> float:
+        """Return the busy seconds so far."""
+        with self.lock:
+            return self.total + (time.monotonic() - self.since if self.count else 0.0)
+
+
+async def keep_in_flight(
+    start: Callable[[], Coroutine[Any, Any, None] | None],
+    capacity: Callable[[], int],
+    changed: asyncio.Event | None = None,
+) -> None:
+    """Run the coroutines that `start` returns, at most `capacity()` at a time, each until its end.
+
+    `start` returns None if there is none to start. This function returns when none runs and there is none to
+    start. With `changed` it never returns, and asks again for one to start whenever this event is set. If a
+    coroutine raises an error, the others are cancelled and the error is raised.
+    """
+    asyncio.get_running_loop().set_default_executor(
+        ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")
+    )
+    running: set[asyncio.Task[Any]] = set()
+    signal: asyncio.Task[Any] | None = asyncio.create_task(changed.wait()) if changed is not None else None
+    try:
+        while True:
+            while len(running) < max(1, capacity()) and (coroutine := start()) is not None:
+                running.add(asyncio.create_task(coroutine))
+            if not running and signal is None:
+                return
+            waited = running | {signal} if signal is not None else running
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            running -= done
+            if changed is not None and signal in done:
+                changed.clear()
+                signal = asyncio.create_task(changed.wait())
+                done.discard(signal)
+            for task in done:
+                if not task.cancelled():
+                    task.result()
+    finally:
+        for task in running if signal is None else {*running, signal}:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

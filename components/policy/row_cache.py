@@ -1,0 +1,115 @@
+"""A key-value cache whose rows are independent sequences of different lengths.
+
+Row r has its tokens at the positions 0 to length - 1, so a row's place and width do not depend on other rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from components.core.errors import UserError
+
+# Widths are multiples of this number of tokens. The sums over a row's tokens are then the same, to the last
+# bit, at every width (docs/training.md).
+WIDTH_STEP = 64
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class _RowLayer(DynamicLayer):
+    """Keys and values of one layer, [rows, heads, width, head_dim], at least as many rows as are in use."""
+
+    def __init__(self, rows: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+        self.key_rows, self.value_rows = torch.zeros(0), torch.zeros(0)
+        # Positions of the next token of the rows in use, [rows in use], and the width that they need.
+        self.positions = torch.zeros(0, dtype=torch.long)
+        self.width = 0
+
+    def reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
+        """Make room for `width` tokens; `keys` and `values` [rows, heads, tokens, head_dim] give the form."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.key_rows, self.value_rows = (
+                states.new_zeros(self.rows, states.shape[1], 0, states.shape[3]) for states in (keys, values)
+            )
+        allocated = self.key_rows.shape[2]
+        if allocated < width:
+            more = -(-max(width, 2 * allocated) // WIDTH_STEP) * WIDTH_STEP - allocated
+            # Zeros, because a masked value that is not a number would still reach the result.
+            self.key_rows = functional.pad(self.key_rows, (0, 0, 0, more))
+            self.value_rows = functional.pad(self.value_rows, (0, 0, 0, more))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token of each row, [rows in use, heads, 1, head_dim], and return all keys and values."""
+        self.reserve(key_states, value_states, self.width)
+        used = torch.arange(len(key_states), device=key_states.device)
+        self.key_rows[used, :, self.positions] = key_states[:, :, 0]
+        self.value_rows[used, :, self.positions] = value_states[:, :, 0]
+        return self.key_rows[: len(used), :, : self.width], self.value_rows[: len(used), :, : self.width]
+
+    def get_seq_length(self) -> int:
+        return self.width
+
+
+class RowCache(DynamicCache):
+    """The cache of all layers of a model for `rows` sequences."""
+
+    def __init__(self, config: PretrainedConfig, rows: int):
+        """Make an empty cache; raises UserError if the model keeps more than keys and values."""
+        super().__init__(config=config)
+        if not {type(layer) for layer in self.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
+            raise UserError(
+                "policy.backend: transformers samples only models whose layers all use attention; "
+                "set it to vllm or vllm-server for this one."
+            )
+        self.windows: list[int | None] = [
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            for layer in self.layers
+        ]
+        self.row_layers = [_RowLayer(rows) for _ in self.layers]
+        self.layers = list(self.row_layers)
+
+    def insert(self, row: int, prefix: DynamicCache) -> None:
+        """Copy the keys and values of one sequence, [1, heads, tokens, head_dim] in each layer, to a row."""
+        for layer, computed in zip(self.row_layers, prefix.layers, strict=True):
+            assert isinstance(computed, DynamicLayer)
+            keys, values = computed.keys, computed.values
+            assert keys is not None and values is not None
+            layer.reserve(keys, values, keys.shape[2])
+            layer.key_rows[row, :, : keys.shape[2]] = keys[0]
+            layer.value_rows[row, :, : keys.shape[2]] = values[0]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row to another one."""
+        for layer in self.row_layers:
+            for states in (layer.key_rows, layer.value_rows):
+                states[target] = states[source]
+
+    def step(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        """Prepare a forward pass of one token in each row, and return its attention mask.
+
+        `positions` [rows in use] are those of the new tokens. The mask is 0 where a token may attend and the
+        least number of `dtype` elsewhere, [rows in use, 1, 1, width]. If only some layers have a sliding
+        window, it is a dictionary with the mask of each kind of layer.
+        """
+        width = -(-(int(positions.max()) + 1) // WIDTH_STEP) * WIDTH_STEP
+        for layer in self.row_layers:
+            layer.positions, layer.width = positions, width
+        distance = positions[:, None] - torch.arange(width, device=positions.device)
+
+        def mask(window: int | None) -> Tensor:
+            seen = (distance >= 0) & (distance < (window or width))
+            least = torch.finfo(dtype).min
+            return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, least)[:, None, None]
+
+        different = set(self.windows)
+        if len(different) == 1:
+            return mask(different.pop())
+        return {FULL if window is None else SLIDING: mask(window) for window in different}
