@@ -229,21 +229,20 @@ def home_lock(home: Path) -> Iterator[None]:
 
 
 def check_training(params: Params) -> None:
-    """Raise UserError unless there are the policy's folder and, for ranks on Ray, a Ray cluster.
+    """Raise UserError unless there are the policy's folder and a Ray cluster that holds the pool.
 
     This is checked before a run starts, because the run itself would fail only after hours.
     """
     check_policy_source(params)
-    if params.engine.ranks:
+    if params.pool.trainers or params.pool.judges:
         try:
-            from components.judge.ray_pool import connect
-
-            connect()
-        except (UserError, ModuleNotFoundError) as error:
+            from components.core.ray_cluster import check_capacity
+        except ModuleNotFoundError as error:
             raise UserError(
-                f"engine.ranks: {params.engine.ranks} ranks need Ray (the extra ray) and the cluster that "
-                "RAY_ADDRESS names; start one (ray start --head), or set engine.ranks=0 for one process."
+                f"pool: {params.pool.trainers} trainers and {params.pool.judges} judges need Ray; install "
+                "the extra ray, or set pool.trainers and pool.judges to 0 for one process."
             ) from error
+        check_capacity(params)
 
 
 def check_environment(run: PipelineRun) -> None:

@@ -109,11 +109,12 @@ def train(
             critic=critic.output(home) if critic else None,
             trajectories=tuple(home / earlier.folder / "trajectories" for earlier in inputs),
         )
-        if stage.params.engine.ranks:
+        if stage.params.pool.trainers:
             from components.training.ray_launcher import run_on_ray
 
-            # Rank 0 has judges of its own, which need the GPUs of those that evaluated the policy here.
-            context.pool.release()
+            if stage.params.pool.judges:
+                # They are started by this process, because they end with the process that started them.
+                context.pool.prepare().result()
             result = run_on_ray(stage, home / "verdicts")
         else:
             result = run_stage(stage)

@@ -127,7 +127,7 @@ up)
     for service in $services; do start "$service"; done
     "$PYTHON" -m components.cli deploy --pool cpu --home "$folder/home" --set "registry.tracking_uri=http://127.0.0.1:$MLFLOW_PORT" \
         --set "store.url=s3://$BUCKET/cuda-agent" --set "store.endpoint=$AWS_ENDPOINT_URL_S3" \
-        --set sandbox.pool=ray --set sandbox.resource=judge --env "RAY_ADDRESS=$RAY_ADDRESS" "$@"
+        --set pool.judges=1 --set pool.resource=judge --env "RAY_ADDRESS=$RAY_ADDRESS" "$@"
     start worker
     ;;
 start)

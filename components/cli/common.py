@@ -98,7 +98,7 @@ class CommonOptions:
         themselves.
         """
         resolved = self.resolve(*overrides, defaults=defaults)
-        if resolved.params.sandbox.pool != "ray":
+        if not resolved.params.pool.judges:
             from components.sandbox.preflight import check_isolation
 
             check_isolation(resolved.params.sandbox, resolved.params.device)

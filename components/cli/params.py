@@ -185,7 +185,7 @@ def _print_alternatives(record: dict[str, Any], engine: Engine) -> None:
     smallest = record["smallest"]
     if smallest is None:
         print_line(
-            "none of these fits; take more ranks (engine.ranks), adapters (policy.adapter) or fewer tokens"
+            "none of these fits; take more ranks (pool.trainers), adapters (policy.adapter) or fewer tokens"
         )
         return
     wanted = {"sequence_parallel": smallest["sequence_parallel"]}

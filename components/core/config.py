@@ -29,6 +29,14 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 KNOWN = _known_keys(Params)
+# Former keys of parameters, with the sentence that names what replaces them.
+REPLACED = {
+    "sandbox.pool": "set pool.judges instead, where 0 judges in the process of the run",
+    "sandbox.judges": "set pool.judges instead, where 0 judges in the process of the run",
+    "sandbox.resource": "set pool.resource instead",
+    "engine.ranks": "set pool.trainers instead",
+    "engine.resource": "set pool.resource instead",
+}
 
 
 # Dotted keys of the parameters that are mappings and accept any key, such as data.operator_mix.
@@ -82,6 +90,8 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
     sources: dict[str, str] = {}
     for origin, layer in _layers(profile, sets, path):
         for key, value in layer.items():
+            if key in REPLACED:
+                raise UserError(f"{origin}: {key} is no longer a parameter; {REPLACED[key]}.")
             if key not in KNOWN and key.rpartition(".")[0] not in MAPPINGS:
                 nearest = difflib.get_close_matches(key, list(KNOWN), n=1, cutoff=0.0)[0]
                 raise UserError(f"{origin}: unknown parameter {key}; the nearest known one is {nearest}.")
@@ -162,7 +172,7 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:
     """Raise UserError if values that are valid on their own contradict each other."""
-    data = params.data
+    data, policy, samplers = params.data, params.policy, params.pool.samplers
     shares = sum(data.operator_mix.values())
     contradictions = [
         (
@@ -193,6 +203,24 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             params.evaluation.suite == "held-out" and params.evaluation.levels,
             "evaluation.levels",
             "names levels, which tasks of the suite held-out do not have; set it to [] too",
+        ),
+        (
+            samplers and policy.backend != "vllm-server",
+            "pool.samplers",
+            f"gives samplers GPUs of their own, and the backend {policy.backend} samples on the trainers'; "
+            "set it to 0, or policy.backend to vllm-server",
+        ),
+        (
+            samplers and policy.weight_transfer == "ipc",
+            "pool.samplers",
+            "gives samplers GPUs of their own, and policy.weight_transfer ipc needs the trainer's; "
+            "set it to 0, or the transfer to disk",
+        ),
+        (
+            samplers and policy.sleep,
+            "pool.samplers",
+            "gives samplers GPUs of their own, which policy.sleep would give to nobody; "
+            "set it to 0, or policy.sleep to false",
         ),
     ]
     for is_found, key, why in contradictions:

@@ -125,13 +125,6 @@ class Sandbox(FrozenModel):
     build_workers: Count = Field(description="builds that run in parallel")
     warm_tasks: Count = Field(description="tasks whose baselines are kept warm")
     attempts: Count = Field(description="tries of a judgement that failed by the judge's own fault")
-    pool: Literal["local", "ray"] = Field(
-        description="judges of this machine, or actors of the Ray cluster that RAY_ADDRESS names"
-    )
-    judges: Count = Field(description="judges of a Ray pool; each has a device of its own")
-    resource: str = Field(
-        description="Ray resource of which each judge takes one, for instance H20; empty is none"
-    )
 
 
 class Adapter(FrozenModel):
@@ -326,12 +319,28 @@ class Engine(FrozenModel):
     collective_seconds: Positive = Field(
         description="longest wait of a rank for the others; rank 0 samples while they wait"
     )
-    ranks: Annotated[int, Field(ge=0)] = Field(
-        description="ranks of a stage that Ray Train places on its cluster; "
+
+
+class Pool(FrozenModel):
+    """Parameters of the placement: the GPUs, or processor cores on cpu, of each role of a run.
+
+    Trainers and judges are placed on the Ray cluster that RAY_ADDRESS names.
+    """
+
+    trainers: Natural = Field(
+        description="ranks that train, each with a GPU of the Ray cluster (on cpu, a core); "
         "0 trains in the process of the run"
     )
+    samplers: Natural = Field(
+        description="GPUs of the vLLM servers, which no other role uses; 0 samples on the trainers' GPUs"
+    )
+    judges: Natural = Field(
+        description="judges, each with a GPU of the Ray cluster (on cpu, a core); "
+        "0 judges in the process of the run, or of its first rank, and on its GPU"
+    )
     resource: str = Field(
-        description="Ray resource that each of those ranks takes one of, for instance H20; empty is none"
+        description="Ray resource of which each trainer and each judge takes one, for instance H20; "
+        "empty is none"
     )
 
 
@@ -419,6 +428,7 @@ class Params(FrozenModel):
     critic: Critic = Field(description="stage 3, value pretraining")
     agentic: Ppo = Field(description="stage 4, multi-turn PPO")
     engine: Engine = Field(description="DeepSpeed")
+    pool: Pool = Field(description="GPUs that train, sample and judge")
     evaluation: Evaluation = Field(description="evaluation of the trained policy")
     registry: Registry = Field(description="MLflow")
     gate: GateThresholds = Field(description="thresholds of promotion")

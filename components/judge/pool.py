@@ -70,13 +70,11 @@ T = TypeVar("T")
 class JudgePool(Protocol):
     """Interface through which episodes and evaluations get verdicts."""
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> Future[None]: ...
 
     def submit(self, job: Job) -> Future[Verdict]: ...
 
     def drop(self) -> None: ...
-
-    def release(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -98,10 +96,10 @@ class JudgeLike(Protocol):
 class LocalPool:
     """Pool whose journal is on this machine, with one judge here or with judges on a Ray cluster.
 
-    The judge is chosen by `sandbox.pool`. On one judge, builds and preparation are parallel and measurements
-    are sequential. `verdicts` is the journal's folder. Files are added to it and never changed. With
-    `use_resident`, the resident judge of `folder` does the work if it runs (`resident.py`). `folder` is where
-    a judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the
+    With `pool.judges`, the judges are on a Ray cluster. On one judge, builds and preparation are parallel and
+    measurements are sequential. `verdicts` is the journal's folder. Files are added to it and never changed.
+    With `use_resident`, the resident judge of `folder` does the work if it runs (`resident.py`). `folder` is
+    where a judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the
     journal.
     """
 
@@ -118,8 +116,8 @@ class LocalPool:
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
         self.protocol = protocol_digest(params)
-        judges = params.sandbox.judges if params.sandbox.pool == "ray" else 1
-        self.executor = ThreadPoolExecutor(judges * params.sandbox.build_workers, thread_name_prefix="judge")
+        threads = max(1, params.pool.judges) * params.sandbox.build_workers
+        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
         self._judge: JudgeLike | None = None
@@ -138,7 +136,7 @@ class LocalPool:
         The modules are imported here, because a run whose results are all in the journal needs neither torch
         nor a client.
         """
-        if self.params.sandbox.pool == "ray":
+        if self.params.pool.judges:
             from components.judge.ray_pool import RemoteJudges
 
             return RemoteJudges(self.params)
@@ -151,9 +149,9 @@ class LocalPool:
 
         return Judge(self.params, self.folder)
 
-    def prepare(self) -> None:
+    def prepare(self) -> Future[None]:
         """Start the judge and its processes in a background thread, before the first jobs need them."""
-        self.executor.submit(lambda: self.judge.prepare())
+        return self.executor.submit(lambda: self.judge.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
         """Return a future of the verdict, which is read from the journal or measured.
@@ -250,13 +248,6 @@ class LocalPool:
     def close(self) -> None:
         """Cancel the jobs that have not begun, wait for the running jobs, and end every sandboxed process."""
         self.executor.shutdown(wait=True, cancel_futures=True)
-        self.release()
-
-    def release(self) -> None:
-        """End the judge and its sandboxed processes, which gives back its GPUs; the next job starts another.
-
-        No job may be running.
-        """
         with self.lock:
             judge, self._judge = self._judge, None
         if judge is not None:
@@ -269,7 +260,7 @@ def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> 
     The arguments are those of `LocalPool`. Raises IsolationUnavailable if no runner can be isolated; this is
     checked before anything is loaded or sampled.
     """
-    if params.sandbox.pool != "ray":
+    if not params.pool.judges:
         check_isolation(params.sandbox, params.device)
     return LocalPool(params, verdicts, use_resident=use_resident)
 

@@ -1,11 +1,11 @@
 """Judges that are actors of a Ray cluster, among which `LocalPool` distributes its jobs.
 
-Each actor is one judge with a device of its own. Its node needs this project, bubblewrap and the compilers.
-The calling process keeps the journal, so a home can change from one kind of pool to the other between two
-runs without judging anything twice.
+Each actor is one judge with a device of its own, in a placement group that no other role of the run uses. Its
+node needs this project, bubblewrap and the compilers. The actors have names, so that all processes of a run,
+such as the flow and the first rank, use the same judges. The calling process keeps the journal, so a home can
+change from one kind of pool to the other between two runs without judging anything twice.
 """
 
-import os
 import secrets
 import tempfile
 import threading
@@ -18,16 +18,21 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from components.core.errors import InfrastructureError, UserError
-from components.core.files import remove_tree, scratch_folder
+from components.core.files import digest_json, remove_tree, scratch_folder
 from components.core.params import Params
+from components.core.ray_cluster import NAMESPACE, bundle, connect, name_in_run, reserve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.verdict import Admission, Verdict
 
 # Statuses that a verdict can have if the candidate's runner was killed from outside.
 KILLED_STATUSES = ("crashed", "build_failed", "load_failed", "out_of_memory")
+# Sections of the parameters on which a judge depends.
+SETTINGS = {"device", "precision", "sandbox", "data", "pool"}
 # Seconds to wait so that an actor that Ray is terminating has ended.
 RESTART_SECONDS = 0.2
 
@@ -68,29 +73,47 @@ class JudgeActor:
 class RemoteJudges:
     """Group of judges that run as Ray actors, with the same methods as a single judge (`JudgeLike`).
 
-    Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all.
+    Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all, but
+    only the process that started the actors closes them.
     """
 
     def __init__(self, params: Params):
+        """Find the judges that another process of this run has started, or start `pool.judges` of them.
+
+        Raises UserError if there is no Ray cluster, or if its GPUs are in use.
+        """
         connect()
-        sandbox, cuda = params.sandbox, params.device == "cuda"
-        # On cpu a judge measures on one core. With a GPU it needs cores only for its builds, which are rare.
-        options: dict[str, Any] = {
-            "num_cpus": 1,
-            "num_gpus": 1 if cuda else 0,
-            "max_restarts": -1,
-            "max_concurrency": sandbox.build_workers + 1,
-            "resources": {sandbox.resource: 1} if sandbox.resource else {},
-        }
-        actor: Any = ray.remote(JudgeActor)
-        self.actors = [
-            actor.options(**options).remote(params.model_dump(mode="json")) for _ in range(sandbox.judges)
-        ]
-        self.loads = [0] * sandbox.judges
+        count = params.pool.judges
+        self.loads = [0] * count
         # Index of the actor that last failed on a job, by the job's key; the next attempt avoids it.
         self.failed: dict[str, int] = {}
-        self.workers = sandbox.build_workers
+        self.workers = params.sandbox.build_workers
         self.lock = threading.Lock()
+        # Judges with other settings would be other judges.
+        settings = digest_json(params.model_dump(mode="json", include=SETTINGS))[:8]
+        names = [name_in_run(f"judge-{settings}-{index}") for index in range(count)]
+        # The placement group of the judges that this process started; None if another process did.
+        self.group: PlacementGroup | None = None
+        try:
+            self.actors = [ray.get_actor(name, NAMESPACE) for name in names]
+        except ValueError:
+            self.group = group = reserve(params, "judges", count)
+            self.actors = [self._start(params, name, group, index) for index, name in enumerate(names)]
+
+    def _start(self, params: Params, name: str, group: PlacementGroup, index: int) -> Any:
+        resources = bundle(params)
+        actor: Any = ray.remote(JudgeActor)
+        return actor.options(
+            name=name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            num_cpus=resources.pop("CPU"),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            max_restarts=-1,
+            max_concurrency=self.workers + 1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        ).remote(params.model_dump(mode="json"))
 
     def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
         with self._actor(task.task_id) as actor:
@@ -107,17 +130,22 @@ class RemoteJudges:
             return Admission(**_result(actor.admit.remote(code, headroom)))
 
     def prepare(self) -> None:
-        for actor in self.actors:
-            _result(actor.prepare.remote())
+        preparing: list[Any] = [actor.prepare.remote() for actor in self.actors]
+        for reference in preparing:
+            _result(reference)
 
     def close(self) -> None:
-        for actor in self.actors:
+        if self.group is None:
+            return
+        closing: list[Any] = [actor.close.remote() for actor in self.actors]
+        for actor, reference in zip(self.actors, closing, strict=True):
             try:
-                ray.get(actor.close.remote(), timeout=30)
+                ray.get(reference, timeout=30)
             except (RayActorError, RayTaskError, TimeoutError):
                 continue  # the node is gone, or the actor hangs; it is killed below
             finally:
                 ray.kill(actor)
+        remove_placement_group(self.group)
 
     @contextmanager
     def _actor(self, key: str) -> Iterator[Any]:
@@ -141,23 +169,6 @@ class RemoteJudges:
         finally:
             with self.lock:
                 self.loads[index] -= 1
-
-
-def connect() -> None:
-    """Connect to the Ray cluster at the address RAY_ADDRESS, or on this machine if the variable is not set.
-
-    Raises UserError if there is no such cluster.
-    """
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    try:
-        ray.init(address=address, log_to_driver=False, namespace="cuda-agent")
-    except ConnectionError as error:
-        raise UserError(
-            f"sandbox.pool: no Ray cluster at RAY_ADDRESS={address}; start one (ray start --head) "
-            "or set sandbox.pool=local."
-        ) from error
 
 
 def _result(reference: Any) -> Any:

@@ -13,7 +13,7 @@ SOURCES = sorted(
 # Digest of the judge's own sources, which is stored in the evidence of every verdict.
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
-WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts", "pool", "judges", "resource"}
+WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts"}
 
 
 def protocol_digest(params: Params) -> str:

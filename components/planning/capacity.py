@@ -16,7 +16,7 @@ import numpy as np
 from components.core.errors import UserError
 from components.core.params import Params, Ppo
 from components.planning.memory_choices import memory_plan
-from components.planning.memory_model import needs_reference, shares_gpu
+from components.planning.memory_model import needs_reference
 from components.planning.model_shapes import ModelShapes
 from components.planning.rollout_simulator import Load, Rollout, enough_judges, simulate
 
@@ -56,8 +56,7 @@ def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, I
 
     `cuda-agent plan --assume NAME=VALUE` replaces one of them.
     """
-    engine = params.engine
-    rollouts = params.agentic.rollouts
+    pool, rollouts = params.pool, params.agentic.rollouts
     return {
         "parameters": Input(shapes.parameters, "", "parameter", shapes.name),
         "active_parameters": Input(shapes.active_parameters, "per token", "parameter", shapes.name),
@@ -70,18 +69,13 @@ def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, I
             "parameter",
             f"{shapes.name}, bfloat16",
         ),
-        "trainer_gpus": Input(max(1, engine.ranks), "", "parameter", "engine.ranks; 0 is one process"),
-        "sampler_gpus": Input(1, "", "parameter", "policy.backend: the first of the trainer's GPUs")
-        if shares_gpu(params)
-        else Input(
-            _least_sampler_gpus(params, shapes, gpu),
-            "",
-            "assumed",
-            "the least on which the server at policy.server holds the weights and one full context",
+        "trainer_gpus": Input(max(1, pool.trainers), "", "parameter", "pool.trainers; 0 is one process"),
+        "sampler_gpus": Input(
+            max(1, pool.samplers), "", "parameter", "pool.samplers; 0 is the first of the trainers' GPUs"
         ),
-        "judges": Input(params.sandbox.judges, "", "parameter", "sandbox.judges; the paper's pool is 128 H20")
-        if params.sandbox.pool == "ray"
-        else Input(1, "", "parameter", "sandbox.pool local: on the first of the trainer's GPUs"),
+        "judges": Input(
+            max(1, pool.judges), "", "parameter", "pool.judges; 0 is one on the first of the trainers' GPUs"
+        ),
         "turns": Input(
             min(rollouts.max_turns, 40), "per trajectory, median", "assumed", f"limit {rollouts.max_turns}"
         ),
@@ -111,18 +105,6 @@ def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, I
         "gpu_bandwidth": Input(gpu.bandwidth, "bytes/s", "datasheet", gpu.name),
         "price": Input(2.0, "per GPU-hour", "assumed", "give your own"),
     }
-
-
-def _least_sampler_gpus(params: Params, shapes: ModelShapes, gpu: Gpu) -> int:
-    """Return the least power of 2 of GPUs whose vLLM has memory for the weights and one full context.
-
-    vLLM takes nine tenths of a GPU by default, of which 4 GB are assumed for its own working memory.
-    """
-    context = 4.0 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
-    gpus = 1
-    while gpus * (0.9 * gpu.memory - 4e9) < 2.0 * shapes.parameters + context:
-        gpus *= 2
-    return gpus
 
 
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
@@ -229,8 +211,8 @@ def plan(params: Params, shapes: ModelShapes, inputs: dict[str, Input], seed: in
         for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
     }
     gpus = values["trainer_gpus"]
-    gpus += 0 if shares_gpu(params) else values["sampler_gpus"]
-    gpus += judges if params.sandbox.pool == "ray" else 0
+    gpus += values["sampler_gpus"] if params.pool.samplers else 0
+    gpus += judges if params.pool.judges else 0
     hours = sum(stage["steps"] * stage["seconds"]["step"] for stage in stages.values()) / 3600
     return {
         "gpu": inputs["gpu_memory"].source,

@@ -52,7 +52,7 @@ def memory_plan(params: Params, shapes: ModelShapes, values: dict[str, float]) -
     if ranks % engine.sequence_parallel:
         raise UserError(
             f"engine.sequence_parallel: {engine.sequence_parallel} does not divide {ranks:g} ranks; "
-            "set engine.ranks to a multiple of it."
+            "set pool.trainers to a multiple of it."
         )
     if not can_share_sequence(shapes, engine.sequence_parallel):
         raise UserError(

@@ -240,24 +240,15 @@ def shared_memory(params: Params, shapes: ModelShapes, gpu_memory: float) -> Sha
     """
     policy, engine = params.policy, params.engine
     weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
-    judge = float(params.sandbox.device_bytes) if params.sandbox.pool == "local" else 0.0
+    judge = 0.0 if params.pool.judges else float(params.sandbox.device_bytes)
     judge_or_bucket = max(judge, BUCKET_BYTES)
     if policy.backend == "transformers":
         copied = weights if engine.zero_stage == 3 else 0.0
         return SharedMemory(copied + judge_or_bucket, copied, 0.0)
-    if not shares_gpu(params):
+    if params.pool.samplers:
         return SharedMemory(judge_or_bucket, 0.0, 0.0)
     awake = policy.gpu_memory_share * gpu_memory
     # A sleeping vLLM keeps its weights in the memory of the host.
     return SharedMemory(
         awake + judge_or_bucket, ASLEEP_BYTES if policy.sleep else awake, weights if policy.sleep else 0.0
     )
-
-
-def shares_gpu(params: Params) -> bool:
-    """Return whether the sampler is on the first rank's GPU.
-
-    CUDA IPC requires it, and a server that sleeps does so for the trainer.
-    """
-    policy = params.policy
-    return policy.backend != "vllm-server" or policy.weight_transfer == "ipc" or policy.sleep

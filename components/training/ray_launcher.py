@@ -17,8 +17,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from components.core.errors import StageFailed
 from components.core.progress import Quiet
-from components.judge.pool import open_pool
-from components.judge.ray_pool import connect
+from components.core.ray_cluster import RUN, bundle, connect
+from components.judge.pool import open_pool, with_any_duration
 from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
 from components.training.metrics_file import METRICS
 from components.training.run_stage import run_stage
@@ -31,7 +31,9 @@ LOCAL_FIELDS = ("pool", "progress")
 
 
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
-    """Run the stage as `engine.ranks` ranks on the cluster that RAY_ADDRESS names.
+    """Run the stage as `pool.trainers` ranks on the cluster that RAY_ADDRESS names.
+
+    Ray Train reserves their GPUs with a placement group, beside that of the judges.
 
     `verdicts` is the folder in which the judge pool of each rank stores its verdicts. Raises UserError if the
     earliest error that a rank recorded is a UserError, and StageFailed for any other failure of a rank.
@@ -39,21 +41,21 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
     connect()
     logs = stage.out / "logs"
     clear_errors(logs)
-    engine, cuda = stage.params.engine, stage.params.device == "cuda"
-    resources = (
-        {"CPU": 1.0} | ({"GPU": 1.0} if cuda else {}) | ({engine.resource: 1.0} if engine.resource else {})
-    )
+    trainers, cuda = stage.params.pool.trainers, stage.params.device == "cuda"
     trainer = TorchTrainer(
         _rank,
         train_loop_config={
             "stage": {name: value for name, value in vars(stage).items() if name not in LOCAL_FIELDS},
             "verdicts": verdicts,
             "logs": logs.resolve(),
+            "run": os.environ[RUN],
         },
         torch_config=TorchConfig(
-            backend="nccl" if cuda else "gloo", timeout_s=int(engine.collective_seconds)
+            backend="nccl" if cuda else "gloo", timeout_s=int(stage.params.engine.collective_seconds)
         ),
-        scaling_config=ScalingConfig(num_workers=engine.ranks, use_gpu=cuda, resources_per_worker=resources),
+        scaling_config=ScalingConfig(
+            num_workers=trainers, use_gpu=cuda, resources_per_worker=bundle(stage.params)
+        ),
         # Ray must not restart a failed stage (max_failures=0), because the user's next run continues the
         # stage, in the same way as without Ray.
         run_config=RunConfig(
@@ -64,7 +66,7 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
         with _reported_progress(stage):
             trainer.fit()
     except TrainingFailedError as error:
-        raise_first_error(logs, engine.ranks)
+        raise_first_error(logs, trainers)
         raise StageFailed(
             f"{stage.name}: a rank on Ray failed: {str(error)[-500:]}; the same command continues."
         ) from error
@@ -110,5 +112,6 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 def _rank(config: dict[str, Any]) -> None:
     """Run one rank of the stage; Ray Train calls this with `train_loop_config`."""
     os.environ[ERROR_FILE] = str(error_file(config["logs"], get_context().get_world_rank()))
-    with closing(open_pool(config["stage"]["params"], config["verdicts"])) as pool:
+    os.environ[RUN] = config["run"]
+    with closing(open_pool(with_any_duration(config["stage"]["params"]), config["verdicts"])) as pool:
         run_stage(Stage(**config["stage"], pool=pool, progress=Quiet()))

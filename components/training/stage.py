@@ -210,8 +210,9 @@ def _check_engine(params: Params) -> None:
             "engine.sequence_parallel: the backend transformers samples from the trained model itself; "
             "set engine.zero_stage to 3, or policy.backend to vllm-server."
         )
-    if engine.ranks % shared:
+    trainers = params.pool.trainers
+    if trainers % shared:
         raise UserError(
-            f"engine.ranks: {engine.ranks} ranks cannot be divided into groups of "
+            f"pool.trainers: {trainers} ranks cannot be divided into groups of "
             f"engine.sequence_parallel {shared}; take a multiple of it."
         )

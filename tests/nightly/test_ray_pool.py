@@ -1,8 +1,12 @@
 """The judge pool on Ray, with judges of this machine and of a cluster of two nodes; ranks on both."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import judge_fixtures as corpus
 import psutil
@@ -10,12 +14,15 @@ import pytest
 import ray
 import training_fixtures
 from prefect_fixtures import wait_for
+from ray.util.placement_group import remove_placement_group
 from safetensors.torch import load_file
 
+from components.core import ray_cluster
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge import ray_pool
 from components.judge.pool import Candidate, Job, LocalPool, open_pool
+from components.judge.ray_pool import RemoteJudges
 from components.training import critic
 from components.training.ray_launcher import run_on_ray
 from components.training.run_stage import run_stage
@@ -40,15 +47,18 @@ def cluster() -> Iterator[str]:
         made.shutdown()
 
 
+def with_pool(params: Params, **pool: Any) -> Params:
+    return params.model_copy(update={"pool": params.pool.model_copy(update=pool)})
+
+
 @pytest.fixture(scope="module", params=["local", "ray"])
 def make_pool(request: pytest.FixtureRequest, ci_params: Params) -> Iterator[MakePool]:
     made: list[LocalPool] = []
     environment = pytest.MonkeyPatch()
-    sandbox = {"pool": request.param, "judges": 1}
+    params = ci_params
     if request.param == "ray":
         environment.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))
-        sandbox["resource"] = "H20"
-    params = ci_params.model_copy(update={"sandbox": ci_params.sandbox.model_copy(update=sandbox)})
+        params = with_pool(ci_params, judges=1, resource="H20")
     warm: list[object] = []
 
     def make(folder: Path) -> LocalPool:
@@ -108,9 +118,8 @@ def test_a_job_whose_judge_is_killed_at_work_is_judged_by_another(
     cluster: str, ci_params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    params = ci_params.model_copy(
-        update={"sandbox": ci_params.sandbox.model_copy(update={"pool": "ray", "judges": 2, "attempts": 5})}
-    )
+    sandbox = ci_params.sandbox.model_copy(update={"attempts": 5})
+    params = with_pool(ci_params.model_copy(update={"sandbox": sandbox}), judges=2)
     pool = open_pool(params, tmp_path / "verdicts")
     try:
         future = pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0"))
@@ -137,7 +146,107 @@ def test_without_a_cluster_the_sentence_says_what_to_start(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(UserError, match="ray start --head"):
-        ray_pool.connect()
+        ray_cluster.connect()
+
+
+def free_cores() -> float:
+    found: float = ray.available_resources().get("CPU", 0.0)
+    return found
+
+
+def judges_there() -> set[str]:
+    return {name for name in ray.util.list_named_actors() if "-judge-" in name}
+
+
+@pytest.mark.timeout(300)
+def test_every_process_of_a_run_finds_the_judges_that_one_has_started(
+    cluster: str, ci_params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    ray_cluster.connect()
+    params, before = with_pool(ci_params, judges=2), judges_there()
+    first = RemoteJudges(params)
+    try:
+
+        @ray.remote(num_cpus=0)
+        def in_a_rank(run: str) -> tuple[list[str], bool]:
+            os.environ[ray_cluster.RUN] = run
+            judges = RemoteJudges(params)
+            found = [ray.get(actor.incarnation.remote()) for actor in judges.actors]
+            judges.close()  # leaves them to the process that started them
+            return found, judges.group is None
+
+        program = (
+            "import sys, ray; from components.core.params import Params\n"
+            "from components.judge.ray_pool import RemoteJudges\n"
+            "judges = RemoteJudges(Params.model_validate_json(sys.argv[1])); assert judges.group is None\n"
+            "print(*(ray.get(actor.incarnation.remote()) for actor in judges.actors))"
+        )
+        started = [ray.get(actor.incarnation.remote()) for actor in first.actors]
+        assert ray.get(in_a_rank.remote(os.environ[ray_cluster.RUN])) == (started, True)
+        command = [sys.executable, "-c", program, params.model_dump_json()]
+        child = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+        assert child.stdout.split() == started, child.stderr
+        assert len(judges_there() - before) == 2, "nothing was opened twice"
+    finally:
+        first.close()
+    wait_for(lambda: judges_there() <= before, 60)
+
+
+def test_a_role_never_gets_the_places_of_another(
+    cluster: str, ci_params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    monkeypatch.setattr(ray_cluster, "RESERVE_SECONDS", 2.0)
+    params = with_pool(ci_params, resource="H20")
+    ray_cluster.connect()
+    judges = ray_cluster.reserve(params, "judges", 1)
+    try:
+        with pytest.raises(
+            # The other one may be that of the judge of other tests.
+            UserError,
+            match=r"pool\.trainers: 2 need 2 CPU .* and 2 H20 \([01] free\); wait for",
+        ):
+            ray_cluster.reserve(params, "trainers", 2)
+    finally:
+        remove_placement_group(judges)
+    with pytest.raises(UserError, match="2 trainers and 1 judges need 3 H20, and the Ray cluster has 2"):
+        ray_cluster.check_capacity(with_pool(params, trainers=2, judges=1))
+
+
+@pytest.mark.timeout(300)
+def test_judges_end_with_the_run_also_if_it_is_killed(
+    cluster: str, ci_params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    monkeypatch.delenv(ray_cluster.RUN, raising=False)
+    ray_cluster.connect()
+    before = judges_there()
+    program = (
+        "import sys, time, os, ray; from components.core.params import Params\n"
+        "from components.judge.ray_pool import RemoteJudges\n"
+        "judges = RemoteJudges(Params.model_validate_json(sys.argv[1])); judges.prepare()\n"
+        "print(ray.get(judges.actors[0].__ray_call__.remote(lambda _: os.getpid())), flush=True)\n"
+        "time.sleep(600)"
+    )
+    settings = with_pool(ci_params, judges=2).model_dump_json()
+    environment = {name: value for name, value in os.environ.items() if name != ray_cluster.RUN}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, settings],
+        cwd=PROJECT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        judge = psutil.Process(int(run.stdout.readline()))
+        processes = [judge, *judge.children(recursive=True)]
+        assert len(processes) > 1 and len(judges_there() - before) == 2
+        free = free_cores()
+        run.kill()
+    wait_for(lambda: free_cores() >= free + 2, 60)
+    wait_for(lambda: not any(process.is_running() for process in processes), 60)
+    assert judges_there() <= before
 
 
 class Told:
@@ -167,7 +276,7 @@ def test_two_ranks_that_ray_train_places_make_what_one_process_makes(
     alone = dataclasses.replace(
         training_fixtures.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,)
     )
-    placed = training_fixtures.params(*sets, "engine.ranks=2")
+    placed = training_fixtures.params(*sets, "pool.trainers=2")
     told = Told()
     result = run_on_ray(
         dataclasses.replace(alone, params=placed, out=tmp_path / "ray", progress=told), tmp_path / "verdicts"

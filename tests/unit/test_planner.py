@@ -89,7 +89,7 @@ def test_every_input_says_where_it_comes_from_and_can_be_replaced() -> None:
 
 def test_a_slow_judge_is_named_as_the_bottleneck_and_more_judges_are_asked_for() -> None:
     params = resolve(
-        "h20-pool", ("sandbox.judges=4", "warmup.rollouts.tasks=64", "agentic.rollouts.tasks=64")
+        "h20-pool", ("pool.judges=4", "warmup.rollouts.tasks=64", "agentic.rollouts.tasks=64")
     ).params
     shapes = model_shapes.named_shapes("Qwen3-8B")
     inputs = capacity.default_inputs(params, capacity.GPUS["h20"], shapes)

@@ -272,10 +272,11 @@ def planned(profile: str, *sets: str, gpu: str = "h20", model: str = "") -> dict
 
 
 def test_without_a_critic_the_plan_is_smaller_by_the_critics_states() -> None:
-    groups = planned("hf", "warmup.advantages=group", "agentic.advantages=turns")["memory_bytes_per_gpu"]
-    critic = planned("hf")["memory_bytes_per_gpu"]
+    sets = ("engine.cpu_offload=false", "pool.trainers=6")
+    groups = planned("hf", *sets, "warmup.advantages=group", "agentic.advantages=turns")
+    critic = planned("hf", *sets)["memory_bytes_per_gpu"]
     for stage, ranks in (("zero-3", 6), ("zero-2", None)):
-        saved = critic[stage]["training"] - groups[stage]["training"]
+        saved = critic[stage]["training"] - groups["memory_bytes_per_gpu"][stage]["training"]
         parameters = EXPECTED["Qwen3-8B"][0]
         # Under ZeRO 2 the weights are whole on each rank, and the other 16 bytes are divided.
         states = 18 * parameters / ranks if ranks else (2 + 16 / 6) * parameters
@@ -317,7 +318,7 @@ def test_profiles_of_hugging_face_models_are_those_that_a_public_model_stands_fo
 
 
 def test_what_does_not_fit_is_followed_by_the_first_choice_that_does() -> None:
-    found = planned("h20-pool", "engine.ranks=16", "engine.sequence_parallel=1")
+    found = planned("h20-pool", "pool.trainers=16", "engine.sequence_parallel=1")
     assert not found["memory_bytes_per_gpu"]["zero-3"]["fits"]
     smallest = found["smallest"]
     assert smallest in found["alternatives"] and smallest["fits"]
@@ -325,23 +326,28 @@ def test_what_does_not_fit_is_followed_by_the_first_choice_that_does() -> None:
     assert not any(choice["fits"] for choice in found["alternatives"][:first])
     sets = [f"engine.{name}=true" for name in smallest["offloads"]]
     sets.append(f"engine.sequence_parallel={smallest['sequence_parallel']}")
-    chosen = planned("h20-pool", "engine.ranks=16", *sets)["memory_bytes_per_gpu"]["zero-3"]
+    chosen = planned("h20-pool", "pool.trainers=16", *sets)["memory_bytes_per_gpu"]["zero-3"]
     assert chosen["fits"] and chosen["total"] == smallest["total"]
-    assert planned("h20-pool", "engine.ranks=1", "engine.sequence_parallel=1")["smallest"] is None
-    assert len(planned("hf", "engine.ranks=7", "engine.sequence_parallel=1")["alternatives"]) == 7
+    assert planned("h20-pool", "pool.trainers=1", "engine.sequence_parallel=1")["smallest"] is None
+    assert len(planned("hf", "pool.trainers=7", "engine.sequence_parallel=1")["alternatives"]) == 7
 
 
 def test_a_degree_that_divides_neither_ranks_nor_heads_is_refused() -> None:
-    with pytest.raises(UserError, match="8 does not divide 6 ranks"):
+    with pytest.raises(UserError, match="8 does not divide 4 ranks"):
         planned("hf", "engine.sequence_parallel=8")
     with pytest.raises(UserError, match=r"cannot share the sequences of Qwen2\.5-Coder-7B \(28 heads, 4"):
-        planned("hf", "engine.ranks=8", "engine.sequence_parallel=8", model="Qwen2.5-Coder-7B")
+        planned("hf", "pool.trainers=8", "engine.sequence_parallel=8", model="Qwen2.5-Coder-7B")
     with pytest.raises(UserError, match="eager attention"):
-        planned("hf", model="gpt-oss-20b")
+        planned("hf", "engine.sequence_parallel=2", model="gpt-oss-20b")
 
 
 def test_a_sampler_on_the_same_gpu_takes_its_share_while_it_is_awake() -> None:
-    sets = ("policy.weight_transfer=ipc", "sandbox.pool=local", "sandbox.device_bytes=8000000000")
+    sets = (
+        "policy.weight_transfer=ipc",
+        "pool.samplers=0",
+        "pool.judges=0",
+        "sandbox.device_bytes=8000000000",
+    )
     asleep = planned("hf", *sets, "policy.sleep=true")["memory_bytes_per_gpu"]["zero-3"]
     awake = planned("hf", *sets, "policy.sleep=false")["memory_bytes_per_gpu"]["zero-3"]
     apart = planned("hf")["memory_bytes_per_gpu"]["zero-3"]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from training_fixtures import NoPool
 
+from components.core import ray_cluster
 from components.core.config import check_policy_source, resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.judge import ray_pool
 from components.training.stage import Stage, check_critic_given, check_stages, stages_of_run
 from flows import nightly
 from flows.run_context import check_training
@@ -29,8 +29,8 @@ def params(folder: Path, *sets: str) -> Params:
         (("engine.sequence_parallel=2", "engine.zero_stage=0"), r"sequence_parallel: .* 1 or more"),
         (("engine.sequence_parallel=2", "engine.zero_stage=2"), r"sequence_parallel: .*\.zero_stage to 3"),
         (
-            ("engine.sequence_parallel=2", "engine.zero_stage=3", "engine.ranks=3"),
-            r"engine\.ranks: 3 ranks .* multiple",
+            ("engine.sequence_parallel=2", "engine.zero_stage=3", "pool.trainers=3"),
+            r"pool\.trainers: 3 ranks .* multiple",
         ),
         (("rejection.replay_share=0.5",), r"rejection\.replay_share: .* set it to 0\."),
         (
@@ -149,10 +149,48 @@ def test_a_folder_without_a_model_is_refused_where_training_begins(
     check_training(resolve("smoke").params)
 
 
-def test_ranks_on_ray_need_a_cluster_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def connect() -> None:
-        raise UserError("sandbox.pool: no Ray cluster")
+@pytest.mark.parametrize(
+    ("sets", "there", "sentence"),
+    [
+        (
+            ("pool.trainers=2",),
+            {"CPU": 1.0},
+            r"2 trainers and 0 judges need 2 CPU, .* cluster has 1; add nodes",
+        ),
+        (("pool.trainers=2", "pool.judges=3"), {"CPU": 4.0}, r"2 trainers and 3 judges need 5 CPU"),
+        (("pool.judges=1", "pool.resource=H20"), {"CPU": 4.0}, r"need 1 H20, and the Ray cluster has 0"),
+    ],
+)
+def test_a_pool_that_the_cluster_does_not_hold_is_refused_before_anything_is_made(
+    sets: tuple[str, ...], there: dict[str, float], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "connect", lambda: None)
+    monkeypatch.setattr(ray_cluster.ray, "cluster_resources", lambda: there)
+    with pytest.raises(UserError, match=sentence):
+        check_training(resolve("ci", sets).params)
 
-    monkeypatch.setattr(ray_pool, "connect", connect)
-    with pytest.raises(UserError, match=r"engine\.ranks: 2 ranks need Ray .* set engine\.ranks=0"):
-        check_training(resolve("ci", ("engine.ranks=2",)).params)
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        (
+            "sandbox.pool=ray",
+            r"--set sandbox\.pool=ray: sandbox\.pool is no longer .*; set pool\.judges instead",
+        ),
+        ("sandbox.judges=4", r"set pool\.judges instead"),
+        ("engine.ranks=4", r"set pool\.trainers instead"),
+        ("engine.resource=H20", r"set pool\.resource instead"),
+    ],
+)
+def test_a_former_parameter_is_refused_with_its_new_name(key: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        resolve("ci", (key,))
+
+
+@pytest.mark.parametrize(
+    "sets", [("policy.backend=transformers",), ("policy.weight_transfer=ipc",), ("policy.sleep=true",)]
+)
+def test_samplers_on_gpus_of_their_own_cannot_share_the_trainers(sets: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=r"pool\.samplers gives samplers GPUs of their own, .*; set it to 0"):
+        resolve("hf", sets)
+    resolve("hf", (*sets, "pool.samplers=0"))

@@ -57,7 +57,7 @@ class PipelineRun:
         own |= {
             "store.url": f"s3://{os.environ['BUCKET']}/{model}",
             "store.endpoint": os.environ["AWS_ENDPOINT_URL_S3"],
-            "sandbox.pool": pool,
+            "pool.judges": int(pool == "ray"),
         }
         self.sets = [f"{key}={json.dumps(value)}" for key, value in (REDUCED | own).items()]
         self.process = 0

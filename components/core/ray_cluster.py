@@ -1,0 +1,93 @@
+"""Connection to a Ray cluster, and placement groups, which hold the roles of a run apart there.
+
+Actors have names that all processes of a run share, so that each of them finds what another has started
+instead of starting it again. Actors and placement groups end with the process that started them, also if that
+is killed, because Ray ends what belongs to a driver that is gone.
+
+Ray is imported by this file, so only code that runs with a cluster imports it.
+"""
+
+import os
+import secrets
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from components.core.errors import UserError
+from components.core.params import Params
+
+NAMESPACE = "cuda-agent"
+# Environment variable with the identifier of the run, which its child processes and ranks inherit.
+RUN = "CUDA_AGENT_RAY_RUN"
+# Longest wait for GPUs that are in use. After a run was killed, Ray needs some seconds to end its actors.
+RESERVE_SECONDS = 120.0
+
+
+def connect() -> None:
+    """Connect to the Ray cluster at the address RAY_ADDRESS, or on this machine if the variable is not set.
+
+    Raises UserError if there is no such cluster.
+    """
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        try:
+            ray.init(address=address, log_to_driver=False, namespace=NAMESPACE)
+        except ConnectionError as error:
+            raise UserError(
+                f"pool: no Ray cluster at RAY_ADDRESS={address}; start one (ray start --head), "
+                "or set pool.trainers and pool.judges to 0 for one process."
+            ) from error
+    os.environ.setdefault(RUN, ray.get_runtime_context().get_job_id())
+
+
+def name_in_run(name: str) -> str:
+    """Return the name under which all processes of this run know an actor."""
+    return f"{os.environ[RUN]}-{name}"
+
+
+def bundle(params: Params) -> dict[str, float]:
+    """Return the resources that one trainer or judge takes.
+
+    A judge on cpu measures on one core. With a GPU it needs cores only for its builds, which are rare.
+    """
+    resources = {"CPU": 1.0}
+    if params.device == "cuda":
+        resources["GPU"] = 1.0
+    if params.pool.resource:
+        resources[params.pool.resource] = 1.0
+    return resources
+
+
+def check_capacity(params: Params) -> None:
+    """Raise UserError unless there is a Ray cluster that has the resources of all trainers and judges."""
+    connect()
+    pool = params.pool
+    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    wanted = pool.trainers + pool.judges
+    for resource, each in bundle(params).items():
+        if there.get(resource, 0.0) < wanted * each:
+            raise UserError(
+                f"pool: {pool.trainers} trainers and {pool.judges} judges need {wanted} {resource}, and the "
+                f"Ray cluster has {there.get(resource, 0.0):g}; add nodes, or lower pool.trainers or "
+                "pool.judges."
+            )
+
+
+def reserve(params: Params, role: str, count: int) -> PlacementGroup:
+    """Return a placement group with a bundle for each of `count` actors of a role.
+
+    It belongs to this process. Raises UserError if the resources are not free within RESERVE_SECONDS.
+    """
+    each = bundle(params)
+    # Nobody looks the group up by its name, which is for those who list the groups of the cluster.
+    name = f"{name_in_run(role)}-{secrets.token_hex(4)}"
+    group: PlacementGroup = placement_group([each] * count, strategy="PACK", name=name)
+    if not group.wait(RESERVE_SECONDS):
+        remove_placement_group(group)
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        raise UserError(
+            f"pool.{role}: {count} need "
+            + " and ".join(f"{count} {name} ({free.get(name, 0.0):g} free)" for name in each)
+            + "; wait for the other run on the Ray cluster to end, add nodes, or lower the number."
+        )
+    return group
