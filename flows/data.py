@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from prefect import task
@@ -25,18 +24,15 @@ from components.core.files import (
     atomic_folder,
     atomic_write,
     digest_bytes,
-    digest_file,
-    digest_json,
     read_json,
     write_changed,
 )
-from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import dataset_version
 from components.synthesis.dvc_stages import ERROR_PREFIX
-from components.synthesis.operator_table import library_versions
+from flows.data_inputs import absolute_values, maker_digest
 from flows.dataset_remote import has_version, initialise_workspace, keep_pointer, run_dvc
-from flows.run_context import Busy, PipelineRun, digest_sources
+from flows.run_context import Busy, PipelineRun
 from flows.steps import DatasetRecord
 
 OUTPUT = Path("data") / "tasks"
@@ -52,9 +48,6 @@ PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
 EXITED = re.compile(r"exited with (\d+)")
 # Exit codes of components.synthesis.dvc_stages.
 BAD_INPUT, NO_ISOLATION = 2, 3
-# Source paths whose change causes the data set to be built again. The judge's sources are not listed, because
-# the data set depends on the judge only through the parameters and the verdicts.
-MAKERS = ("components/synthesis", "components/core/task.py")
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
@@ -84,19 +77,6 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     )
 
 
-def maker_digest(run: PipelineRun) -> str:
-    """Return the digest of the code that makes the data set.
-
-    It covers the sources in MAKERS, the library versions, and the number of the request to build the data set
-    again (`--from dataset`), which is 0 if there is none.
-    """
-    files = {
-        name: digest_json(digest_sources(path)) if path.is_dir() else digest_file(path)
-        for name, path in ((name, PROJECT / name) for name in MAKERS)
-    }
-    return digest_json([files, library_versions(), run.rerun_number("dataset")])
-
-
 def prepare_workspace(run: PipelineRun) -> Path:
     """Create or update the DVC workspace in the home, and return its folder.
 
@@ -105,15 +85,8 @@ def prepare_workspace(run: PipelineRun) -> Path:
     """
     workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
-    write_changed(workspace / "params.yaml", yaml.safe_dump(_absolute(run.params), sort_keys=False))
+    write_changed(workspace / "params.yaml", yaml.safe_dump(absolute_values(run.params), sort_keys=False))
     return workspace
-
-
-def _absolute(params: Params) -> dict[str, Any]:
-    """Return the parameters with absolute paths, because DVC runs in the folder of its workspace."""
-    values: dict[str, Any] = params.model_dump(mode="json")
-    values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
-    return values
 
 
 def keep_version(run: PipelineRun, workspace: Path) -> Path:

@@ -10,7 +10,7 @@ from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResu
 from components.evaluation.suites import load_suite
 from components.judge.pool import LocalPool
 from flows.progress import RenamedProgress
-from flows.steps import SAMPLING, Context, EvaluationRecord
+from flows.steps import Context, EvaluationRecord
 
 
 def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
@@ -45,7 +45,6 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
 
     return context.stage(
         "evaluation",
-        (*SAMPLING, "evaluation"),
         {"policy": digest, "suite": digest_json([kernel.task_id for kernel in suite])},
         work,
         EvaluationRecord,

@@ -14,6 +14,7 @@ from prefect import flow, tags
 
 from components.core.files import MANIFEST, digest_file, digest_json, write_json
 from components.core.progress import Progress
+from components.core.sources import project_digests
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
 from components.judge.pool import open_pool, with_any_duration
@@ -25,7 +26,7 @@ from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.run_context import RUN_FILE, PipelineRun, check_training, source_digests
+from flows.run_context import RUN_FILE, PipelineRun, check_training
 from flows.server import Server
 from flows.steps import (
     CheckpointRecord,
@@ -104,7 +105,7 @@ def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> C
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
     write_json(
         run.folder / SETTINGS,
-        {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": source_digests()},
+        {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": project_digests()},
     )
     registry = run.params.registry
     tracking = MlflowRun(

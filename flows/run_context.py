@@ -5,7 +5,8 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
     home/lock                       held by the run that works in the home
     home/dvc, home/remote           the data set's workspace and its DVC remote
     home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
-    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, stage.json, record.json
+    home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, stage.json, record.json,
+                                    key.json (what its key was made of)
     home/verdicts                   the journal of all verdicts, which a resumed stage reads
     home/prefect, home/mlflow       the databases of Prefect and MLflow
     home/runs/<run_id>/             manifest.json, report.html, report.json, settings.json; run.json last
@@ -17,7 +18,6 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import shutil
 import sys
@@ -28,21 +28,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from components.core.config import PROJECT, Resolved, check_policy_source
+from components.core.config import Resolved, check_policy_source
 from components.core.errors import UserError
 from components.core.files import (
     DISK_FULL,
     digest_json,
-    digest_tree,
     read_json,
     verify_files,
     write_json,
 )
+from components.core.param_kinds import result_values
 from components.core.params import Params
+from components.core.sources import project_digests
+from flows.stage_keys import KeyParts, key_parts
 
 # Names of the stages in their order, which are the permitted values of `--from`.
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
-SOURCES = ("components", "flows", "agent_workdir")
 RUN_FILE = "run.json"
 # Name of Prefect's global concurrency limit, whose only slot a deployed flow takes to work in the home.
 HOME_SLOT = "cuda-agent-home"
@@ -51,19 +52,6 @@ LEAST_FREE_BYTES = 256 * 2**20
 # Longest wait for the lock of the home. If a run was killed, its children are killed a moment later and may
 # hold the lock until then.
 LOCK_SECONDS = 3.0
-
-
-def digest_sources(folder: Path) -> dict[str, str]:
-    """Return the digest of every file below `folder` by its relative path, except compiled Python files."""
-    return {name: digest for name, digest in digest_tree(folder).items() if "__pycache__" not in name}
-
-
-@functools.cache
-def source_digests() -> dict[str, str]:
-    """Return the digest of every source file in the folders SOURCES, by its path in the project."""
-    return {
-        f"{top}/{name}": digest for top in SOURCES for name, digest in digest_sources(PROJECT / top).items()
-    }
 
 
 @dataclass(frozen=True)
@@ -84,18 +72,16 @@ class Busy(UserError):
 class PipelineRun:
     """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
 
-    The key does not depend on the home.
+    The key does not depend on the home, on parameters that only change throughput, or on comments.
     """
 
     def __init__(self, resolved: Resolved, rerun: Rerun | None = None):
         self.params: Params = resolved.params
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
-        self.code = digest_json(source_digests())
+        self.code = digest_json(project_digests())
         self.rerun = rerun
-        self.base_key = digest_json(
-            {"params": self.params.model_dump(mode="json", exclude={"home"}), "code": self.code}
-        )
+        self.base_key = digest_json({"params": result_values(self.params), "code": self.code})
         self.key = digest_json(
             {"base": self.base_key, "redo": None if rerun is None else [rerun.stage, rerun.number]}
         )
@@ -108,21 +94,13 @@ class PipelineRun:
             return 0
         return self.rerun.number
 
-    def stage_key(self, stage: str, name: str, sections: tuple[str, ...], upstream: dict[str, str]) -> str:
-        """Return the digest of everything on which the result of a stage depends.
+    def key_parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
+        """Return everything on which the result of a stage depends.
 
-        `name` names the folder of the result, `sections` are the sections of the parameters that the stage
-        reads, and `upstream` has the digests of its inputs.
+        `stage` is one of STAGES, `name` names the folder of the result, and `upstream` has the digests of its
+        inputs.
         """
-        return digest_json(
-            {
-                "name": name,
-                "params": self.params.model_dump(mode="json", include=set(sections)),
-                "upstream": upstream,
-                "code": self.code,
-                "redo": self.rerun_number(stage),
-            }
-        )
+        return key_parts(self.params, name, upstream, self.rerun_number(stage))
 
 
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:

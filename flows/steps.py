@@ -33,13 +33,7 @@ from components.core.records import FrozenModel
 from components.judge.pool import JudgePool
 from components.registry.tracking import MlflowRun
 from flows.run_context import PipelineRun
-
-# File name of a stage's record in the folder of the stage. It is written after Prefect has cached the record,
-# so if the file exists, the cached record exists too.
-RECORD = "record.json"
-
-# Sections of the parameters on which every stage depends that samples trajectories and judges candidates.
-SAMPLING = ("device", "precision", "seed", "sandbox", "policy", "engine")
+from flows.stage_keys import KEY_FILE, RECORD
 
 
 class DatasetRecord(FrozenModel):
@@ -61,7 +55,7 @@ class StageRecord(FrozenModel):
     digest: str
     figures: dict[str, Any]
     cached: bool = False
-    # Digest of everything on which the result depends (PipelineRun.stage_key).
+    # Digest of everything on which the result depends (KeyParts.key).
     key: str = ""
     # Folder of the stage, relative to the home.
     folder: str = ""
@@ -148,7 +142,6 @@ class Context:
     def stage(
         self,
         stage: str,
-        sections: tuple[str, ...],
         upstream: dict[str, str],
         work: Callable[[Path], R],
         record_type: type[R],
@@ -158,21 +151,23 @@ class Context:
     ) -> R:
         """Run `work` in the stage's folder as a Prefect task, or return the cached record of an earlier run.
 
-        The cache key is computed from `name`, the `sections` of the parameters, the `upstream` digests, the
-        data set, the code and the rerun request. `name` also names the folder, and its default is `stage`.
+        The cache key is computed from `name`, what this stage reads (stage_keys.READS), the `upstream`
+        digests, the data set and the rerun request. `name` also names the folder, and its default is `stage`.
         `title` is the name that is shown to people, and its default is `name`. Raises UserError if the files
         of a cached record are damaged.
         """
         name = name or stage
         title = title or name
         home = self.run.home
-        key = self.run.stage_key(stage, name, sections, upstream | {"dataset": self.dataset.version})
-        folder = home / "stages" / f"{name}-{key[:12]}"
+        parts = self.run.key_parts(stage, name, upstream | {"dataset": self.dataset.version})
+        key, folder = parts.key, parts.folder(home)
         # A cached record may be older than the folder: if the folder was deleted and a later run was killed
         # in the stage, the folder is incomplete. So the cached record is used only if the output and RECORD,
         # the last file that a stage writes, exist.
         file = folder / RECORD
         is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
+        if not (folder / KEY_FILE).is_file():
+            write_json(folder / KEY_FILE, parts.model_dump(mode="json"))
         stage_task = run_in_folder.with_options(
             name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not is_kept
         )

@@ -6,19 +6,12 @@ from pathlib import Path
 
 from components.core.files import MANIFEST, atomic_folder, digest_json, digest_tree, write_json
 from components.policy.checkpoint import Manifest, verify_checkpoint
-from components.training.run_stage import run_stage, training_sources
+from components.training.demonstration_replay import training_sources
+from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageName, StageResult
-from flows.steps import SAMPLING, CheckpointRecord, Context
+from flows.steps import CheckpointRecord, Context
 
 CHECKPOINT = "checkpoint"
-# Sections of the parameters on which each training stage depends besides SAMPLING. Stage 2 adds some
-# demonstrations of the cold start to the policy's own trajectories.
-SECTIONS: dict[StageName, tuple[str, ...]] = {
-    "warmup": ("warmup",),
-    "rejection": ("rejection", "coldstart", "data"),
-    "critic": ("critic",),
-    "agentic": ("agentic",),
-}
 
 
 def cold_start(context: Context) -> CheckpointRecord:
@@ -50,7 +43,7 @@ def cold_start(context: Context) -> CheckpointRecord:
             ).digest
         return checkpoint_record(context, folder, digest, time.monotonic() - started)
 
-    return context.stage("coldstart", ("device", "policy", "coldstart", "data"), {}, work, CheckpointRecord)
+    return context.stage("coldstart", {}, work, CheckpointRecord)
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
@@ -74,9 +67,7 @@ def adopt(context: Context, source: Path) -> CheckpointRecord:
         verify_checkpoint(folder / CHECKPOINT)
         return checkpoint_record(context, folder, manifest.digest, time.monotonic() - started)
 
-    return context.stage(
-        "coldstart", (), {"source": digest_json(files)}, work, CheckpointRecord, name="adopted"
-    )
+    return context.stage("coldstart", {"source": digest_json(files)}, work, CheckpointRecord, name="adopted")
 
 
 def train(
@@ -120,7 +111,7 @@ def train(
             result = run_stage(stage)
         return checkpoint_record(context, folder, result.digest, result.seconds, result)
 
-    return context.stage(name, (*SAMPLING, *SECTIONS[name]), upstream, work, CheckpointRecord)
+    return context.stage(name, upstream, work, CheckpointRecord)
 
 
 def checkpoint_record(

@@ -42,6 +42,7 @@ def params(
 
     from components.core.config import KNOWN
     from components.core.files import atomic_write
+    from components.core.param_kinds import KINDS
 
     resolved = options.resolve()
     plain = resolved.params.model_dump(mode="json")
@@ -52,6 +53,7 @@ def params(
             rows[key] = {
                 "value": reduce(lambda section, part: section[part], key.split("."), plain),
                 "meaning": field.description,
+                "kind": KINDS[key],
                 "source": resolved.sources.get(key) or ", ".join(sorted(below)),
             }
     if write is not None:

@@ -71,10 +71,10 @@ def train(
         return
     distributed, rank = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", "0"))
 
-    from components.core.config import PROJECT
-    from components.core.files import MANIFEST, digest_json, digest_tree
+    from components.core.files import MANIFEST, digest_json
     from components.core.progress import Quiet
     from components.core.progress_view import ProgressView
+    from components.core.sources import project_digests
     from components.judge.pool import open_pool
     from components.training.collapse_detection import Terminated
     from components.training.launcher import LAUNCHED
@@ -84,8 +84,6 @@ def train(
     def checkpoint(folder: Path) -> Path:
         return folder if (folder / MANIFEST).is_file() else folder / CHECKPOINT
 
-    sources = digest_tree(PROJECT / "components").items()
-    code = digest_json({name: digest for name, digest in sources if "__pycache__" not in name})
     progress_view = ProgressView(stderr_console()) if rank == 0 else contextlib.nullcontext(Quiet())
     with json_stdout(options.as_json and rank == 0) as print_json:
         try:
@@ -102,7 +100,7 @@ def train(
                         out=output,
                         pool=pool,
                         progress=progress,
-                        code=code,
+                        code=digest_json(project_digests()),
                         critic=checkpoint(values) if values is not None else None,
                         trajectories=tuple(trajectories or ()),
                     )

@@ -43,12 +43,13 @@ REPLACED = {
 MAPPINGS = {key for key, field in KNOWN.items() if get_origin(field.annotation) is dict}
 
 
-def _flatten(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_values(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by dotted key; the value of a mapping stays one value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, dict) and dotted not in MAPPINGS:
-            flat |= _flatten(value, f"{dotted}.")
+            flat |= flatten_values(value, f"{dotted}.")
         else:
             flat[dotted] = value
     return flat
@@ -128,9 +129,9 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
         )
 
     def layer(name: str) -> tuple[str, dict[str, Any]]:
-        return f"{path.name}: profiles.{name}", _flatten(profiles[name] or {})
+        return f"{path.name}: profiles.{name}", flatten_values(profiles[name] or {})
 
-    layers = [(path.name, _flatten(base)), *([layer(profile)] if profile else [])]
+    layers = [(path.name, flatten_values(base)), *([layer(profile)] if profile else [])]
     options = [_option(item) for item in sets]
     devices = [values["device"] for _, values in (*layers, *options) if "device" in values]
     sizes = f"{profile}-{devices[-1]}" if devices else ""
@@ -147,7 +148,7 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
     if not equals:
         raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
     try:
-        return f"--set {item}", _flatten({key: yaml.safe_load(text)})
+        return f"--set {item}", flatten_values({key: yaml.safe_load(text)})
     except yaml.YAMLError as error:
         raise UserError(f"--set {item}: the value is not valid YAML; quote it.") from error
 

@@ -1,9 +1,10 @@
 """All parameters with their types, meanings and permitted values.
 
-The values are read from `params.yaml` by `config.resolve`. No value has a default in this file.
+The values are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every
+parameter is marked as `result` or `throughput`: only the first kind enters the keys of stages and runs.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,250 +19,241 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
+def result(description: str) -> Any:
+    """Return the field of a parameter that changes what a run computes, measures, decides or publishes."""
+    return Field(description=description, json_schema_extra={"kind": "result"})
+
+
+def throughput(description: str) -> Any:
+    """Return the field of a parameter that changes results at most by rounding.
+
+    Such a parameter says where something is computed, how fast, with how much memory, or how long its states
+    are kept.
+    """
+    return Field(description=description, json_schema_extra={"kind": "throughput"})
+
+
 class Data(FrozenModel):
     """Parameters of the data set."""
 
-    tasks: Tasks = Field(description="admitted training tasks to make")
-    held_out: Tasks = Field(description="admitted held-out tasks to make; never seen in any stage")
-    seed: Natural = Field(description="seed of the composer")
-    operators: Literal["core", "torch", "all"] = Field(
-        description="what tasks are made of: core (a small table that a policy from scratch knows), "
+    tasks: Tasks = result("admitted training tasks to make")
+    held_out: Tasks = result("admitted held-out tasks to make; never seen in any stage")
+    seed: Natural = result("seed of the composer")
+    operators: Literal["core", "torch", "all"] = result(
+        "what tasks are made of: core (a small table that a policy from scratch knows), "
         "torch (mined from it), all (and transformers)"
     )
-    transformers_share: Share = Field(
-        description="share of tasks that are a module of transformers; counts where data.operators is all"
+    transformers_share: Share = result(
+        "share of tasks that are a module of transformers; counts where data.operators is all"
     )
-    operator_mix: dict[int, Share] = Field(
-        description="share of tasks by number of operators, 1 to 5 (paper, Table 3)"
+    operator_mix: dict[int, Share] = result("share of tasks by number of operators, 1 to 5 (paper, Table 3)")
+    eager_seconds: tuple[Positive, Positive] = result(
+        "window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
     )
-    eager_seconds: tuple[Positive, Positive] = Field(
-        description="window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
+    numel: tuple[Count, Count] = result(
+        "window for the elements of the input tensor; sizes are searched inside it"
     )
-    numel: tuple[Count, Count] = Field(
-        description="window for the elements of the input tensor; sizes are searched inside it"
-    )
-    headroom: bool = Field(
-        description="measure torch.compile of every admitted task: its time over the least time that "
+    headroom: bool = result(
+        "measure torch.compile of every admitted task: its time over the least time that "
         "the device needs is the task's headroom"
     )
-    weigh_by_headroom: bool = Field(
-        description="train more often on tasks with headroom; needs data.headroom"
+    weigh_by_headroom: bool = result("train more often on tasks with headroom; needs data.headroom")
+    composer: str = result(
+        "OpenAI-compatible server that composes, such as http://127.0.0.1:8000/v1; empty composes without one"
     )
-    composer: str = Field(
-        description="OpenAI-compatible server that composes, such as http://127.0.0.1:8000/v1; "
-        "empty composes without one"
+    composer_model: str = result("the model that is asked; its answers are kept by this name")
+    max_similarity: Share = result(
+        "highest structural similarity to any evaluation program (paper, appendix 6)"
     )
-    composer_model: str = Field(description="the model that is asked; its answers are kept by this name")
-    max_similarity: Share = Field(
-        description="highest structural similarity to any evaluation program (paper, appendix 6)"
-    )
-    against: list[str] = Field(
-        description="evaluation programs to stay clear of: KernelBench checkouts, folders, parquet files"
+    against: list[str] = result(
+        "evaluation programs to stay clear of: KernelBench checkouts, folders, parquet files"
     )
 
 
 class Sandbox(FrozenModel):
     """Parameters of the judge and its sandbox."""
 
-    isolation: Literal["bubblewrap", "none"] = Field(
-        description="isolation of candidates; none must be written by a person and is recorded in every "
-        "verdict"
+    isolation: Literal["bubblewrap", "none"] = result(
+        "isolation of candidates; none must be written by a person and is recorded in every verdict"
     )
-    build_seconds: Positive = Field(description="wall-clock limit of one build, seconds")
-    run_seconds: Positive = Field(
-        description="wall-clock limit of everything one candidate does after its build, seconds"
+    build_seconds: Positive = result("wall-clock limit of one build, seconds")
+    run_seconds: Positive = result(
+        "wall-clock limit of everything one candidate does after its build, seconds"
     )
-    memory_bytes: Count = Field(
-        description="address space of a runner on cpu; private temporary files count apart"
+    memory_bytes: Count = result("address space of a runner on cpu; private temporary files count apart")
+    device_bytes: Annotated[int, Field(ge=0)] = result(
+        "device memory that judging one task may take; 0 is all of the GPU's, and no limit on cpu"
     )
-    device_bytes: Annotated[int, Field(ge=0)] = Field(
-        description="device memory that judging one task may take; 0 is all of the GPU's, and no limit on cpu"
-    )
-    host_bytes: Annotated[int, Field(ge=0)] = Field(
-        description="host memory that a judge on a GPU counts as available; 0 is what the machine reports "
+    host_bytes: Annotated[int, Field(ge=0)] = throughput(
+        "host memory that a judge on a GPU counts as available; 0 is what the machine reports "
         "and the limits of its control groups leave"
     )
-    rules: Literal["kernel-only", "any"] = Field(
-        description="what a candidate may do: compute with its own kernels only, or also with torch"
+    rules: Literal["kernel-only", "any"] = result(
+        "what a candidate may do: compute with its own kernels only, or also with torch"
     )
-    weights: Literal["state_dict", "seed"] = Field(
-        description="how a candidate gets the task's weights: load_state_dict, or its constructor runs under "
+    weights: Literal["state_dict", "seed"] = result(
+        "how a candidate gets the task's weights: load_state_dict, or its constructor runs under "
         "the same secret seed as the task's"
     )
-    tolerance: Literal["strict", "kernelbench"] = Field(
-        description="largest accepted error: the judge's own criterion, or also KernelBench's tolerances on "
+    tolerance: Literal["strict", "kernelbench"] = result(
+        "largest accepted error: the judge's own criterion, or also KernelBench's tolerances on "
         "the task's own inputs"
     )
-    input_delivery: Literal["round", "call"] = Field(
-        description="on a GPU: all inputs of a timed round at once, or one call's after the outputs of the "
+    input_delivery: Literal["round", "call"] = result(
+        "on a GPU: all inputs of a timed round at once, or one call's after the outputs of the "
         "call before were taken, for tasks with small inputs and outputs"
     )
-    correctness_sets: Annotated[int, Field(ge=6)] = Field(
-        description="secret input sets for correctness, over the input distributions"
+    correctness_sets: Annotated[int, Field(ge=6)] = result(
+        "secret input sets for correctness, over the input distributions"
     )
-    rounds: Annotated[int, Field(ge=3)] = Field(description="least number of timed rounds of each program")
-    most_rounds: Count = Field(
-        description="largest number of timed rounds of each program, while its ratio to the baseline is "
-        "uncertain"
+    rounds: Annotated[int, Field(ge=3)] = result("least number of timed rounds of each program")
+    most_rounds: Count = result(
+        "largest number of timed rounds of each program, while its ratio to the baseline is uncertain"
     )
-    process_spread: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        description="standard deviation of the log-ratio of two processes of the same code, part of "
+    process_spread: Annotated[float, Field(ge=0, le=0.5)] = result(
+        "standard deviation of the log-ratio of two processes of the same code, part of "
         "every interval (tests/bench/judge_validity.py)"
     )
-    sets_per_round: Count = Field(description="fresh secret input sets in one timed round")
-    round_seconds: Positive = Field(
-        description="a round repeats its sets until it lasts about this long on eager, seconds"
+    sets_per_round: Count = result("fresh secret input sets in one timed round")
+    round_seconds: Positive = result(
+        "a round repeats its sets until it lasts about this long on eager, seconds"
     )
-    error_multiple: Positive = Field(
-        description="a candidate's error may be this multiple of the float32 reference's own error"
+    error_multiple: Positive = result(
+        "a candidate's error may be this multiple of the float32 reference's own error"
     )
-    absolute_tolerance: Positive = Field(
-        description="ceiling of the error that is ever accepted, relative to the output's scale"
+    absolute_tolerance: Positive = result(
+        "ceiling of the error that is ever accepted, relative to the output's scale"
     )
-    tf32_tolerance: Positive = Field(
-        description="that ceiling where precision is tf32: its products keep 11 bits (NVIDIA A100 white "
-        "paper)"
+    tf32_tolerance: Positive = result(
+        "that ceiling where precision is tf32: its products keep 11 bits (NVIDIA A100 white paper)"
     )
-    build_workers: Count = Field(description="builds that run in parallel")
-    warm_tasks: Count = Field(description="tasks whose baselines are kept warm")
-    attempts: Count = Field(description="tries of a judgement that failed by the judge's own fault")
+    build_workers: Count = throughput("builds that run in parallel")
+    warm_tasks: Count = throughput("tasks whose baselines are kept warm")
+    attempts: Count = throughput("tries of a judgement that failed by the judge's own fault")
 
 
 class Adapter(FrozenModel):
     """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft."""
 
-    rank: Natural = Field(description="rank of the adapters; 0 trains all parameters instead")
-    alpha: Count = Field(description="the adapters' product is scaled by alpha / rank")
-    targets: list[str] = Field(
-        description="names of the linear layers that get an adapter; empty is all of them but the output head"
+    rank: Natural = result("rank of the adapters; 0 trains all parameters instead")
+    alpha: Count = result("the adapters' product is scaled by alpha / rank")
+    targets: list[str] = result(
+        "names of the linear layers that get an adapter; empty is all of them but the output head"
     )
 
 
 class Policy(FrozenModel):
     """Parameters of the policy and its sampler."""
 
-    source: str = Field(description="scratch, or the folder of a Hugging Face causal LM")
-    hidden: Count = Field(description="width of a policy made from scratch")
-    layers: Count = Field(description="its layers")
-    heads: Count = Field(description="its attention heads")
-    kv_heads: Count = Field(description="its key and value heads")
-    head_dim: Count = Field(description="its head dimension; vLLM needs 64 or 128 on a GPU")
-    feed_forward: Count = Field(description="its feed-forward width")
-    vocabulary: Count = Field(description="its vocabulary size")
-    context: Count = Field(description="its context window in tokens")
+    source: str = result("scratch, or the folder of a Hugging Face causal LM")
+    hidden: Count = result("width of a policy made from scratch")
+    layers: Count = result("its layers")
+    heads: Count = result("its attention heads")
+    kv_heads: Count = result("its key and value heads")
+    head_dim: Count = result("its head dimension; vLLM needs 64 or 128 on a GPU")
+    feed_forward: Count = result("its feed-forward width")
+    vocabulary: Count = result("its vocabulary size")
+    context: Count = result("its context window in tokens")
     adapter: Adapter = Field(description="low-rank adapters, which are trained in place of all parameters")
-    prompt: Literal["compact", "full"] = Field(
-        description="compact: the task's source only; full: SKILL.md before it"
+    prompt: Literal["compact", "full"] = result("compact: the task's source only; full: SKILL.md before it")
+    backend: Literal["transformers", "vllm", "vllm-server"] = result("sampling backend")
+    batch: Count = throughput("sequences sampled together by the transformers backend")
+    server: str = throughput(
+        "root of the vLLM server for the backend vllm-server, such as http://127.0.0.1:8000"
     )
-    backend: Literal["transformers", "vllm", "vllm-server"] = Field(description="sampling backend")
-    batch: Count = Field(description="sequences sampled together by the transformers backend")
-    server: str = Field(
-        description="root of the vLLM server for the backend vllm-server, such as http://127.0.0.1:8000"
-    )
-    weight_transfer: Literal["ipc", "disk"] = Field(
-        description="how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
+    weight_transfer: Literal["ipc", "disk"] = throughput(
+        "how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
         "disk, a folder that the server can read"
     )
-    gpu_memory_share: Share = Field(
-        description="share of the GPU's memory for the backend vllm; the trainer needs the rest"
+    gpu_memory_share: Share = throughput(
+        "share of the GPU's memory for the backend vllm; the trainer needs the rest"
     )
-    sleep: bool = Field(
-        description="vLLM gives its memory back while the policy is trained; "
-        "a server needs --enable-sleep-mode"
+    sleep: bool = throughput(
+        "vLLM gives its memory back while the policy is trained; a server needs --enable-sleep-mode"
     )
 
 
 class Coldstart(FrozenModel):
     """Parameters of the cold start, which is the first training of a policy from scratch."""
 
-    demonstrations: Count = Field(description="demonstrations written by the rule-based kernel writer")
-    steps: Count = Field(description="optimizer steps")
-    tokens_per_step: Count = Field(description="tokens of one optimizer step")
-    learning_rate: Positive = Field(description="peak learning rate of AdamW (embeddings, norms)")
-    matrix_learning_rate: Positive = Field(description="peak learning rate of Muon (matrices)")
-    wrong_share: Share = Field(description="share of demonstrations that are deliberately wrong")
-    fast_share: Share = Field(description="share of demonstrations in a fast style")
-    multi_turn_share: Share = Field(
-        description="share of demonstrations that repair or speed up a first attempt"
+    demonstrations: Count = result("demonstrations written by the rule-based kernel writer")
+    steps: Count = result("optimizer steps")
+    tokens_per_step: Count = result("tokens of one optimizer step")
+    learning_rate: Positive = result("peak learning rate of AdamW (embeddings, norms)")
+    matrix_learning_rate: Positive = result("peak learning rate of Muon (matrices)")
+    wrong_share: Share = result("share of demonstrations that are deliberately wrong")
+    fast_share: Share = result("share of demonstrations in a fast style")
+    multi_turn_share: Share = result("share of demonstrations that repair or speed up a first attempt")
+    second_fast_share: Share = result(
+        "share of those second attempts in a fast style; as fast_share, a measurement teaches nothing"
     )
-    second_fast_share: Share = Field(
-        description="share of those second attempts in a fast style; "
-        "as fast_share, a measurement teaches nothing"
-    )
-    seed: Natural = Field(description="seed of demonstrations, initial weights and order")
+    seed: Natural = result("seed of demonstrations, initial weights and order")
 
 
 class Rollouts(FrozenModel):
     """Parameters of the sampling of trajectories."""
 
-    tasks: Count = Field(description="tasks of one step")
-    samples: Count = Field(description="trajectories per task")
-    temperature: Positive = Field(description="sampling temperature; 1 keeps sampler and trainer comparable")
-    max_turns: Count = Field(description="turns of one trajectory; the paper uses 150 in training")
-    max_new_tokens: Count = Field(description="tokens of one turn")
+    tasks: Count = result("tasks of one step")
+    samples: Count = result("trajectories per task")
+    temperature: Positive = result("sampling temperature; 1 keeps sampler and trainer comparable")
+    max_turns: Count = result("turns of one trajectory; the paper uses 150 in training")
+    max_new_tokens: Count = result("tokens of one turn")
 
 
 class Ppo(FrozenModel):
     """Parameters of a PPO stage."""
 
-    reward: Literal["milestone", "speedup"] = Field(
-        description="what a trajectory earns: the paper's milestones, or the bare ratio to eager (its "
-        "ablation)"
+    reward: Literal["milestone", "speedup"] = result(
+        "what a trajectory earns: the paper's milestones, or the bare ratio to eager (its ablation)"
     )
-    steps: Count = Field(description="updates of this stage")
-    learning_rate: Positive = Field(description="actor's learning rate; the paper uses 3e-6")
-    critic_learning_rate: Positive = Field(description="critic's learning rate; the paper uses 6e-6")
-    critic_warmup_steps: Natural = Field(description="first steps that train the critic only")
-    learning_rate_warmup_steps: Natural = Field(
-        description="steps of linear warm-up of the actor's learning rate"
-    )
-    minibatches: Count = Field(description="optimizer steps per batch; the paper uses 1")
-    epochs: Count = Field(description="passes over a batch")
-    gamma: Share = Field(description="discount; the paper uses 1")
-    lam: Share = Field(description="lambda of the actor's advantages; the paper uses 0.95")
-    critic_lam: Share = Field(
-        description="lambda of the critic's targets; 1 is Monte Carlo, the paper uses 0.95"
-    )
-    clip_low: Share = Field(description="lower clip; the paper uses 0.2")
-    clip_high: Share = Field(description="upper clip; the paper uses 0.28")
-    value_clip: float | None = Field(description="clip of the value loss in units of the reward; null is off")
-    importance_cap: Positive = Field(
-        description="cap of the truncated importance weights between sampler and trainer"
-    )
-    advantages: Literal["critic", "group", "turns"] = Field(
-        description="critic: generalised advantage estimation; group: the reward less the mean of the task's "
+    steps: Count = result("updates of this stage")
+    learning_rate: Positive = result("actor's learning rate; the paper uses 3e-6")
+    critic_learning_rate: Positive = result("critic's learning rate; the paper uses 6e-6")
+    critic_warmup_steps: Natural = result("first steps that train the critic only")
+    learning_rate_warmup_steps: Natural = result("steps of linear warm-up of the actor's learning rate")
+    minibatches: Count = result("optimizer steps per batch; the paper uses 1")
+    epochs: Count = result("passes over a batch")
+    gamma: Share = result("discount; the paper uses 1")
+    lam: Share = result("lambda of the actor's advantages; the paper uses 0.95")
+    critic_lam: Share = result("lambda of the critic's targets; 1 is Monte Carlo, the paper uses 0.95")
+    clip_low: Share = result("lower clip; the paper uses 0.2")
+    clip_high: Share = result("upper clip; the paper uses 0.28")
+    value_clip: float | None = result("clip of the value loss in units of the reward; null is off")
+    importance_cap: Positive = result("cap of the truncated importance weights between sampler and trainer")
+    advantages: Literal["critic", "group", "turns"] = result(
+        "critic: generalised advantage estimation; group: the reward less the mean of the task's "
         "other samples, without a critic; turns: the same for every turn's own rewards (Dr. Kernel, "
         "arXiv 2602.05885)"
     )
-    whiten: bool = Field(description="whiten advantages over the batch")
-    gradient_clip: Positive = Field(description="largest gradient norm")
-    kl_coefficient: Annotated[float, Field(ge=0)] = Field(
-        description="weight of the KL penalty to the stage's first policy; 0 is off, as in the paper"
+    whiten: bool = result("whiten advantages over the batch")
+    gradient_clip: Positive = result("largest gradient norm")
+    kl_coefficient: Annotated[float, Field(ge=0)] = result(
+        "weight of the KL penalty to the stage's first policy; 0 is off, as in the paper"
     )
-    measure_kl: bool = Field(
-        description="compute the KL divergence from the stage's first policy also if kl_coefficient is 0; it "
+    measure_kl: bool = result(
+        "compute the KL divergence from the stage's first policy also if kl_coefficient is 0; it "
         "takes a second copy of the weights unless policy.adapter is used"
     )
-    replay_coefficient: Annotated[float, Field(ge=0)] = Field(
-        description="weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
+    replay_coefficient: Annotated[float, Field(ge=0)] = result(
+        "weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
     )
-    max_entropy: Positive = Field(
-        description="a policy whose entropy passes this many nats has collapsed: the stage stops itself"
+    max_entropy: Positive = result(
+        "a policy whose entropy passes this many nats has collapsed: the stage stops itself"
     )
-    min_entropy: Annotated[float, Field(ge=0)] = Field(
-        description="a policy whose entropy falls below this many nats has collapsed; 0 is off"
+    min_entropy: Annotated[float, Field(ge=0)] = result(
+        "a policy whose entropy falls below this many nats has collapsed; 0 is off"
     )
-    max_truncated: Share = Field(description="a stage whose length-clipped share passes this has collapsed")
-    min_effective_share: Share = Field(
-        description="lowest effective sample size of the importance weights between sampler and trainer, "
+    max_truncated: Share = result("a stage whose length-clipped share passes this has collapsed")
+    min_effective_share: Share = result(
+        "lowest effective sample size of the importance weights between sampler and trainer, "
         "as a share of the tokens"
     )
-    min_explained_variance: float | None = Field(
-        description="the stage stops when the critic explains less on three steps in a row; null is off"
+    min_explained_variance: float | None = result(
+        "the stage stops when the critic explains less on three steps in a row; null is off"
     )
-    checkpoint_every: Count = Field(description="steps between resumable states")
-    solve_rate_share: Share = Field(
-        description="share of a step's tasks drawn by how often the policy solves them, half the time "
+    checkpoint_every: Count = throughput("steps between resumable states")
+    solve_rate_share: Share = result(
+        "share of a step's tasks drawn by how often the policy solves them, half the time "
         "most; the others come in passes over all"
     )
     rollouts: Rollouts = Field(description="how trajectories are sampled")
@@ -271,53 +263,51 @@ class Rejection(FrozenModel):
     """Parameters of rejection fine-tuning."""
 
     rollouts: Rollouts = Field(description="how trajectories are sampled")
-    min_reward: float = Field(
-        description="keep trajectories whose reward is greater than this; the paper uses 0"
-    )
-    per_task: Count = Field(description="kept trajectories per task")
-    epochs: Count = Field(description="passes of supervised fine-tuning over the kept trajectories")
-    batch: Count = Field(description="trajectories of one optimizer step")
-    learning_rate: Positive = Field(description="peak learning rate, decayed linearly to zero")
-    replay_share: Share = Field(description="share of cold-start demonstrations mixed in, against forgetting")
+    min_reward: float = result("keep trajectories whose reward is greater than this; the paper uses 0")
+    per_task: Count = result("kept trajectories per task")
+    epochs: Count = result("passes of supervised fine-tuning over the kept trajectories")
+    batch: Count = result("trajectories of one optimizer step")
+    learning_rate: Positive = result("peak learning rate, decayed linearly to zero")
+    replay_share: Share = result("share of cold-start demonstrations mixed in, against forgetting")
 
 
 class Critic(FrozenModel):
     """Parameters of value pretraining."""
 
-    epochs: Count = Field(description="passes over the trajectories")
-    batch: Count = Field(description="trajectories of one optimizer step")
-    learning_rate: Positive = Field(description="peak learning rate")
-    lam: Share = Field(description="lambda of the targets; 1 is Monte Carlo, the paper uses 0.95")
-    held_out_share: Share = Field(description="share of tasks held out to measure the explained variance")
-    min_explained_variance: float = Field(
-        description="the stage fails when the held-out explained variance is below this"
+    epochs: Count = result("passes over the trajectories")
+    batch: Count = result("trajectories of one optimizer step")
+    learning_rate: Positive = result("peak learning rate")
+    lam: Share = result("lambda of the targets; 1 is Monte Carlo, the paper uses 0.95")
+    held_out_share: Share = result("share of tasks held out to measure the explained variance")
+    min_explained_variance: float = result(
+        "the stage fails when the held-out explained variance is below this"
     )
 
 
 class Engine(FrozenModel):
     """Parameters of the training engine."""
 
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(description="DeepSpeed ZeRO stage")
-    dtype: Literal["float32", "bfloat16"] = Field(description="precision of the trained weights")
-    tokens_per_microbatch: Count = Field(
-        description="tokens of one forward pass; rows are packed to it, and a longer row has one of its own"
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = throughput("DeepSpeed ZeRO stage")
+    dtype: Literal["float32", "bfloat16"] = result("precision of the trained weights")
+    tokens_per_microbatch: Count = throughput(
+        "tokens of one forward pass; rows are packed to it, and a longer row has one of its own"
     )
-    sequence_parallel: Annotated[int, Field(ge=1, le=8)] = Field(
-        description="ranks that divide the tokens of a forward pass among them (Ulysses, arXiv 2309.14509)"
+    sequence_parallel: Annotated[int, Field(ge=1, le=8)] = throughput(
+        "ranks that divide the tokens of a forward pass among them (Ulysses, arXiv 2309.14509)"
     )
-    mlp_tokens: Natural = Field(
-        description="tokens that a feed-forward layer computes at once; 0 is all of the forward pass"
+    mlp_tokens: Natural = throughput(
+        "tokens that a feed-forward layer computes at once; 0 is all of the forward pass"
     )
-    activation_checkpointing: bool = Field(description="recompute activations in the backward pass")
-    activation_offload: bool = Field(
-        description="keep the inputs of the layers in host memory until the backward pass"
+    activation_checkpointing: bool = throughput("recompute activations in the backward pass")
+    activation_offload: bool = throughput(
+        "keep the inputs of the layers in host memory until the backward pass"
     )
-    cpu_offload: bool = Field(description="keep the optimizer state in host memory")
-    reference_offload: bool = Field(
-        description="keep the parameters of the stage's first policy, for the KL divergence, in host memory"
+    cpu_offload: bool = throughput("keep the optimizer state in host memory")
+    reference_offload: bool = throughput(
+        "keep the parameters of the stage's first policy, for the KL divergence, in host memory"
     )
-    collective_seconds: Positive = Field(
-        description="longest wait of a rank for the others; rank 0 samples while they wait"
+    collective_seconds: Positive = throughput(
+        "longest wait of a rank for the others; rank 0 samples while they wait"
     )
 
 
@@ -327,46 +317,44 @@ class Pool(FrozenModel):
     Trainers and judges are placed on the Ray cluster that RAY_ADDRESS names.
     """
 
-    trainers: Natural = Field(
-        description="ranks that train, each with a GPU of the Ray cluster (on cpu, a core); "
+    trainers: Natural = throughput(
+        "ranks that train, each with a GPU of the Ray cluster (on cpu, a core); "
         "0 trains in the process of the run"
     )
-    samplers: Natural = Field(
-        description="GPUs of the vLLM servers, which no other role uses; 0 samples on the trainers' GPUs"
+    samplers: Natural = throughput(
+        "GPUs of the vLLM servers, which no other role uses; 0 samples on the trainers' GPUs"
     )
-    judges: Natural = Field(
-        description="judges, each with a GPU of the Ray cluster (on cpu, a core); "
+    judges: Natural = throughput(
+        "judges, each with a GPU of the Ray cluster (on cpu, a core); "
         "0 judges in the process of the run, or of its first rank, and on its GPU"
     )
-    resource: str = Field(
-        description="Ray resource of which each trainer and each judge takes one, for instance H20; "
-        "empty is none"
+    resource: str = throughput(
+        "Ray resource of which each trainer and each judge takes one, for instance H20; empty is none"
     )
 
 
 class Evaluation(FrozenModel):
     """Parameters of the evaluation."""
 
-    suite: str = Field(
-        description="held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or "
-        "parquet"
+    suite: str = result(
+        "held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet"
     )
-    levels: list[Count] = Field(description="levels of the suite that are evaluated; empty is all of them")
-    numel: Count = Field(description="elements of the largest input of a task of the shipped suite")
-    attempts: Count = Field(description="trajectories per task; the first counts for pass and faster rates")
-    temperature: Annotated[float, Field(ge=0)] = Field(description="sampling temperature; 0 is greedy")
-    max_turns: Count = Field(description="turns of one trajectory; the paper uses 200")
-    max_new_tokens: Count = Field(description="tokens of one turn")
+    levels: list[Count] = result("levels of the suite that are evaluated; empty is all of them")
+    numel: Count = result("elements of the largest input of a task of the shipped suite")
+    attempts: Count = result("trajectories per task; the first counts for pass and faster rates")
+    temperature: Annotated[float, Field(ge=0)] = result("sampling temperature; 0 is greedy")
+    max_turns: Count = result("turns of one trajectory; the paper uses 200")
+    max_new_tokens: Count = result("tokens of one turn")
 
 
 class Registry(FrozenModel):
     """Parameters of MLflow and the audit chain."""
 
-    tracking_uri: str = Field(description="MLflow tracking URI; empty is SQLite in the home folder")
-    experiment: str = Field(description="MLflow experiment")
-    model: str = Field(description="MLflow registered model")
-    audit: str = Field(
-        description="folder of the audit chain and its lock; "
+    tracking_uri: str = result("MLflow tracking URI; empty is SQLite in the home folder")
+    experiment: str = result("MLflow experiment")
+    model: str = result("MLflow registered model")
+    audit: str = result(
+        "folder of the audit chain and its lock; "
         "empty is in the home folder. Machines that promote in one registry share it"
     )
 
@@ -374,51 +362,48 @@ class Registry(FrozenModel):
 class GateThresholds(FrozenModel):
     """Thresholds of the gates of promotion."""
 
-    pass_rate: Share = Field(description="least lower end of the share of tasks that are solved")
-    faster_rate_eager: Share = Field(description="least lower end of the share of tasks faster than eager")
-    faster_rate_compile: Share = Field(
-        description="least lower end of the share of tasks faster than torch.compile"
+    pass_rate: Share = result("least lower end of the share of tasks that are solved")
+    faster_rate_eager: Share = result("least lower end of the share of tasks faster than eager")
+    faster_rate_compile: Share = result("least lower end of the share of tasks faster than torch.compile")
+    faster_rate_compile_by_level: dict[int, Share] = result(
+        "the same for single levels of the suite, by level"
     )
-    faster_rate_compile_by_level: dict[int, Share] = Field(
-        description="the same for single levels of the suite, by level"
+    geomean_eager: Annotated[float, Field(ge=0)] = result(
+        "least lower end of the geometric mean of the speed-up against eager over correct solutions"
     )
-    geomean_eager: Annotated[float, Field(ge=0)] = Field(
-        description="least lower end of the geometric mean of the speed-up against eager over correct "
-        "solutions"
-    )
-    geomean_compile: Annotated[float, Field(ge=0)] = Field(description="the same against torch.compile")
-    regression: Share = Field(
-        description="largest drop of a rate below the champion on the same tasks; "
+    geomean_compile: Annotated[float, Field(ge=0)] = result("the same against torch.compile")
+    regression: Share = result(
+        "largest drop of a rate below the champion on the same tasks; "
         "a drop that is within the noise does not count"
     )
-    measured: Share = Field(description="least share of tasks that the judge could measure")
-    exploits: Share = Field(
-        description="least share of the sample of exploits that the measuring device's judge refuses; "
+    measured: Share = result("least share of tasks that the judge could measure")
+    exploits: Share = result(
+        "least share of the sample of exploits that the measuring device's judge refuses; "
         "the honest answers have to pass"
     )
-    approval: Literal["automatic", "person"] = Field(description="who decides when the gates pass")
-    approval_seconds: Positive = Field(
-        description="a version that waits longer than this for a person's decision expires"
+    approval: Literal["automatic", "person"] = result("who decides when the gates pass")
+    approval_seconds: Positive = result(
+        "a version that waits longer than this for a person's decision expires"
     )
 
 
 class StoreParams(FrozenModel):
     """Parameters of the artifact store."""
 
-    url: str = Field(
-        description="artifact store: empty is a folder in the home folder; "
+    url: str = result(
+        "artifact store: empty is a folder in the home folder; "
         "s3://bucket/prefix needs boto3's usual settings"
     )
-    endpoint: str = Field(description="S3 endpoint; empty is AWS")
+    endpoint: str = result("S3 endpoint; empty is AWS")
 
 
 class Params(FrozenModel):
     """All parameters of a run."""
 
-    device: Device = Field(description="what kernels run on")
-    precision: Precision = Field(description="precision policy of candidate and both baselines alike")
-    seed: Natural = Field(description="seed of sampling and of the training stages")
-    home: str = Field(description="folder that holds everything a run leaves behind")
+    device: Device = result("what kernels run on")
+    precision: Precision = result("precision policy of candidate and both baselines alike")
+    seed: Natural = result("seed of sampling and of the training stages")
+    home: str = throughput("folder that holds everything a run leaves behind")
     data: Data = Field(description="making of the training tasks")
     sandbox: Sandbox = Field(description="the judge")
     policy: Policy = Field(description="the policy and how it is sampled")

@@ -25,6 +25,7 @@ from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
+from components.core.param_kinds import result_values
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.metrics import (
@@ -127,15 +128,9 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
     return {
         "policy_digest": policy.digest,
         "suite_digest": digest_json([task.task_id for task in tasks]),
-        "evaluation": params.evaluation.model_dump(mode="json"),
-        "policy": {
-            "prompt": params.policy.prompt,
-            "context": params.policy.context,
-            "batch": params.policy.batch,
-        },
-        "sandbox": params.sandbox.model_dump(mode="json"),
-        "device": params.device,
-        "precision": params.precision,
+        **result_values(
+            params, ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
+        ),
         "epoch": epoch,
         "seed": seed,
     }

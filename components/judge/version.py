@@ -2,6 +2,7 @@
 
 from components.core.config import PROJECT
 from components.core.files import digest_bytes, digest_json
+from components.core.param_kinds import result_values
 from components.core.params import Params
 
 SOURCES = sorted(
@@ -12,10 +13,8 @@ SOURCES = sorted(
 )
 # Digest of the judge's own sources, which is stored in the evidence of every verdict.
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
-# Names of the sandbox parameters that change no verdict and are not part of the protocol's digest.
-WITHOUT_EFFECT = {"build_workers", "warm_tasks", "attempts"}
 
 
 def protocol_digest(params: Params) -> str:
-    """Return the digest of all parameters that a verdict depends on."""
-    return digest_json([params.device, params.precision, params.sandbox.model_dump(exclude=WITHOUT_EFFECT)])
+    """Return the digest of all parameters on which a verdict depends."""
+    return digest_json(result_values(params, ("device", "precision", "sandbox")))

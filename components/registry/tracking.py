@@ -116,13 +116,19 @@ class MlflowRun:
         self.load.start()
 
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Log all resolved parameters of the run, and tags such as its id, profile and code revision."""
+        """Log all resolved parameters of the run, and tags such as its id, profile and code revision.
+
+        MLflow does not change a parameter that is logged already. If the run continues with another value,
+        which does not change its results, the run gets a tag `changed.<parameter>` with that value.
+        """
+        texts = {
+            key: json.dumps(value) if isinstance(value, list | dict) else str(value)
+            for key, value in flatten(parameters).items()
+        }
+        logged = self.client.get_run(self.run_id).data.params
+        self.tags({f"changed.{key}": text for key, text in texts.items() if logged.get(key, text) != text})
         self.client.log_batch(
-            self.run_id,
-            params=[
-                Param(key, json.dumps(value) if isinstance(value, list | dict) else str(value))
-                for key, value in flatten(parameters).items()
-            ],
+            self.run_id, params=[Param(key, text) for key, text in texts.items() if key not in logged]
         )
         self.tags(tags)
 

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from components.core.errors import UserError
 from components.core.files import MANIFEST, read_json
+from components.core.param_kinds import KINDS
 from components.core.params import Params, Rejection
 from components.core.progress import Progress
 from components.core.records import FrozenModel
@@ -122,6 +123,7 @@ def finished_result(stage: Stage) -> StageResult | None:
         **{
             f"{stage.name}.{key}": (value, params[stage.name].get(key))
             for key, value in manifest.params.get(stage.name, {}).items()
+            if KINDS.get(f"{stage.name}.{key}") != "throughput"
         },
         **{key: (manifest.params.get(key), params[key]) for key in ("seed", "device")},
     }

@@ -1,0 +1,48 @@
+"""The tasks and demonstrations of the cold start, which stage 2 mixes into its batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.tokenizer import encode_conversations
+from components.core.params import Params
+from components.core.task import KernelTask
+from components.policy.checkpoint import load_tokenizer
+
+if TYPE_CHECKING:
+    from components.training.rejection import Row
+
+
+def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
+    """Return an endless iterator of composed tasks, without those whose operator sequence is held out."""
+    from components.synthesis.compose import compose_tasks, is_held_out
+
+    tasks = compose_tasks(seed, params.data, params.device)
+    return (task for task in tasks if not is_held_out(task.ops, params.data.seed))
+
+
+def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
+    """Return a function that takes a count and returns that many cold-start demonstrations.
+
+    Each demonstration is a pair of token ids and action mask. The function returns the same demonstrations at
+    every call. `policy` is the folder of the checkpoint whose tokenizer encodes them. Returns None if the
+    policy was not made by the cold start.
+    """
+    if params.policy.source != "scratch":
+        return None
+
+    def rows(count: int) -> list[Row]:
+        tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
+        # With another seed the tasks differ from the tasks of the cold start.
+        sources = islice(training_sources(params, params.coldstart.seed + 1), count)
+        conversations = (
+            make_demonstration(source, rng, params.coldstart, params.device) for source in sources
+        )
+        return list(encode_conversations(tokenizer, conversations))
+
+    return rows

@@ -1,0 +1,139 @@
+"""Say for each stage of a run whether it is cached, or why it would run (`cuda-agent run --explain`).
+
+Nothing is run, written or downloaded. What a stage would make is unknown, so behind the first stage that runs
+only changes of parameters and files are compared, and changed inputs are named by the stage that makes them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.core.config import flatten_values
+from components.core.files import MANIFEST, digest_json, digest_tree, read_json
+from components.core.param_kinds import result_values
+from components.core.records import FrozenModel
+from components.evaluation.suites import load_suite
+from components.training.stage import stages_of_run
+from flows.data_inputs import absolute_values, maker_digest
+from flows.run_context import PipelineRun
+from flows.stage_keys import RECORD, KeyParts, read_parts
+
+# Sections of the parameters on which DVC's stage `tasks` depends (dvc.yaml).
+DATA = ("data", "device", "precision", "sandbox")
+
+
+class Explanation(FrozenModel):
+    """Whether a stage is cached, and otherwise phrases that say why it runs."""
+
+    stage: str
+    cached: bool
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about the result of a stage: its digest and key, which are empty if the stage runs."""
+
+    digest: str = ""
+    key: str = ""
+
+
+class Explainer:
+    """Follows the stages of a run in their order, and collects an explanation of each."""
+
+    def __init__(self, run: PipelineRun):
+        self.run = run
+        self.found: list[Explanation] = []
+        self.dataset = self._dataset()
+
+    def _dataset(self) -> str:
+        """Return the version of the run's data set, or an empty string if it is not built yet."""
+        workspace = self.run.home / "dvc"
+        made_by = workspace / ".dvc" / "made_by"
+        wanted = _plain(flatten_values(absolute_values(self.run.params)))
+        wanted = {key: wanted[key] for key in result_values(self.run.params, DATA)}
+        newest, reasons = 0.0, ["no data set was built here"]
+        for lock in (self.run.home / "datasets").glob("*/dvc.lock"):
+            locked = yaml.safe_load(lock.read_text())["stages"]["tasks"]["params"]["params.yaml"]
+            built = flatten_values(locked)
+            different = [key for key, value in wanted.items() if built.get(key) != value]
+            if made_by.is_file() and made_by.read_text() != maker_digest(self.run):
+                different.append("the sources or libraries that make it")
+            if not different:
+                self.found.append(Explanation(stage="dataset", cached=True))
+                return lock.parent.name
+            if lock.stat().st_mtime > newest:
+                newest, reasons = lock.stat().st_mtime, different
+        self.found.append(Explanation(stage="dataset", cached=False, reasons=tuple(reasons)))
+        return ""
+
+    def stage(self, stage: str, name: str, upstream: dict[str, str], title: str = "") -> Known:
+        """Add the explanation of a stage; an input whose digest is unknown is an empty string."""
+        inputs = upstream | {"dataset": self.dataset}
+        parts = self.run.key_parts(stage, name, inputs)
+        folder = parts.folder(self.run.home)
+        record: dict[str, Any] = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+        output = record.get("checkpoint") or record.get("results")
+        if output and (self.run.home / output).exists():
+            self.found.append(Explanation(stage=title or name, cached=True))
+            return Known(record["digest"], parts.key)
+        self.found.append(
+            Explanation(stage=title or name, cached=False, reasons=tuple(self._reasons(parts, folder)))
+        )
+        return Known()
+
+    def _reasons(self, parts: KeyParts, folder: Path) -> list[str]:
+        if record := next(iter(folder.glob(RECORD)), None):
+            return [f"the output that {record} names was deleted"]
+        if folder.is_dir():
+            return ["begun and not finished; it continues"]
+        unknown = [f"input {name} is made again" for name, digest in parts.upstream.items() if not digest]
+        others = [
+            (other.stat().st_mtime, older)
+            for other in (self.run.home / "stages").glob(f"{parts.name}-*")
+            if (older := read_parts(other)) is not None
+        ]
+        if not others:
+            is_older = any((self.run.home / "stages").glob(f"{parts.name}-*"))
+            return ["a release made it that did not record keys" if is_older else "it never ran here"]
+        _, newest = max(others, key=lambda pair: pair[0])
+        # Inputs whose digests are unknown are not compared.
+        upstream = {name: digest or newest.upstream.get(name, "") for name, digest in parts.upstream.items()}
+        return [*parts.model_copy(update={"upstream": upstream}).changes(newest), *unknown]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML reads it back, in which keys and tuples are plain."""
+    return yaml.safe_load(yaml.safe_dump(value))
+
+
+def explain(run: PipelineRun) -> list[Explanation]:
+    """Return an explanation of each stage of the run up to its evaluation, in their order."""
+    explainer, params = Explainer(run), run.params
+    if params.policy.source == "scratch":
+        start = explainer.stage("coldstart", "coldstart", {})
+    else:
+        files = digest_tree(Path(params.policy.source), exclude=(MANIFEST,))
+        start = explainer.stage("coldstart", "adopted", {"source": digest_json(files)})
+    suite = ""
+    if explainer.dataset or params.evaluation.suite != "held-out":
+        tasks = load_suite(params, run.home / "datasets" / explainer.dataset)
+        suite = digest_json([kernel.task_id for kernel in tasks])
+    explainer.stage("evaluation", "evaluation", {"policy": start.digest, "suite": suite}, "cold start")
+    made: dict[str, Known] = {"coldstart": start}
+    policy = start
+    for name in stages_of_run(params):
+        upstream = {"policy": policy.digest}
+        if name == "critic":
+            upstream |= {
+                f"trajectories.{index}": made[earlier].key
+                for index, earlier in enumerate(("warmup", "rejection"))
+            }
+        elif name == "agentic" and "critic" in made:
+            upstream |= {"critic": made["critic"].digest}
+        made[name] = explainer.stage(name, name, upstream)
+        policy = policy if name == "critic" else made[name]
+    explainer.stage("evaluation", "evaluation", {"policy": policy.digest, "suite": suite})
+    return explainer.found

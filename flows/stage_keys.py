@@ -1,0 +1,128 @@
+"""The key of a stage, which is a digest of everything on which the stage's result depends.
+
+A key is made of the parameters that the stage can read and that change results, the digests of the stage's
+inputs, and the digests of its sources. What a key was made of is stored in the stage's folder, so that
+`cuda-agent run --explain` can say why a stage runs again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.core.files import digest_json, read_json
+from components.core.param_kinds import result_values
+from components.core.params import Params
+from components.core.records import FrozenModel
+from components.core.sources import closure_digests
+
+# File in a stage's folder with the parts of its key.
+KEY_FILE = "key.json"
+# File in a stage's folder with the stage's record. It is written after Prefect has cached the record, so if
+# the file exists, the cached record exists too.
+RECORD = "record.json"
+# Parameters that every stage reads which samples trajectories and judges candidates.
+SAMPLING = ("device", "precision", "seed", "sandbox", "policy.prompt", "policy.context", "policy.backend")
+TRAINING = ("policy.adapter", "engine")
+SAMPLING_SOURCES = ("components.agent.token_rollout", "components.judge.pool")
+COLD_START_SOURCES = ("components.training.demonstration_replay",)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a stage can read: sections or single parameters, and the modules at which its code begins."""
+
+    params: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+READS = {
+    "coldstart": Reads(
+        (
+            *("device", "data", "coldstart", "policy.hidden", "policy.layers", "policy.heads"),
+            *("policy.kv_heads", "policy.head_dim", "policy.feed_forward", "policy.vocabulary"),
+            "policy.context",
+        ),
+        ("components.bootstrap.cold_start", *COLD_START_SOURCES),
+    ),
+    "adopted": Reads((), ("components.policy.checkpoint",)),
+    "warmup": Reads(
+        (*SAMPLING, *TRAINING, "warmup", "data.weigh_by_headroom"),
+        ("components.training.ppo", *SAMPLING_SOURCES),
+    ),
+    # Stage 2 adds demonstrations of the cold start to the policy's own trajectories.
+    "rejection": Reads(
+        (
+            *(*SAMPLING, *TRAINING, "rejection", "warmup.gradient_clip"),
+            *("coldstart", "data", "policy.source"),
+        ),
+        ("components.training.rejection", *SAMPLING_SOURCES, *COLD_START_SOURCES),
+    ),
+    "critic": Reads(
+        ("device", "seed", *TRAINING, "critic", "agentic.gamma", "agentic.gradient_clip"),
+        ("components.training.critic",),
+    ),
+    "agentic": Reads(
+        (*SAMPLING, *TRAINING, "agentic", "data.weigh_by_headroom"),
+        ("components.training.ppo", *SAMPLING_SOURCES),
+    ),
+    "evaluation": Reads(
+        (*SAMPLING, "engine.dtype", "evaluation"),
+        ("components.evaluation.evaluate", "components.agent.policies", *SAMPLING_SOURCES),
+    ),
+}
+
+
+class KeyParts(FrozenModel):
+    """Everything that enters the key of a stage."""
+
+    name: str
+    # Values of the parameters, by dotted key.
+    params: dict[str, Any]
+    # Digests of the inputs, by their names.
+    upstream: dict[str, str]
+    # Digests of the source files, by path.
+    sources: dict[str, str]
+    # Number of the request to run this stage again; 0 if there is none.
+    redo: int
+
+    @property
+    def key(self) -> str:
+        return digest_json(self.model_dump(mode="json"))
+
+    def folder(self, home: Path) -> Path:
+        """Return the folder of the stage in the home."""
+        return home / "stages" / f"{self.name}-{self.key[:12]}"
+
+    def changes(self, older: "KeyParts") -> list[str]:
+        """Return a phrase for each parameter, input and source file that differs from the older key."""
+        found = [
+            f"{name} {older.params.get(name, 'absent')!r} -> {self.params.get(name, 'absent')!r}"
+            for name in _different(older.params, self.params)
+        ]
+        found += [f"input {name}" for name in _different(older.upstream, self.upstream)]
+        found += _different(older.sources, self.sources)
+        return found + (["--from"] if self.redo != older.redo else [])
+
+
+def _different(older: dict[str, Any], newer: dict[str, Any]) -> list[str]:
+    return sorted(
+        name for name in older.keys() | newer.keys() if older.get(name, ...) != newer.get(name, ...)
+    )
+
+
+def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) -> KeyParts:
+    """Return what the key of the stage `name` is made of; `name` is one of READS."""
+    reads = READS[name]
+    return KeyParts(
+        name=name,
+        params=result_values(params, reads.params),
+        upstream=upstream,
+        sources=closure_digests(*reads.modules),
+        redo=redo,
+    )
+
+
+def read_parts(folder: Path) -> KeyParts | None:
+    """Return what the key of the stage in `folder` was made of, or None if that is not recorded."""
+    file = folder / KEY_FILE
+    return KeyParts.model_validate(read_json(file)) if file.is_file() else None

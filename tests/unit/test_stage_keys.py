@@ -1,0 +1,136 @@
+"""Keys follow meaning: what changes no result, or cannot be read by a stage, does not change its key."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, Field
+
+from components.core import param_kinds
+from components.core.config import KNOWN, PROJECT, resolve
+from components.core.files import write_json
+from components.core.param_kinds import KINDS, result_values
+from components.core.sources import closure_digests, import_closure, source_digest
+from flows.explain import Explanation, explain
+from flows.run_context import PipelineRun
+from flows.stage_keys import KEY_FILE, READS, RECORD, key_parts
+
+THROUGHPUT = (
+    "engine.tokens_per_microbatch=77",
+    "engine.zero_stage=2",
+    "policy.server=http://other:8000",
+    "policy.batch=3",
+    "sandbox.build_workers=1",
+    "agentic.checkpoint_every=9",
+    "home=/elsewhere",
+)
+
+
+def keys(*sets: str) -> dict[str, str]:
+    """Return the key of every stage with these parameters and equal inputs."""
+    params = resolve("ci", sets).params
+    return {name: key_parts(params, name, {}, 0).key for name in READS}
+
+
+def test_every_parameter_is_marked_and_a_new_one_without_mark_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sections = {
+        key
+        for key, field in KNOWN.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+    assert KINDS.keys() == KNOWN.keys() - sections and set(KINDS.values()) == {"result", "throughput"}
+    monkeypatch.setitem(param_kinds.KNOWN, "engine.new", Field(description="unmarked"))
+    with pytest.raises(TypeError, match=r"engine\.new is not marked"):
+        param_kinds._kind("engine.new")
+
+
+def test_what_changes_only_throughput_changes_no_key() -> None:
+    assert keys(*THROUGHPUT) == keys()
+    assert PipelineRun(resolve("ci", THROUGHPUT)).key == PipelineRun(resolve("ci")).key
+
+
+def test_a_parameter_changes_the_keys_of_the_stages_that_read_it() -> None:
+    def changed(*sets: str) -> set[str]:
+        before, after = keys(), keys(*sets)
+        return {name for name in READS if before[name] != after[name]}
+
+    assert changed("agentic.clip_high=0.3") == {"agentic"}
+    assert changed("gate.pass_rate=0.1") == set()
+    assert changed("seed=5") == {"warmup", "rejection", "critic", "agentic", "evaluation"}
+    assert changed("policy.layers=1") == {"coldstart"}
+    assert changed("engine.dtype=bfloat16") == {"warmup", "rejection", "critic", "agentic", "evaluation"}
+    assert PipelineRun(resolve("ci", ("gate.pass_rate=0.1",))).key != PipelineRun(resolve("ci")).key
+
+
+def test_comments_docstrings_and_formatting_of_a_source_do_not_count(tmp_path: Path) -> None:
+    def digest(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return source_digest(tmp_path / name)
+
+    plain = digest("a.py", "def f(x):\n    return x + 1\n")
+    commented = '"""Title."""\n\n\ndef f(\n    x,\n):  # why\n    """Add one."""\n    return (x + 1)\n'
+    assert digest("b.py", commented) == plain
+    assert digest("c.py", "def f(x):\n    return x + 2\n") != plain
+    assert digest("d.md", "one") != digest("e.md", "two")
+
+
+def test_the_sources_of_a_stage_are_what_its_code_can_reach() -> None:
+    warmup = closure_digests(*READS["warmup"].modules)
+    assert {
+        "components/training/ppo.py",
+        "components/sandbox/runner.py",
+        "components/sandbox/runner_roles.py",
+        "components/sandbox/result_channel.cpp",
+        "components/policy/vllm_worker.py",
+        "agent_workdir/SKILL.md",
+    } <= warmup.keys()
+    assert not {"components/training/critic.py", "components/training/rejection.py"} & warmup.keys()
+    assert not any(path.startswith(("components/registry", "components/cli", "flows")) for path in warmup)
+    assert "components/synthesis/compose.py" in closure_digests(*READS["coldstart"].modules)
+    with pytest.raises(ValueError, match=r"components\.training\.nothing"):
+        import_closure("components.training.nothing")
+
+
+def test_dvc_reads_those_parameters_of_the_sandbox_that_change_results() -> None:
+    listed = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]["tasks"]["params"]
+    assert set(result_values(resolve("ci").params, ("sandbox",))) == {
+        name for name in listed if name.startswith("sandbox.")
+    }
+
+
+def explained(home: Path, *sets: str) -> dict[str, Explanation]:
+    return {found.stage: found for found in explain(PipelineRun(resolve("ci", (f"home={home}", *sets))))}
+
+
+def test_the_explanation_names_what_changed_against_the_newest_stage(tmp_path: Path) -> None:
+    assert explained(tmp_path)["warmup"].reasons == ("it never ran here",)
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}",)))
+    inputs = {"policy": "p", "critic": "c", "dataset": "d"}
+    for age, sets in ((2, "agentic.clip_high=0.5"), (1, "agentic.clip_high=0.28")):
+        parts = key_parts(resolve("ci", (sets,)).params, "agentic", inputs, 0)
+        folder = parts.folder(tmp_path)
+        write_json(folder / KEY_FILE, parts.model_dump(mode="json"))
+        os.utime(folder, (1_000_000 - age, 1_000_000 - age))
+    reasons = explained(tmp_path, "agentic.clip_high=0.3")["agentic"].reasons
+    assert reasons[0] == "agentic.clip_high 0.28 -> 0.3"
+    assert set(reasons[1:]) == {f"input {name} is made again" for name in ("policy", "critic", "dataset")}
+    changed = parts.model_copy(update={"sources": parts.sources | {"components/training/ppo.py": "other"}})
+    assert changed.changes(parts) == ["components/training/ppo.py"]
+
+    cold = run.key_parts("coldstart", "coldstart", {"dataset": ""})
+    folder = cold.folder(tmp_path)
+    write_json(folder / KEY_FILE, cold.model_dump(mode="json"))
+    assert explained(tmp_path)["coldstart"].reasons == ("begun and not finished; it continues",)
+    (folder / "checkpoint").mkdir()
+    write_json(folder / RECORD, {"checkpoint": f"stages/{folder.name}/checkpoint", "digest": "c"})
+    assert explained(tmp_path)["coldstart"].cached
+    (folder / "checkpoint").rmdir()
+    assert "was deleted" in explained(tmp_path)["coldstart"].reasons[0]
+
+
+def test_stages_of_a_release_that_recorded_no_keys_are_made_again(tmp_path: Path) -> None:
+    (tmp_path / "stages" / "warmup-0123456789ab").mkdir(parents=True)
+    assert explained(tmp_path)["warmup"].reasons == ("a release made it that did not record keys",)
