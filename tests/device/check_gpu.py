@@ -1,13 +1,19 @@
-"""Checks that need a GPU, in at most ten minutes, as a table: name, user, end, seconds.
+"""All checks that need a GPU, in at most ten minutes, as one table: name, user, budget, seconds, result.
 
-    python tests/device/check_gpu.py [--seconds 580] [--out FOLDER]
+    python tests/device/check_gpu.py [--seconds 580] [--out FOLDER] [--suite FOLDER] [--list] [NAME...]
 
-Run it as root, and a part of the corpus is judged a second time as an ordinary account without a name, on a
-copy of the checkout that this account may read. Needs torch and this project, no pytest. Each check's output
-is FOLDER/NAME.log; ends with 1 unless all are OK.
+Each check is a script of tests/device or tests/bench and has a budget of seconds; what a check leaves of its
+budget goes to those after it, and the most telling come first. With NAMEs only these checks run. Checks that
+need a package that is missing, or `--suite` (a checkout of KernelBench), are listed as not run. As root, two
+of them run a second time as an ordinary account without a name, on a copy of the checkout that this account
+may read. Needs torch and this project, no pytest.
+
+Each check's output is FOLDER/NAME.log, and its last lines are printed. Ends with 0 if no check failed and all
+of those that could run were finished, with 1 otherwise, and with 2 where there is no GPU.
 """
 
 import argparse
+import importlib.util
 import os
 import shutil
 import signal
@@ -37,49 +43,77 @@ FEW = (
     "late_thread",
     "pointer_cache",
 )
-
-
+# Exploits by which one call of a round could answer for others, or answer after the clock has stopped.
+OF_ROUNDS = ("mapped_twice", "imported_buffers", "batch", "batch_weights", "early_thread", "output_slot")
 # Bytes of a large task's input in GB: more would take longer, and less would not share buffers in 96 GB.
 LARGE_GIGABYTES = "3.2"
-# Word in a check's arguments for the seconds in which it may begin parts that take up to `PART_SECONDS`.
-SECONDS_LEFT, PART_SECONDS = "{seconds}", 45
+# Words of a check's arguments that stand for its seconds, and for its seconds less `PART_SECONDS`. The latter
+# is for checks that begin no other part after that time, where a part may take `PART_SECONDS`.
+SECONDS, SECONDS_TO_BEGIN = "{seconds}", "{seconds to begin}"
+PART_SECONDS = 45
+SHOWN_LINES = 4
 
 
 @dataclass(frozen=True)
 class Check:
-    """One command, run in the checkout; `user` is the uid that it runs as, or None for this process's own."""
+    """One command, run in the checkout.
+
+    `budget` is its share of the seconds, `user` the uid that it runs as, or None for this process's own, and
+    `needs` the packages that it imports beside those that the judge needs.
+    """
 
     name: str
+    budget: float
     arguments: tuple[str, ...]
     user: int | None = None
+    needs: tuple[str, ...] = ()
 
 
-def checks(out: Path) -> list[Check]:
-    """The most telling first: where time runs out, the last ones are cut off."""
+def checks(out: Path, suite: Path | None) -> list[Check]:
+    """Return all checks for this user in the order in which they run."""
     corpus = ("tests/device/judge_corpus.py", "--repeats", "5")
-    large = (
-        "tests/device/large_tasks.py",
-        *("--gigabytes", LARGE_GIGABYTES),
-        *("--seconds", SECONDS_LEFT),
-    )
-    own = [
-        Check("isolation", ("-c", PREFLIGHT)),
-        Check("exact-answers", ("tests/device/exact_answers.py",)),
-        Check("corpus", (*corpus, "--table", str(out / "corpus.md"))),
-        Check("large-tasks", large),
+    adapter = ("--model", "Qwen3-0.6B", "--profile", "hf-adapter", "--device", "cuda")
+    found = [
+        Check("isolation", 15, ("-c", PREFLIGHT)),
+        Check("isolation-ordinary", 15, ("-c", PREFLIGHT), ORDINARY),
+        Check("exact-answers", 30, ("tests/device/exact_answers.py",)),
+        Check("exploits-of-rounds", 40, (*corpus, *OF_ROUNDS)),
+        Check("planned-memory", 45, ("tests/device/planned_memory.py",), needs=("deepspeed", "peft")),
+        Check(
+            "large-tasks",
+            100,
+            (
+                "tests/device/large_tasks.py",
+                *("--gigabytes", LARGE_GIGABYTES),
+                *("--seconds", SECONDS_TO_BEGIN),
+            ),
+        ),
+        Check(
+            "long-context",
+            90,
+            ("tests/device/long_context.py", "--seconds", SECONDS, "--out", str(out / "long-context")),
+            needs=("deepspeed", "peft"),
+        ),
+        Check("corpus-ordinary", 50, (*corpus, *FEW), ORDINARY),
+        Check("first-call", 40, ("tests/device/first_call.py", "--repeats", "3", "--skip-turns")),
+        Check("update", 40, ("tests/bench/bench_update.py", *adapter), needs=("deepspeed", "peft")),
+        Check("sampling", 40, ("tests/device/vllm_backends.py",), needs=("vllm",)),
+        Check("corpus", 75, (*corpus, "--table", str(out / "corpus.md"))),
     ]
-    if os.geteuid() != 0:
-        return own
-    return [
-        own[0],
-        Check("isolation-ordinary", ("-c", PREFLIGHT), ORDINARY),
-        Check("corpus-few-ordinary", (*corpus, *FEW), ORDINARY),
-        *own[1:],
-    ]
+    if suite is not None:
+        baselines = ("tests/bench/bench_baselines.py", str(suite), str(out / "baselines.json"))
+        options = ("--profile", "h200", "--levels", "1,2,3", "--seconds", SECONDS_TO_BEGIN)
+        found.append(Check("baselines", 60, (*baselines, *options)))
+    return [check for check in found if check.user is None or os.geteuid() == 0]
+
+
+def missing(check: Check) -> list[str]:
+    """Return the packages that `check` needs and this environment lacks."""
+    return [name for name in check.needs if importlib.util.find_spec(name) is None]
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the checkout and a home that the ordinary account may use."""
+    """Make a copy of the checkout and a home that the ordinary account may use, and return the copy."""
     folder.chmod(0o755)
     copy = folder / "checkout"
     shutil.copytree(
@@ -94,35 +128,35 @@ def copied(folder: Path) -> Path:
     return copy
 
 
-def run(check: Check, copy: Path, out: Path, seconds: float) -> tuple[str, float]:
-    """How `check` ended, and after how many seconds."""
-    began = time.monotonic()
-    left = f"{max(0.0, seconds - PART_SECONDS):.0f}"
+def run(check: Check, copy: Path, out: Path, seconds: float) -> str:
+    """Run `check` for at most `seconds`, and return how it ended."""
+    words = {SECONDS: f"{seconds:.0f}", SECONDS_TO_BEGIN: f"{max(0.0, seconds - PART_SECONDS):.0f}"}
     ordinary = check.user is not None
-    environment = (
-        os.environ | {"PYTHONUNBUFFERED": "1"} | ({"HOME": str(copy.parent / "home")} if ordinary else {})
-    )
+    folder = copy if ordinary else PROJECT
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(folder)}
     with (out / f"{check.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *(word.replace(SECONDS_LEFT, left) for word in check.arguments)],
-            cwd=copy if ordinary else PROJECT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            user=check.user,
-            group=check.user,
-            extra_groups=[] if ordinary else None,
-            start_new_session=True,
-        )
         try:
-            code = process.wait(max(1.0, seconds))
-            said = "OK" if code == 0 else f"FAIL (exit code {code})"
+            process = subprocess.Popen(
+                [sys.executable, *(words.get(word, word) for word in check.arguments)],
+                cwd=folder,
+                env=environment | ({"HOME": str(copy.parent / "home")} if ordinary else {}),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                user=check.user,
+                group=check.user,
+                extra_groups=[] if ordinary else None,
+                start_new_session=True,
+            )
+        except PermissionError:
+            return f"FAIL (uid {check.user} may not execute {sys.executable})"
+        try:
+            code = process.wait(seconds)
+            return "OK" if code == 0 else f"FAIL (exit code {code})"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            said = "cut off"
-    return said, time.monotonic() - began
+            return "cut off"
 
 
 def main() -> int:
@@ -136,22 +170,45 @@ def main() -> int:
         default=Path(tempfile.gettempdir()) / "check-gpu",
         help="folder for logs and tables",
     )
+    parser.add_argument("--suite", type=Path, help="checkout of KernelBench, whose baselines are measured")
+    parser.add_argument("--list", action="store_true", help="print names, budgets and commands only")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
+    found = checks(options.out, options.suite)
+    if unknown := set(options.names) - {check.name for check in found}:
+        parser.error(f"no check {', '.join(sorted(unknown))}: --list names those for this user")
+    chosen = [check for check in found if not options.names or check.name in options.names]
+    if options.list:
+        for check in chosen:
+            print(f"{check.name:20} {check.budget:4.0f} s  {' '.join(' '.join(check.arguments).split())}")
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print("check_gpu: torch finds no GPU here; run it where nvidia-smi lists one.", file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + options.seconds
-    results = []
+    end, results = time.monotonic() + options.seconds, []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        copy = copied(Path(folder)) if os.geteuid() == 0 else PROJECT
-        print(f"{'check':24} {'as uid':8} {'seconds':>8}  result", flush=True)
-        for check in checks(options.out):
-            said, seconds = run(check, copy, options.out, end - time.monotonic())
-            results.append(said)
-            print(
-                f"{check.name:24} {check.user if check.user is not None else os.geteuid():<8} {seconds:8.1f} "
-                f" {said}",
-                flush=True,
-            )
-            for line in (options.out / f"{check.name}.log").read_text(errors="replace").splitlines()[-3:]:
+        needs_copy = any(check.user is not None for check in chosen)
+        copy = copied(Path(folder)) if needs_copy else PROJECT
+        print(f"{'check':20} {'as uid':>6} {'budget':>7} {'seconds':>8}  result", flush=True)
+        waiting = [check for check in chosen if not missing(check)]
+        for check in chosen:
+            began = time.monotonic()
+            if check in waiting:
+                waiting.remove(check)
+                seconds = end - began - sum(other.budget for other in waiting)
+                said = run(check, copy, options.out, max(1.0, seconds)) if end > began else "no time left"
+                results.append(said)
+                log = options.out / f"{check.name}.log"
+                last = log.read_text(errors="replace").splitlines()[-SHOWN_LINES:] if log.is_file() else []
+            else:
+                said, last = f"not run: needs {', '.join(missing(check))}", []
+            uid = os.geteuid() if check.user is None else check.user
+            took = time.monotonic() - began
+            print(f"{check.name:20} {uid:6} {check.budget:7.0f} {took:8.1f}  {said}", flush=True)
+            for line in last:
                 print(f"    {line[:200]}", flush=True)
     return 0 if all(said == "OK" for said in results) else 1
 

@@ -7,12 +7,13 @@ The networks that the profile trains are made with random weights in the shapes 
 `--layers` of its layers (0: all, which full training needs many GPUs for), and take two steps of two
 micro-batches, each a single row as long as the context, of which two fifths are own tokens. There is no
 reference, no sampler and no judge. Prints one JSON object of GB: what was allocated at most (`allocated`),
-what the driver reports with context and fragments (`used`), and the same of the plan. On cpu nothing is
-measured.
+what the driver reports with context and fragments (`used`), and the same of the plan. Ends with 1 if `used`
+differs from the plan by more than 15 %. On cpu nothing is measured.
 """
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -86,8 +87,12 @@ def measured(config: dict[str, Any], params: Params, has_critic: bool, tokens: i
     }
 
 
-def main() -> None:
-    """Print the comparison."""
+# Largest difference between measured and planned memory, as a share of the planned.
+TOLERANCE = 0.15
+
+
+def main() -> int:
+    """Print the comparison, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", default="hf-adapter")
     parser.add_argument("--model", default="Qwen3-8B", choices=CONFIGURATIONS)
@@ -124,7 +129,8 @@ def main() -> None:
             }
         )
     )
+    return int(params.device == "cuda" and abs(found["used"] / plan["used"] - 1) > TOLERANCE)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
