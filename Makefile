@@ -7,7 +7,8 @@ PYTHON ?= python3
 PROFILE ?= smoke
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+# Three processes for two cores: tests often wait for a judge, a server or a clock.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder \
     --durations 25
 
 # uv does not read pip's settings: pass on the folder of wheels and the certificate bundle of pip.

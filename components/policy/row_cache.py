@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PretrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from components.core.errors import UserError
 
@@ -23,7 +23,7 @@ class _RowLayer(DynamicLayer):
     """Keys and values of one layer, [rows, heads, width, head_dim], at least as many rows as are in use."""
 
     def __init__(self, rows: int):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.rows = rows
         self.key_rows, self.value_rows = torch.zeros(0), torch.zeros(0)
         # Positions of the next token of the rows in use, [rows in use], and the width that they need.

@@ -46,14 +46,18 @@ def _sdpa(
     Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        whole: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return whole
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Only a row that is longer than the window needs a mask, whose size is quadratic.
         is_windowed = sliding_window is not None and query.shape[2] > sliding_window
         mask = _causal(query, sliding_window) if is_windowed else None
         options = kwargs | {"is_causal": not is_windowed}
-        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        output: Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        return output
 
     return _by_row(attend, query, key, value, documents), None
 

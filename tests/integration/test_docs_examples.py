@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
-from components.core.config import PROJECT, resolve
-from components.judge.candidate_folder import judge_workdir
+from components.core.config import PROJECT
+from components.core.task import load_task
+from components.judge.candidate_folder import read_workspace
+from components.judge.judge import Judge
 
 
-def test_following_the_kernel_page_gives_a_correct_verdict(tmp_path: Path) -> None:
+def test_following_the_kernel_page_gives_a_correct_verdict(judge: Judge, tmp_path: Path) -> None:
     text = (PROJECT / "docs" / "kernel-user.md").read_text()
     (tmp_path / "kernels").mkdir()
     for name, source in zip(
@@ -16,6 +18,6 @@ def test_following_the_kernel_page_gives_a_correct_verdict(tmp_path: Path) -> No
         strict=True,
     ):
         (tmp_path / name).write_text(source)
-    verdict = judge_workdir(resolve("ci").params, tmp_path, None, tmp_path / "judge")
+    verdict = judge.verdict(load_task(tmp_path / "model.py"), read_workspace(tmp_path), compare_compile=True)
     assert (verdict.status, verdict.reason) == ("correct", "")
     assert verdict.speedup.eager is not None and verdict.speedup.compile is not None
