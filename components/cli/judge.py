@@ -23,7 +23,9 @@ QUICK = ("sandbox.rounds=5", "sandbox.most_rounds=20")
 @with_common_options("")
 def judge(
     options: CommonOptions,
-    workdir: Annotated[Path, typer.Argument(help="workspace with model_new.py and kernels/")],
+    workdir: Annotated[
+        Path, typer.Argument(help="workspace with model_new.py and kernels/, or one Python file")
+    ],
     task: Annotated[
         Path | None, typer.Option("--task", help="task file; by default model.py of the workspace")
     ] = None,

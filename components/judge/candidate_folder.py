@@ -41,28 +41,41 @@ def read_workspace(workdir: Path) -> dict[str, str]:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise UserError(f"{path}: only plain files are judged; replace it by a file.")
         if path.is_file():
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise UserError(
-                    f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text."
-                )
-            try:
-                files[path.relative_to(workdir).as_posix()] = path.read_text()
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text."
-                ) from error
+            files[path.relative_to(workdir).as_posix()] = _read(path)
     return files
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text.")
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text."
+        ) from error
+
+
+def read_candidate(path: Path) -> dict[str, str]:
+    """Return the files of a candidate, which is a workspace or a single Python file, by workspace path.
+
+    Raises UserError if the path does not exist or has a file that cannot be judged.
+    """
+    return {"model_new.py": _read(path)} if path.is_file() else read_workspace(path)
 
 
 def judge_workdir(
     params: Params, workdir: Path, task: Path | None, folder: Path, report: Report = ignore
 ) -> Verdict:
-    """Return the verdict on the candidate in a workspace, which is compared with eager and torch.compile.
+    """Return the verdict on a candidate, which is compared with eager and torch.compile.
 
-    `task` is the path of a task file; if it is None, the task is the workspace's model.py. `folder` is the
-    folder of the judge. The resident judge of this folder is asked if it runs; otherwise a judge is started.
+    `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
+    task is the workspace's model.py. `folder` is the folder of the judge. The resident judge of this folder
+    is asked if it runs; otherwise a judge is started. Raises UserError if a file is missing or not valid.
     """
-    files = read_workspace(workdir)
+    files = read_candidate(workdir)
+    if task is None and workdir.is_file():
+        raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
     kernel_task = load_task(task if task is not None else workdir / "model.py")
     with contextlib.closing(connect(params, folder) or start_judge(params, folder, report)) as judge:
         return judge.verdict(kernel_task, files, compare_compile=True, report=report)

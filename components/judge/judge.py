@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from components.core.errors import InfrastructureError, TaskError, TaskTooLarge, UserError
-from components.core.files import digest_bytes, digest_json
+from components.core.files import digest_bytes
 from components.core.params import Params
 from components.core.progress import Report, ignore
 from components.core.task import KernelTask
 from components.core.text import readable
 from components.judge.admission import admit
 from components.judge.bench_cache import BenchCache
+from components.judge.candidate_build import BuiltCandidate, build_candidate
 from components.judge.compile_baseline import fastest_mode, start_modes
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.rejection import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
-from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
 from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds, wrong_timed_output
 from components.judge.timed_runner import TimedRunner
@@ -108,14 +108,14 @@ class Judge:
         """
         try:
             report("building the candidate")
-            library = self._build(files)
+            built = self._build(task, files)
             report("preparing inputs, reference outputs and baselines")
             with (
                 self.bench(task) as bench,
                 self._device(bench, every_mode=compare_compile),
-                open(os.devnull if library is None else library, "rb") as library_file,
+                open(built.library or os.devnull, "rb") as library_file,
             ):
-                return self._measure(bench, files, library_file.fileno(), compare_compile, report)
+                return self._measure(bench, built, library_file.fileno(), compare_compile, report)
         except Rejected as error:
             return make_verdict(self.params, error.status, error.reason, error.log)
         except TaskTooLarge as error:
@@ -127,49 +127,25 @@ class Judge:
                 f"the judge's own work does not fit the device's memory: {error}"
             ) from error
 
-    def _build(self, files: dict[str, str]) -> Path | None:
-        """Screen and build a candidate, and return the path of its library.
+    def _build(self, task: KernelTask, files: dict[str, str]) -> BuiltCandidate:
+        """Screen and build a candidate; raise Rejected if a file is refused or does not compile."""
 
-        With sandbox.rules=any only the files are screened, and a candidate without kernels has no library.
-        Raises Rejected if a file is refused, or if the candidate does not compile within the time limit.
-        """
-        if (reason := screen_files(files)) is not None:
-            raise Rejected(
-                "load_failed",
-                reason,
-                "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size.",
-            )
-        if "model_new.py" not in files:
-            raise Rejected(
-                "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
-            )
-        is_screened = self.params.sandbox.rules == "kernel-only"
-        try:
-            reason = screen_python(files["model_new.py"])
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            # Deep nesting raises the last two.
-            raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
-        if is_screened and reason is not None:
-            raise Rejected(
-                "forbidden",
-                reason,
-                "model_new.py may allocate tensors and call cuda_extension; "
-                "computing with torch is forbidden.",
-            )
-        if not is_screened and files.keys() == {"model_new.py"}:
-            return None
-        built = self.builder.build(files)
-        if built.timed_out:
-            raise Rejected("timed_out", "build_limit", built.log)
-        if built.library is None:
-            raise Rejected("build_failed", "compiler", built.log)
-        if (
-            is_screened
-            and (reason := screen_symbols(built.symbols, self.builder.binding_symbols)) is not None
-        ):
-            symbol = reason.partition(":")[2]
-            raise Rejected("forbidden", reason, f"the library imports {symbol}, which kernels may not use.")
-        return built.library
+        def record(runner_files: dict[str, str]) -> bytes:
+            with self.bench(task) as bench:
+                init_inputs = bench.reference.layout.description.init_inputs
+            header: RoleHeader = {
+                "role": "record",
+                "device": self.params.device,
+                "precision": self.params.precision,
+                "files": runner_files,
+                "init_inputs": init_inputs,
+            }
+            with rejecting(LOAD_ERRORS):
+                runner = self.runner_factory.spawn(header, seconds=self.params.sandbox.run_seconds)
+                with contextlib.closing(runner), self.scheduler.background_work(runner):
+                    return runner.receive()
+
+        return build_candidate(files, self.builder, self.params.sandbox, record)
 
     def bench(self, task: KernelTask) -> contextlib.AbstractContextManager[TaskBench]:
         """Return a context that yields the task's bench, which is made if the cache does not have it.
@@ -223,7 +199,7 @@ class Judge:
                 yield
 
     def _measure(
-        self, bench: TaskBench, files: dict[str, str], library: int, compare_compile: bool, report: Report
+        self, bench: TaskBench, built: BuiltCandidate, library: int, compare_compile: bool, report: Report
     ) -> Verdict:
         """Load a candidate, verify its outputs before and after timing it, and return its verdict.
 
@@ -235,7 +211,8 @@ class Judge:
         }
         header: RoleHeader = {
             "role": "candidate",
-            "files": {"model_new.py": files["model_new.py"]},  # only screened files can be imported
+            "files": built.files,
+            "extensions": list(built.extensions),
             "suffix": EXTENSION_SUFFIX,
             "rules": self.params.sandbox.rules,
         }
@@ -264,7 +241,7 @@ class Judge:
             "correct",
             speedup=speedups,
             seconds=medians,
-            evidence=self._evidence(bench, files) | evidence,
+            evidence=self._evidence(bench) | {"candidate": built.digest} | evidence,
         )
 
     def _compare(
@@ -331,7 +308,7 @@ class Judge:
             candidate.extend_deadline(time.monotonic() - began)
             yield
 
-    def _evidence(self, bench: TaskBench, files: dict[str, str]) -> dict[str, Any]:
+    def _evidence(self, bench: TaskBench) -> dict[str, Any]:
         cuda, reference = self.params.device == "cuda", bench.reference
         return {
             "clock": "wall" if cuda else "cpu",
@@ -339,7 +316,6 @@ class Judge:
             "torch": torch.__version__,
             "compiler": self.builder.toolchain_digest[:16],
             "task": digest_bytes(reference.code.encode()),
-            "candidate": digest_json(sorted(files.items())),
             "seeds": [reference.parameter_seed, *reference.seeds[: len(reference.layout.distributions)]],
             "sets_per_round": reference.layout.calls,
             "inputs": "rotated and blended" if reference.inputs.rotates else "blended",

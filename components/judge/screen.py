@@ -12,10 +12,17 @@ import re
 from collections import deque
 from collections.abc import Iterator
 
+from components.judge.extension_sources import called_function, uses_extensions
+from components.sandbox.inline_extension import FUNCTIONS
+
 FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
 MAX_MODEL_CHARACTERS = 64 << 10
 MAX_CANDIDATE_CHARACTERS = 4 << 20
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
+# What a candidate of one file may import besides, to have its extensions built.
+EXTENSION_IMPORTS = frozenset(
+    ["torch.utils", "torch.utils.cpp_extension", *(f"torch.utils.cpp_extension.{name}" for name in FUNCTIONS)]
+)
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
@@ -64,11 +71,25 @@ def _dotted_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def _call_reason(call: ast.Call, in_init: bool) -> str | None:
+def _extension_names(tree: ast.AST) -> frozenset[str]:
+    """Return the names that the file assigns extensions to, and nothing else."""
+    assigned: dict[str, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            is_extension = isinstance(node.value, ast.Call) and bool(called_function(node.value))
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    assigned[target.id] = is_extension and assigned.get(target.id, True)
+    return frozenset(name for name, is_extension in assigned.items() if is_extension)
+
+
+def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> str | None:
     name = _dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
-    if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
+    if root in ("cuda_extension", "math", "super", "self") or root in extensions or name in BUILTINS:
+        return None
+    if called_function(call):
         return None
     if root == "?":
         return (
@@ -102,14 +123,17 @@ def screen_python(code: str) -> str | None:
 
     Raises SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
     """
-    for node, in_init in _nodes(ast.parse(code)):
+    tree = ast.parse(code)
+    imports = IMPORTS | EXTENSION_IMPORTS if uses_extensions(tree) else IMPORTS
+    extensions = _extension_names(tree)
+    for node, in_init in _nodes(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
-                if name.name not in IMPORTS:
+                if name.name not in imports:
                     return f"import:{name.name}"
         elif isinstance(node, ast.ImportFrom):
-            if node.module not in IMPORTS or any(
-                f"{node.module}.{n.name}" not in IMPORTS
+            if node.module not in imports or any(
+                f"{node.module}.{n.name}" not in imports
                 and node.module not in ("typing", "__future__", "math")
                 for n in node.names
             ):
@@ -121,7 +145,7 @@ def screen_python(code: str) -> str | None:
         elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"name:{node.id}"
         elif isinstance(node, ast.Call):
-            reason = _call_reason(node, in_init)
+            reason = _call_reason(node, in_init, extensions)
             if reason is not None:
                 return reason
     return None
@@ -137,6 +161,7 @@ ALLOWED_SYMBOLS = re.compile(
     | _ZN2at4_ops\d+
         (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)
         4call\w+
+    | _ZN5torch(?:16PyWarningHandler|29translate_exception_to_python)\w+ | __dynamic_cast
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
     | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
     | (?:fflush|fprintf|fputc|fputs|fwrite|stderr|pthread_mutex_(?:un)?lock|__libc_single_threaded)

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,14 @@ from components.core.errors import InfrastructureError
 from components.core.files import atomic_write, check_executable, digest_json, remove_stale, user_cache
 from components.core.params import Device, Sandbox
 from components.sandbox import isolation, time_limits
-from components.sandbox.compiler_flags import compiler, kernel_flags, library_flags, processor_features
+from components.sandbox.compiler_flags import (
+    compiler,
+    extension_flags,
+    kernel_flags,
+    library_flags,
+    processor_features,
+)
+from components.sandbox.inline_extension import Extension
 from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import CACHE_SECONDS, RunnerFactory
 
@@ -149,7 +156,36 @@ class Builder:
         if not sources:
             return BuildResult(None, f"kernels/ holds no source file: write kernels/NAME{suffixes[0]}")
         headers = {name: text for name, text in kernels.items() if name.endswith(HEADER_SUFFIXES)}
-        stem = self.cache / digest_json([self.toolchain_digest, sources, headers])[:32]
+        # The public workspace format includes the registry as "../binding_registry.h".
+        registry = {"binding_registry.h": (TEMPLATE / "binding_registry.h").read_text()}
+        command = [self.compiler, *self.flags, *self.includes, "-I{in}/kernels", "-shared"]
+        command += [*(f"{{in}}/{name}" for name in sources), self.paths.inside(self.binding)]
+        command += library_flags((sources | headers).values(), self.device, self.paths)
+        return self._build(
+            digest_json([self.toolchain_digest, sources, headers]), sources | headers | registry, command
+        )
+
+    def build_extension(self, extension: Extension) -> BuildResult:
+        """Return the library of an extension that a candidate's Python file asks for, or the errors.
+
+        `extension` has been checked with `compiler_flags.refused_flag`. Raises InfrastructureError if the
+        compiler or nm cannot be run.
+        """
+        sources = {f"kernels/{name}": text for name, text in extension["sources"].items()}
+        names = [name for name in sources if name.endswith(SOURCE_SUFFIXES[self.device])]
+        command = [self.compiler, *self.flags, *self.includes, "-shared"]
+        command += [f"-DTORCH_EXTENSION_NAME={extension['name']}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        command += [*extension_flags(extension, self.device), *(f"{{in}}/{name}" for name in names)]
+        command += library_flags(sources.values(), self.device, self.paths)
+        key = digest_json([self.toolchain_digest, extension])
+        return self._build(key, sources, command)
+
+    def _build(self, key: str, texts: Mapping[str, str], command: Sequence[str]) -> BuildResult:
+        """Return the library that `command` builds of the files `texts`, from the cache if it has the key.
+
+        In the words of `command`, `{in}` stands for the folder of the files.
+        """
+        stem = self.cache / key[:32]
         library, symbols, failed = (stem.with_suffix(suffix) for suffix in (".so", ".symbols", ".failed"))
         for path in (library, symbols, failed):
             with contextlib.suppress(OSError):  # the file does not exist or belongs to another user
@@ -159,18 +195,15 @@ class Builder:
         if failed.exists():
             return BuildResult(None, failed.read_text())
         with self._build_folder() as folder:
-            # The public workspace format includes the registry as "../binding_registry.h".
-            registry = {"binding_registry.h": (TEMPLATE / "binding_registry.h").read_text()}
-            for name, text in (sources | headers | registry).items():
+            for name, text in texts.items():
                 path = folder / "in" / name
                 path.write_text(text)
                 path.chmod(0o644)
             inside = self._folder_paths(folder).inside(folder / "in")
-            command = [self.compiler, *self.flags, *self.includes, f"-I{inside}/kernels", "-shared"]
-            command += [*(f"{inside}/{name}" for name in sources), self.paths.inside(self.binding)]
-            command += library_flags((sources | headers).values(), self.device, self.paths)
             try:
-                result, names = self._compile(folder, command, "library.so", "-D")
+                result, names = self._compile(
+                    folder, [word.replace("{in}", inside) for word in command], "library.so", "-D"
+                )
             except subprocess.TimeoutExpired:
                 log = f"the build took longer than {self.sandbox.build_seconds:g} s"
                 return BuildResult(None, log, timed_out=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from components.core.errors import UserError
 from components.core.params import Device
+from components.sandbox.inline_extension import Extension
 from components.sandbox.isolation import PathMap
 
 CPU_FLAGS = (
@@ -18,9 +19,52 @@ CPU_FLAGS = (
 # Flag for full AVX-512 vectors, which torch uses too; by default g++ uses vectors of half that width.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
+# Flags with which torch compiles CUDA sources of extensions.
+TORCH_CUDA_FLAGS = (
+    *("-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__"),
+    *("-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__", "--expt-relaxed-constexpr"),
+)
 # Pattern of an include of torch's headers. It allows only blanks and tabs between words, because matching
 # line breaks there would take quadratic time.
 TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/", re.MULTILINE)
+
+
+# Pattern of the flags of an extension that are passed to the compiler. No other flag is accepted, because
+# some flags name files and programs.
+EXTENSION_FLAG = re.compile(
+    r"-O[0-3]|-Ofast|-f[a-z][a-z0-9-]*(?:=[a-z0-9]+)?|-m(?:avx|fma|sse|f16c|prefer-vector-width=)[a-z0-9.]*"
+    r"|-D[A-Za-z_]\w*(?:=[\w.+-]*)?|-U\w+|--?use_fast_math|--?maxrregcount=\d+|-?-ftz=\w+|-?-fmad=\w+"
+    r"|-?-prec-(?:div|sqrt)=\w+|--expt-(?:relaxed-constexpr|extended-lambda)|--extended-lambda"
+)
+# Pattern of the flags that are left out, because the judge sets them itself or they change no code.
+IGNORED_FLAG = re.compile(
+    r"-std=[\w+]+|-march=[\w-]+|-mtune=[\w-]+|-g|-w|-v|--?(?:generate-)?line-?info|-W(?!p,|a,|l,)[\w=-]*|--?verbose"
+    r"|--?ptxas-options=.*|-Xptxas(?:=.*)?|-gencode(?:=.*)?|-arch=\w+|--?gpu-architecture=\w+|arch=compute_\w+,code=\w+"
+    r"|--?threads=?\d*|-Xcompiler|-lc(?:udart|10)|-l(?:m|gomp|cublas|cublasLt|cudnn|torch|torch_cpu|torch_python)"
+)
+# Beginnings of flags that would have the compiler load code, although they match EXTENSION_FLAG.
+LOADING_FLAGS = ("-fplugin", "-fuse-ld", "-fprofile", "-fdump", "-fsanitize")
+
+
+def refused_flag(flags: Iterable[str]) -> str | None:
+    """Return the first of an extension's flags that is not accepted, or None."""
+    for flag in flags:
+        if flag.startswith(LOADING_FLAGS) or not (
+            EXTENSION_FLAG.fullmatch(flag) or IGNORED_FLAG.fullmatch(flag)
+        ):
+            return flag
+    return None
+
+
+def extension_flags(extension: Extension, device: Device) -> list[str]:
+    """Return the words of a compiler command for the flags of an extension."""
+    cflags, cuda_cflags = (
+        [flag for flag in extension[kind] if not IGNORED_FLAG.fullmatch(flag)]
+        for kind in ("cflags", "cuda_cflags")
+    )
+    if device == "cpu":
+        return cflags
+    return [*TORCH_CUDA_FLAGS, *(f"-Xcompiler={flag}" for flag in cflags), *cuda_cflags]
 
 
 def compiler(device: Device) -> str:

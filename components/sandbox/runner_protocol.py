@@ -1,7 +1,7 @@
 """The types of the JSON messages that the judge sends to its runners.
 
-A role begins with a RoleHeader. A runner in the role `describe` answers once. In every other role it sends
-`R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
+A role begins with a RoleHeader. A runner in the role `describe` or `record` answers once. In every other role
+it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
 `parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and `release` (return free
 memory to the device) for the measured roles, and `save` for the role `compile`. After each order the runner
 sends `D`. This file imports nothing of the project.
@@ -9,9 +9,10 @@ sends `D`. This file imports nothing of the project.
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
-# Roles of a runner. `describe` describes the task, and `reference` makes inputs and expected outputs. The
-# other roles are measured: a candidate, the baselines `eager` and `compile`, and the no-op.
-Role = Literal["describe", "reference", "candidate", "eager", "compile", "noop"]
+# Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file asks
+# for, and `reference` makes inputs and expected outputs. The other roles are measured: a candidate, the
+# baselines `eager` and `compile`, and the no-op.
+Role = Literal["describe", "record", "reference", "candidate", "eager", "compile", "noop"]
 # Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
 # and `probe` (preflight.py) loads neither.
 ZygoteKind = Literal["plain", "compile", "probe"]
@@ -61,6 +62,7 @@ class RoleHeader(TypedDict, total=False):
     init_inputs: list[Any]  # arguments of the model's constructor
     # Seed of torch before the constructor, or None unless candidates get their weights by it.
     construction_seed: int | None
+    extensions: list[Any]  # built extensions of a candidate of one file (inline_extension.py)
     rules: str  # `kernel-only`, with which a candidate may not compute with torch, or `any`
     layout: MemoryLayout
     compile_mode: str  # `mode` of torch.compile

@@ -15,11 +15,11 @@ import itertools
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import inline_extension
 import reference
 import torch
 from compile_artefacts import CompileArtefacts
@@ -61,6 +61,9 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
         if "share" in header and header["device"] == "cuda":
             torch.cuda.set_per_process_memory_fraction(header["share"])
         connection.send(b"R" + json.dumps(reference.describe(header["code"], header["device"])).encode())
+    elif header["role"] == "record":
+        found = inline_extension.record(header["files"], header["init_inputs"])
+        connection.send(b"R" + json.dumps(found).encode())
     elif header["role"] == "reference":
         with contextlib.closing(SharedTensors(header, descriptors)) as shared:
             make_references(connection, reference.ReferenceModel(header, shared), shared)
@@ -170,15 +173,15 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
 def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> Call:
     """Write the candidate's files to the working folder and return its module with the task's weights.
 
-    `library` is the descriptor of the compiled library, which is empty if the candidate has none.
+    `library` is the descriptor of the compiled library, or of the libraries of all extensions, one after
+    another. It is empty if the candidate has none.
     """
-    if size := os.fstat(library).st_size:
-        Path(f"cuda_extension{header['suffix']}").write_bytes(os.pread(library, size, 0))
-    sys.path.insert(0, os.getcwd())
-    for name, text in header["files"].items():
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    libraries = os.pread(library, os.fstat(library).st_size, 0)
+    if header["extensions"]:
+        inline_extension.install(header["extensions"], libraries, header["suffix"])
+    elif libraries:
+        Path(f"cuda_extension{header['suffix']}").write_bytes(libraries)
+    inline_extension.write_files(header["files"])
     module = construct(importlib.import_module("model_new").ModelNew, header)
     if header["construction_seed"] is None:
         shared.load_parameters(module)

@@ -68,6 +68,8 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "role": "candidate",
                     "files": {"model_new.py": files["model_new.py"]},
                     "suffix": EXTENSION_SUFFIX,
+                    "rules": "kernel-only",
+                    "extensions": [],
                 }
                 with library.open("rb") as file:
                     arms.append(

@@ -9,8 +9,7 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 
-from components.judge import correctness, input_mixing, task_layout
-from components.judge import judge as judge_module
+from components.judge import candidate_build, correctness, input_mixing, task_layout
 from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
@@ -32,6 +31,7 @@ INSIDE = (
     "runner_support.py",
     "compile_artefacts.py",
     "op_blocker.py",
+    "inline_extension.py",
     "float64_mode.py",
     "input_distributions.py",
     "shared_memory.py",
@@ -148,6 +148,8 @@ def seconds_between_rounds(judge: Judge) -> float:
                 "role": "candidate",
                 "files": {"model_new.py": files["model_new.py"]},
                 "suffix": EXTENSION_SUFFIX,
+                "rules": "kernel-only",
+                "extensions": [],
             },
             file.fileno(),
             seconds=30,
@@ -172,13 +174,13 @@ def test_no_stop_between_rounds(cold_judge: Judge, monkeypatch: pytest.MonkeyPat
 
 def test_no_screen_of_symbols(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "fork_symbol").status == "forbidden"
-    monkeypatch.setattr(judge_module, "screen_symbols", lambda symbols, binding: None)
+    monkeypatch.setattr(candidate_build, "screen_symbols", lambda symbols, binding: None)
     assert verdict(cold_judge, "fork_symbol").status == "correct"
 
 
 def test_no_screen_of_the_syntax_tree(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "patched_time").status == "forbidden"
-    monkeypatch.setattr(judge_module, "screen_python", lambda code: None)
+    monkeypatch.setattr(candidate_build, "screen_python", lambda code: None)
     assert verdict(cold_judge, "patched_time").status == "correct"
 
 

@@ -1,0 +1,210 @@
+"""Screening and building of a candidate, which is a workspace with kernels/ or a single Python file.
+
+A single file asks torch.utils.cpp_extension for its extensions. The judge finds their sources in the syntax
+tree, or else by running the file in a runner, and builds them before the file runs as a candidate.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from components.core.files import atomic_write, digest_json
+from components.core.params import Sandbox
+from components.core.records import FrozenModel
+from components.judge.extension_sources import extensions_in, uses_extensions, without_unused_parts
+from components.judge.rejection import Rejected
+from components.judge.screen import screen_files, screen_python, screen_symbols
+from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, BuildResult
+from components.sandbox.compiler_flags import refused_flag
+from components.sandbox.inline_extension import BuiltExtension, Extension, extension_digest
+
+# Modules whose kernels are compiled by processes, which a candidate may not start, while it runs.
+COMPILED_AT_RUN_TIME = ("triton", "tilelang", "cutlass", "cupy", "numba")
+Flags = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
+
+
+class CheckedExtension(FrozenModel):
+    """Extension whose fields are checked, because the candidate may have sent anything."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
+    sources: dict[FileName, str] = Field(min_length=1, max_length=16)
+    cflags: Flags
+    cuda_cflags: Flags
+    ldflags: Flags
+
+
+EXTENSIONS = TypeAdapter(Annotated[list[CheckedExtension], Field(max_length=16)])
+# Function that runs a candidate's files and returns a JSON list of the extensions that they ask for.
+Record = Callable[[dict[str, str]], bytes]
+
+
+@dataclass(frozen=True)
+class BuiltCandidate:
+    """A built candidate: the files that its runner imports, and its libraries.
+
+    `library` is the library of kernels/, or the libraries of `extensions` one after another. It is None if
+    the candidate has none.
+    """
+
+    # Digest of the files that were given.
+    digest: str
+    files: dict[str, str]
+    library: Path | None
+    extensions: tuple[BuiltExtension, ...] = ()
+
+
+def build_candidate(
+    files: dict[str, str], builder: Builder, rules: Sandbox, record: Record
+) -> BuiltCandidate:
+    """Screen and build a candidate; `record` is called if its extensions are not found in its syntax tree.
+
+    With sandbox.rules=any only the names and sizes of files are screened, and a candidate may have no
+    library. Raises Rejected if a file is refused, or if the candidate does not compile in the time limit.
+    """
+    is_screened, digest = rules.rules == "kernel-only", digest_json(sorted(files.items()))
+    tree = _parsed(files)
+    model = files["model_new.py"]
+    has_extensions = uses_extensions(tree)
+    if is_screened:
+        if has_extensions:
+            model = ast.unparse(without_unused_parts(tree))
+        _screen(model)
+    else:
+        _refuse_run_time_compilers(tree)
+    sources = {name: text for name, text in files.items() if name.endswith((".cpp", ".cu", *HEADER_SUFFIXES))}
+    if has_extensions:
+        runner_files = {"model_new.py": model, **sources}
+        found = extensions_in(tree)
+        extensions = _checked(record(runner_files)) if found is None else _validated(found)
+        if extensions:
+            library, built_extensions = _build_extensions(extensions, builder, is_screened=is_screened)
+            return BuiltCandidate(digest, runner_files, library, built_extensions)
+    only_model = {"model_new.py": model}  # only the screened file can be imported
+    if not is_screened and not any(name.endswith(SOURCE_SUFFIXES[builder.device]) for name in sources):
+        return BuiltCandidate(digest, only_model, None)
+    built = builder.build(files)
+    return BuiltCandidate(digest, only_model, _library(built, builder, is_screened=is_screened))
+
+
+def _parsed(files: dict[str, str]) -> ast.Module:
+    if (reason := screen_files(files)) is not None:
+        raise Rejected(
+            "load_failed",
+            reason,
+            "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size.",
+        )
+    if "model_new.py" not in files:
+        raise Rejected(
+            "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
+        )
+    try:
+        return ast.parse(files["model_new.py"])
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        # Deep nesting raises the last two.
+        raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
+
+
+def _screen(model: str) -> None:
+    try:
+        reason = screen_python(model)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
+    if reason is not None:
+        raise Rejected(
+            "forbidden",
+            reason,
+            "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden.",
+        )
+
+
+def _refuse_run_time_compilers(tree: ast.Module) -> None:
+    """Raise Rejected if the file imports a module that compiles kernels, or calls torch.compile."""
+    for node in ast.walk(tree):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if name.partition(".")[0] in COMPILED_AT_RUN_TIME:
+                raise Rejected(
+                    "load_failed",
+                    f"unsupported:{name.partition('.')[0]}",
+                    f"{name} compiles kernels while the candidate runs, which may start no process; "
+                    "only load_inline, load and kernels/ are judged.",
+                )
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.compile":
+            raise Rejected(
+                "load_failed",
+                "unsupported:torch.compile",
+                "torch.compile starts compilers while the candidate runs, which may start no process.",
+            )
+
+
+def _validated(extensions: Sequence[Extension]) -> list[CheckedExtension]:
+    try:
+        return EXTENSIONS.validate_python(extensions)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _checked(message: bytes) -> list[CheckedExtension]:
+    try:
+        return EXTENSIONS.validate_json(message)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _invalid(error: ValidationError) -> Rejected:
+    problem = error.errors()[0]
+    field = ".".join(map(str, problem["loc"]))
+    return Rejected("load_failed", "extension_sources", f"load_inline: {field}: {problem['msg']}")
+
+
+def _build_extensions(
+    extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
+) -> tuple[Path, tuple[BuiltExtension, ...]]:
+    """Build all extensions, and return one file with their libraries and the places in it."""
+    libraries: dict[str, tuple[str, bytes]] = {}
+    for checked in extensions:
+        extension: Extension = {
+            "name": checked.name,
+            "sources": checked.sources,
+            "cflags": checked.cflags,
+            "cuda_cflags": checked.cuda_cflags,
+            "ldflags": checked.ldflags,
+        }
+        if builder.device == "cpu" and any(name.endswith(".cu") for name in checked.sources):
+            raise Rejected(
+                "load_failed",
+                "cuda_sources",
+                f"{checked.name}: has CUDA sources; judge it with --device cuda.",
+            )
+        flag = refused_flag([*checked.cflags, *checked.cuda_cflags, *checked.ldflags])
+        if flag is not None:
+            raise Rejected(
+                "load_failed", f"flag:{flag}", f"{checked.name}: the compiler flag {flag} is not accepted."
+            )
+        library = _library(builder.build_extension(extension), builder, is_screened=is_screened)
+        libraries[extension_digest(extension)] = checked.name, library.read_bytes()
+    built, offset = [], 0
+    for digest, (name, content) in libraries.items():
+        built.append(BuiltExtension(digest=digest, name=name, offset=offset, size=len(content)))
+        offset += len(content)
+    bundle = builder.cache / f"{digest_json([entry['digest'] for entry in built])[:32]}.libraries"
+    atomic_write(bundle, b"".join(content for _, content in libraries.values()))
+    return bundle, tuple(built)
+
+
+def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path:
+    """Return the library of a build; raise Rejected if it failed or imports forbidden symbols."""
+    if built.timed_out:
+        raise Rejected("timed_out", "build_limit", built.log)
+    if built.library is None:
+        raise Rejected("build_failed", "compiler", built.log)
+    if is_screened and (reason := screen_symbols(built.symbols, builder.binding_symbols)) is not None:
+        symbol = reason.partition(":")[2]
+        raise Rejected("forbidden", reason, f"the library imports {symbol}, which kernels may not use.")
+    return built.library

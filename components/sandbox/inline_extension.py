@@ -1,0 +1,205 @@
+"""Extensions that a candidate of one Python file asks torch.utils.cpp_extension for, and their replacement.
+
+`load_inline` and `load` of torch start a compiler, which a candidate may not. The judge therefore builds the
+extensions beforehand, and `install` replaces both functions by one that returns the built modules. `record`
+finds the sources by running the file. The judge and the code inside the sandbox import this file. It imports
+nothing of the project, and it imports torch only inside the sandbox.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+# What torch writes before the sources, unless `no_implicit_headers` is set.
+CPP_HEADERS = "#include <torch/extension.h>\n"
+CUDA_HEADERS = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
+FUNCTIONS = ("load_inline", "load")
+
+
+class Extension(TypedDict):
+    """One extension to build: its module name, sources by file name, and the caller's compiler flags."""
+
+    name: str
+    sources: dict[str, str]
+    cflags: list[str]
+    cuda_cflags: list[str]
+    ldflags: list[str]
+
+
+class BuiltExtension(TypedDict):
+    """One built extension and where its library lies in the file of a candidate's libraries."""
+
+    digest: str
+    name: str
+    offset: int
+    size: int
+
+
+def extension_digest(extension: Extension) -> str:
+    """Return the digest of everything but the name, which a file may make anew in each process."""
+    parts = [extension["sources"], extension["cflags"], extension["cuda_cflags"], extension["ldflags"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the items of an argument that is a string, a sequence of strings, or None."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else [str(item) for item in value]
+
+
+def inline_extension(
+    name: str,
+    cpp_sources: str | Sequence[str],
+    cuda_sources: str | Sequence[str] | None = None,
+    sycl_sources: Any = None,
+    functions: str | Sequence[str] | Mapping[str, str] | None = None,
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Any = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Any = None,
+    build_directory: Any = None,
+    verbose: Any = False,
+    with_cuda: Any = None,
+    with_sycl: Any = None,
+    is_python_module: Any = True,
+    with_pytorch_error_handling: bool = True,
+    keep_intermediates: Any = True,
+    use_pch: Any = False,
+    no_implicit_headers: bool = False,
+) -> Extension:
+    """Return the extension that a call of torch's `load_inline` with these arguments builds.
+
+    As in torch, the generated binding of `functions` follows the C++ sources. Folders, and arguments that do
+    not change the module, are ignored.
+    """
+    headers = ("", "") if no_implicit_headers else (CPP_HEADERS, CUDA_HEADERS)
+    cpp = headers[0] + "\n".join(_texts(cpp_sources))
+    if functions is not None:
+        documented = functions if isinstance(functions, Mapping) else {f: f for f in _texts(functions)}
+        wrapped = "torch::wrap_pybind_function({0})" if with_pytorch_error_handling else "{0}"
+        lines = [
+            f'm.def("{function}", {wrapped.format(function)}, {json.dumps(text)});'
+            for function, text in documented.items()
+        ]
+        cpp += "\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {\n" + "\n".join(lines) + "\n}\n"
+    sources = {"main.cpp": cpp}
+    if cuda := _texts(cuda_sources):
+        sources["cuda.cu"] = headers[1] + "\n".join(cuda)
+    return {
+        "name": name,
+        "sources": sources,
+        "cflags": _texts(extra_cflags),
+        "cuda_cflags": _texts(extra_cuda_cflags),
+        "ldflags": _texts(extra_ldflags),
+    }
+
+
+def file_extension(
+    name: str,
+    sources: str | Sequence[str],
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Any = None,
+    extra_ldflags: Sequence[str] | None = None,
+    *_: Any,
+    **__: Any,
+) -> Extension:
+    """Return the extension that a call of torch's `load` with these arguments builds, reading its files."""
+    return {
+        "name": name,
+        "sources": {Path(path).name: Path(path).read_text() for path in _texts(sources)},
+        "cflags": _texts(extra_cflags),
+        "cuda_cflags": _texts(extra_cuda_cflags),
+        "ldflags": _texts(extra_ldflags),
+    }
+
+
+INLINE_PARAMETERS = tuple(inspect.signature(inline_extension).parameters)
+
+
+def _replace_functions(load: Callable[[Extension], Any]) -> None:
+    """Replace torch.utils.cpp_extension by a module whose two functions call `load`."""
+    import torch.utils
+
+    module = types.ModuleType("torch.utils.cpp_extension")
+    made = {
+        "load_inline": lambda *args, **options: load(inline_extension(*args, **options)),
+        "load": lambda *args, **options: load(file_extension(*args, **options)),
+    }
+    vars(module).update(made)
+    sys.modules[module.__name__] = module
+    vars(torch.utils)["cpp_extension"] = module
+
+
+def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
+    """Write the built libraries to files, and make torch's functions return their modules.
+
+    `libraries` has the bytes of all libraries, and `suffix` is the suffix of their files. A call with sources
+    that the judge has not built raises ImportError.
+    """
+    known: dict[str, tuple[str, Path]] = {}
+    for number, entry in enumerate(built):
+        path = Path(f"extension_{number}{suffix}").absolute()
+        path.write_bytes(libraries[entry["offset"] : entry["offset"] + entry["size"]])
+        known[entry["digest"]] = (entry["name"], path)
+
+    def load(extension: Extension) -> Any:
+        digest = extension_digest(extension)
+        if digest not in known:
+            raise ImportError(f"{extension['name']}: the judge has built no extension with these sources")
+        name, path = known[digest]
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    _replace_functions(load)
+
+
+class _Recorded:
+    """Stand-in for an extension that is not built yet, whose functions return None."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
+    """Import model_new.py, and return the extensions that it asks for.
+
+    If the import asks for none, `ModelNew` is constructed too. An error is raised only if nothing was asked
+    for, because a stand-in may not satisfy the file.
+    """
+    found: list[Extension] = []
+
+    def load(extension: Extension) -> _Recorded:
+        found.append(extension)
+        return _Recorded()
+
+    _replace_functions(load)
+    write_files(files)
+    try:
+        model = importlib.import_module("model_new").ModelNew
+        if not found:
+            model(*init_inputs)
+    except Exception:
+        if not found:
+            raise
+    return found
+
+
+def write_files(files: Mapping[str, str]) -> None:
+    """Write a candidate's files to the working folder, from which they can be imported."""
+    sys.path.insert(0, str(Path.cwd()))
+    for name, text in files.items():
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
