@@ -1,0 +1,222 @@
+"""Judge a published archive of kernels for KernelBench's tasks: what it claims, beside what is measured.
+
+    python tests/bench/judge_archive.py ARCHIVE --out FOLDER [--device cuda] [--inline] [--level 1]
+
+ARCHIVE is a file of JSON lines, or a folder of such files, as the authors publish them. Each line has
+`level_id`, `task_id`, `ref_code` (the task), `custom_code` (one Python file, or null) and `score_default`
+(the claimed speed-up over eager). The archive is read where it is and not copied.
+
+Every kernel is judged by both rules and both tolerances, with weights by seed. OUT gets `rows.jsonl` (one
+line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in OUT/verdicts, so the same command
+goes on where it was interrupted.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from components.core.config import resolve
+from components.core.errors import UserError
+from components.core.params import Params
+from components.core.task import KernelTask
+from components.judge.pool import Candidate, Job, open_pool
+from components.judge.verdict import Labels, Verdict
+
+FIELDS = ("level_id", "task_id", "ref_code", "custom_code", "score_default")
+COMBINATIONS = tuple(itertools.product(("kernel-only", "any"), ("strict", "kernelbench")))
+
+
+def read_archive(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of all files of an archive that have a kernel.
+
+    Raises UserError, which names the file and the line, if one is not an entry.
+    """
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise UserError(f"{path}: no archive; give a file of JSON lines, or a folder of such files.")
+    entries = []
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                missing = [field for field in FIELDS if field not in entry]
+            except (ValueError, TypeError) as error:
+                raise UserError(f"{file}:{number}: not a JSON object ({error}).") from error
+            if missing:
+                raise UserError(f"{file}:{number}: lacks {', '.join(missing)}; it is no entry of an archive.")
+            if entry["custom_code"]:
+                entries.append(entry)
+    return entries
+
+
+def labelled(params: Params, rules: str, tolerance: str) -> Params:
+    labels = Labels.model_validate({"rules": rules, "tolerance": tolerance, "weights": "seed"})
+    return params.model_copy(update={"sandbox": params.sandbox.model_copy(update=labels.model_dump())})
+
+
+def judged(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> Iterator[dict[str, Any]]:
+    """Yield one row for each entry, judged with the labels of `params`."""
+    pool = open_pool(params, out / "verdicts")
+    try:
+        futures = [
+            pool.submit(
+                Job(
+                    KernelTask(code=entry["ref_code"]),
+                    Candidate.of({"model_new.py": entry["custom_code"]}),
+                    "archive",
+                    compare_compile=True,
+                )
+            )
+            for entry in entries
+        ]
+        for entry, future in zip(entries, futures, strict=True):
+            yield row(entry, future.result(), Labels.of(params.sandbox))
+    finally:
+        pool.close()
+
+
+def row(entry: dict[str, Any], verdict: Verdict, labels: Labels) -> dict[str, Any]:
+    return {
+        "level": entry["level_id"],
+        "task": entry["task_id"],
+        "labels": labels.model_dump(),
+        "claimed": entry["score_default"],
+        "status": verdict.status,
+        "reason": verdict.reason,
+        "eager": verdict.speedup.eager.model_dump() if verdict.speedup.eager else None,
+        "compile": verdict.speedup.compile.model_dump() if verdict.speedup.compile else None,
+        "device": verdict.evidence.get("device", ""),
+    }
+
+
+def geomean(values: Sequence[float]) -> str:
+    positive = [value for value in values if value > 0]
+    return f"{math.exp(sum(map(math.log, positive)) / len(positive)):.2f}" if positive else "–"
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[object]]) -> str:
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows) + "\n"
+
+
+def interval(ratio: dict[str, float] | None) -> str:
+    return f"{ratio['estimate']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else "–"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the Markdown of a table of figures and one of reasons by label, and of one of kernels."""
+    figures, reasons = [], []
+    for rules, tolerance in COMBINATIONS:
+        labels = {"rules": rules, "tolerance": tolerance, "weights": "seed"}
+        group = [r for r in rows if r["labels"] == labels]
+        right = [r for r in group if r["status"] == "correct"]
+        faster = [sum(bool(r[name]) and r[name]["low"] > 1 for r in right) for name in ("eager", "compile")]
+        claimed = geomean([r["claimed"] or 0 for r in right])
+        measured = geomean([r["eager"]["estimate"] for r in right])
+        figures.append([rules, tolerance, len(group), len(right), *faster, claimed, measured])
+        found = Counter(f"{r['status']} {r['reason']}".strip() for r in group if r["status"] != "correct")
+        reasons += [[rules, tolerance, reason, count] for reason, count in found.most_common()]
+    kernels = [
+        [
+            f"{r['level']}/{r['task']}",
+            r["labels"]["rules"],
+            r["labels"]["tolerance"],
+            r["claimed"],
+            *(interval(r[name]) for name in ("eager", "compile")),
+        ]
+        for r in rows
+        if r["status"] == "correct"
+    ]
+    label = ["rules", "tolerance"]
+    speeds = ["faster than eager", "faster than compile", "claimed by the correct", "measured"]
+    return "\n".join(
+        [
+            markdown([*label, "kernels", "correct", *speeds], figures),
+            markdown([*label, "why not correct", "kernels"], reasons),
+            markdown(["task", *label, "claimed", "against eager", "against compile"], kernels),
+        ]
+    )
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the claimed speed-up over eager beside the measured one with its interval, by label."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 7))
+    for (rules, tolerance), marker in zip(COMBINATIONS, "os^d", strict=True):
+        shown = [
+            r
+            for r in rows
+            if r["eager"]
+            and r["claimed"]
+            and (r["labels"]["rules"], r["labels"]["tolerance"]) == (rules, tolerance)
+        ]
+        estimates = [r["eager"]["estimate"] for r in shown]
+        low, high = (
+            [abs(r["eager"][end] - r["eager"]["estimate"]) for r in shown] for end in ("low", "high")
+        )
+        axes.errorbar(
+            [r["claimed"] for r in shown],
+            estimates,
+            yerr=[low, high],
+            fmt=marker,
+            label=f"{rules}, {tolerance}",
+        )
+    axes.axline((1, 1), slope=1, color="grey", linewidth=0.8)
+    axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(
+        xscale="log", yscale="log", xlabel="claimed speed-up over eager", ylabel="measured, 95 % interval"
+    )
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def judge_archive(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> list[dict[str, Any]]:
+    """Judge all entries with all labels, write the files of OUT, and return the rows."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for rules, tolerance in COMBINATIONS:
+        for done in judged(entries, labelled(params, rules, tolerance), out):
+            rows.append(done)
+            print(
+                f"{done['level']}/{done['task']} {rules} {tolerance}: {done['status']} {done['reason']}",
+                flush=True,
+            )
+    (out / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (out / "table.md").write_text(table(rows))
+    plot(rows, out / "plot.svg")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("archive", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--inline", action="store_true", help="only kernels that call load_inline")
+    parser.add_argument("--level", type=int)
+    parser.add_argument("--limit", type=int)
+    options = parser.parse_args()
+    params = resolve("smoke", (f"device={options.device}",)).params
+    entries = [
+        entry
+        for entry in read_archive(options.archive)
+        if (not options.inline or "load_inline" in entry["custom_code"])
+        and options.level in (None, entry["level_id"])
+    ]
+    print(table(judge_archive(entries[: options.limit], params, options.out)))
+
+
+if __name__ == "__main__":
+    main()
