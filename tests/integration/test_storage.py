@@ -1,10 +1,8 @@
-"""The artifact store on a folder and two S3 servers: moto in this process, and a real Swift."""
+"""The artifact store on a folder and on moto, an S3 server in this process.
 
-import os
-import re
-import signal
-import subprocess
-import sys
+tests/nightly/test_swift.py has the same tests on a real Swift.
+"""
+
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +13,7 @@ import boto3
 import pytest
 from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
-from prefect_fixtures import free_port
 
-from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import StoreParams
@@ -42,52 +38,6 @@ def moto() -> Iterator[str]:
     server.stop()
 
 
-class Swift:
-    """infra/swift/serve.py as a process, with everything that it started in one group."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.port = folder, free_port()
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        command = [
-            sys.executable,
-            PROJECT / "infra" / "swift" / "serve.py",
-            self.folder,
-            "--port",
-            str(self.port),
-            "--bucket",
-            "kept",
-        ]
-        with (self.folder.parent / "swift.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=os.environ | KEYS,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        assert self.process.stdout is not None and self.process.stdout.readline().startswith("S3 on"), (
-            self.folder.parent / "swift.log"
-        ).read_text()[-2000:]
-
-    def end(self, how: signal.Signals) -> None:
-        os.killpg(self.process.pid, how)
-        self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
-    server = Swift(tmp_path_factory.mktemp("swift") / "kept")
-    yield server
-    server.end(signal.SIGTERM)
-
-
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # it remembers keys
@@ -95,21 +45,23 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=["moto", "swift"], scope="module")
-def endpoint(request: pytest.FixtureRequest) -> str:
-    server = request.getfixturevalue(request.param)
-    return server if isinstance(server, str) else server.url
+@pytest.fixture(scope="module")
+def endpoint(moto: str) -> str:
+    return moto
 
 
-@pytest.fixture(params=["folder", "moto", "swift"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store(StoreParams(url=f"file://{tmp_path / 'store'}", endpoint=""), tmp_path)
-    server = request.getfixturevalue(request.param)
-    endpoint = server if isinstance(server, str) else server.url
+def s3_store(endpoint: str, folder: Path) -> Store:
+    """Return a store in a new bucket of the server."""
     bucket = uuid4().hex
     boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=bucket)
-    return open_store(StoreParams(url=f"s3://{bucket}/some/prefix", endpoint=endpoint), tmp_path)
+    return open_store(StoreParams(url=f"s3://{bucket}/some/prefix", endpoint=endpoint), folder)
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, endpoint: str, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return open_store(StoreParams(url=f"file://{tmp_path / 'store'}", endpoint=""), tmp_path)
+    return s3_store(endpoint, tmp_path)
 
 
 def file(folder: Path, content: bytes, name: str = "file") -> Path:
@@ -349,64 +301,6 @@ def test_damage_in_a_folder_is_noticed(tmp_path: Path) -> None:
             store.get(key, tmp_path / "back")
         store.remove(key)
     assert not (tmp_path / "back").exists() and not list((tmp_path / "store").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("AWS_SECRET_ACCESS_KEY", "wrong"),
-        ("AWS_ACCESS_KEY_ID", "team:nobody"),
-        ("AWS_ACCESS_KEY_ID", "others:person"),
-    ],
-)
-def test_who_has_not_the_key_neither_writes_nor_reads(
-    swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    key = uuid4().hex
-    owner = S3Store("s3://kept", swift.url)
-    owner.put(f"{key}/mine", file(tmp_path, b"mine"))
-    monkeypatch.setenv(name, value)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
-    stranger = S3Store("s3://kept", swift.url)
-    for act in (
-        lambda: stranger.put(f"{key}/theirs", file(tmp_path, b"x")),
-        lambda: stranger.get(f"{key}/mine", tmp_path / "x"),
-        lambda: list(stranger.entries()),
-    ):
-        with pytest.raises(UserError, match=r"refused the .*check the bucket and the credentials") as raised:
-            act()
-        assert retry_kind(raised.value) is None, "waiting does not fix a wrong key"
-    assert [entry.key for entry in owner.entries(key)] == [f"{key}/mine"]
-
-
-def test_a_server_that_is_killed_has_everything_when_it_is_back(swift: Swift, tmp_path: Path) -> None:
-    store = S3Store("s3://kept", swift.url, part_bytes=5 << 20)
-    for name, content in (("small", b"x"), ("large", LARGE)):
-        store.put(name, file(tmp_path, content))
-    swift.end(signal.SIGKILL)
-    with pytest.raises(StoreUnavailable):
-        store.get("small", tmp_path / "back")
-    swift.start()
-    assert {"small", "large"} <= {entry.key for entry in store.entries()}
-    assert store.digests("large") == (digest_bytes(LARGE), digest_bytes(LARGE))
-
-
-@pytest.mark.parametrize(
-    ("folder", "key", "named"),
-    [
-        ("kept", "nobody", "AWS_ACCESS_KEY_ID must have the form TEAM:PERSON"),
-        ("file", "team:person", "file: cannot store objects .File exists."),
-    ],
-)
-def test_a_server_that_cannot_start_says_why_in_one_sentence(
-    tmp_path: Path, folder: str, key: str, named: str
-) -> None:
-    file(tmp_path, b"")
-    command = [sys.executable, PROJECT / "infra" / "swift" / "serve.py", tmp_path / folder]
-    done = subprocess.run(
-        command, env=os.environ | {"AWS_ACCESS_KEY_ID": key}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and re.search(named, done.stderr.splitlines()[-1]), done.stderr
 
 
 def test_without_an_address_the_store_is_in_the_home(tmp_path: Path) -> None:
