@@ -1,7 +1,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-unit test-integration test-nightly lint fmt environment system
+.PHONY: help run test test-all test-fast test-unit test-integration test-nightly lint fmt environment system
 
 PYTHON ?= python3
 PROFILE ?= smoke
@@ -27,11 +27,13 @@ run: environment ## Run the whole pipeline once with PROFILE (smoke)
 	@$(BIN)/cuda-agent run --profile $(PROFILE)
 
 test: environment ## Run lint and the unit and integration tests
-	@$(MAKE) --no-print-directory --jobs 2 lint test-unit
-	@$(MAKE) --no-print-directory test-integration
+	@$(MAKE) --no-print-directory --jobs 2 lint test-fast
 
 test-all: test test-nightly ## Run test, the nightly tests and, for root, part of them as an ordinary account
 	@if [ "$$(id -u)" -eq 0 ]; then .ci/ordinary-account; fi
+
+test-fast: environment ## Run the unit and integration tests
+	$(PYTEST) tests/unit tests/integration
 
 test-unit: environment ## Run the tests that start no sandbox and no server
 	$(PYTEST) tests/unit

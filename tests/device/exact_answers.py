@@ -1,14 +1,18 @@
 """The correctness criterion on a device: exact answers are right, and twice the allowed error is wrong.
 
-    python tests/device/exact_answers.py [--device cuda] [--calls 20] [--seed 0]
+    python tests/device/exact_answers.py [--device cuda] [--calls 20] [--seeds 1] [--operators]
 
-Needs torch and this project, no pytest; takes less than a minute on a GPU. Ends with 1 if a property is
-broken.
+Tries ten forms of which exact answers were once refused, reductions of rows of up to 2^20 elements and, with
+--operators, every operator that tasks are composed of. Needs torch and this project, no pytest; takes less
+than a minute on a GPU without --operators. Ends with 1 if a property is broken.
 """
 
 import argparse
+import itertools
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 import exactness
 
 from components.core.config import resolve
+from components.core.progress import Quiet
+from components.synthesis.operator_table import load_operator_table
 
 
 def main() -> int:
@@ -25,22 +31,31 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--calls", type=int, default=20, help="calls of each form and distribution")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="repeat all with as many seeds")
+    parser.add_argument("--operators", action="store_true", help="try the whole table of operators too")
     options = parser.parse_args()
     params, broken = resolve("smoke", (f"device={options.device}",)).params, 0
-    for name, check in {
-        "forms": lambda: exactness.checked_forms(params, options.calls, options.seed, options.device),
-        "reductions": lambda: exactness.checked_reductions(
-            params, (1 << 10, 1 << 17, 1 << 20), options.seed, options.device
+    checks: dict[str, Callable[[int], exactness.Tally]] = {
+        "forms": lambda seed: exactness.checked_forms(params, options.calls, seed, options.device),
+        "reductions": lambda seed: exactness.checked_reductions(
+            params, (1 << 10, 1 << 14, 1 << 17, 1 << 20), seed, options.device
         ),
-    }.items():
+    }
+    if options.operators:
+        with tempfile.TemporaryDirectory() as folder:
+            templates = load_operator_table(Path(folder), Quiet()).templates
+        checks["operators"] = lambda seed: exactness.checked_templates(
+            templates, params, seed, options.device
+        )
+    for (name, check), seed in itertools.product(checks.items(), range(options.seeds)):
         began = time.monotonic()
-        tally = check()
+        tally = check(seed)
         broken += len(tally.wrong)
         print(
-            f"{name:12} {tally.calls} calls, {tally.flagged} outputs compared with float64, "
+            f"{name:12} seed {seed}: {tally.calls} calls, {tally.flagged} outputs compared with float64, "
             f"{tally.inexact} beyond the tolerance, {len(tally.wrong)} wrong, "
-            f"{time.monotonic() - began:.1f} s"
+            f"{time.monotonic() - began:.1f} s",
+            flush=True,
         )
         print(*tally.wrong[:20], sep="\n")
     return 1 if broken else 0
