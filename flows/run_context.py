@@ -207,11 +207,14 @@ def home_lock(home: Path) -> Iterator[None]:
 
 
 def check_training(params: Params) -> None:
-    """Raise UserError unless there are the policy's folder and a Ray cluster that holds the pool.
+    """Raise UserError unless there are the policy's folder and a pool that holds it on a Ray cluster.
 
     This is checked before a run starts, because the run itself would fail only after hours.
     """
+    from components.planning.role_memory import check_fits  # imports numpy
+
     check_policy_source(params)
+    check_fits(params)
     if params.pool.trainers or params.pool.judges:
         try:
             from components.core.ray_cluster import check_capacity

@@ -11,6 +11,7 @@ import typer
 
 from components.cli.common import (
     CommonOptions,
+    ExitCode,
     Output,
     home_of,
     print_line,
@@ -20,11 +21,19 @@ from components.cli.common import (
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
+    from components.core.config import Resolved
     from components.core.params import Engine
     from components.planning.capacity import Input
 
 # Number of folders of trajectories that are read, newest first, to measure turns and tokens.
 NEWEST_FOLDERS = 4
+# What shortens the parts of a step.
+SHORTER = {
+    "generation": "more samplers, or shorter trajectories,",
+    "judging": "more judges",
+    "score": "more trainers",
+    "update": "more trainers",
+}
 
 
 @with_common_options("")
@@ -67,7 +76,9 @@ def params(
 @with_common_options("h20-pool")
 def plan(
     options: CommonOptions,
-    gpu: Annotated[str, typer.Option("--gpu", help="h20, h100 or h200")] = "h20",
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="h20, h100 or h200; by default the profile's pool.gpu")
+    ] = "",
     model: Annotated[
         str,
         typer.Option(
@@ -79,13 +90,15 @@ def plan(
         typer.Option("--assume", metavar="NAME=VALUE", help="replace one input of the plan; may be repeated"),
     ] = None,
 ) -> Output:
-    """Estimate what a profile needs: memory per GPU, time and bottleneck of a step, judges, GPU-hours, cost.
+    """Estimate what a profile needs: memory of each role's GPUs, time and bottleneck of a step, cost.
 
-    Nothing is run or measured. Trajectories in the home are used as input if there are any.
+    Nothing is run or measured. Trajectories of the profile's finished runs in the home are used as input. If
+    a role cannot fit its GPUs, the last line says so and the exit code is 2.
     """
-    from components.planning import capacity, model_shapes
+    from components.planning import capacity, model_shapes, placement_search, role_memory
 
     resolved = options.resolve()
+    gpu = gpu or resolved.params.pool.gpu
     if gpu not in capacity.GPUS:
         raise UserError(f"--gpu {gpu}: no such GPU; give one of {', '.join(capacity.GPUS)}.")
     policy = resolved.params.policy
@@ -93,10 +106,18 @@ def plan(
         model_shapes.named_shapes(model) if model else model_shapes.policy_shapes(policy, resolved.profile)
     )
     defaults = capacity.default_inputs(resolved.params, capacity.GPUS[gpu], shapes)
-    inputs = capacity.assume(defaults | _measured_inputs(home_of(resolved)), assumed or [])
-    record = capacity.plan(resolved.params, shapes, inputs)
+    inputs = capacity.assume(defaults | home_inputs(resolved), assumed or [])
+    params = resolved.params
+    values = {name: item.value for name, item in inputs.items()}
+    record = capacity.plan(params, shapes, inputs)
+    record |= {
+        "pool": role_memory.pool_plan(params, values, record),
+        "placements": placement_search.placements(params, shapes, inputs, record["hours"]),
+        "refused": role_memory.refusal(params, shapes, values, record),
+    }
 
-    _print_memory(record, resolved.params.engine)
+    _print_memory(record, params.engine)
+    _print_pool(record)
     rows = []
     for name, stage in record["stages"].items():
         seconds, tail = stage["seconds"], stage["tail"]
@@ -113,6 +134,10 @@ def plan(
         ),
         rows,
     )
+    for name, stage in record["stages"].items():
+        part = stage["bottleneck"]
+        share = stage["seconds"][part] / stage["seconds"]["step"]
+        print_line(f"{name}: {part} takes {share:.0%} of a step; {SHORTER[part]} shorten it")
     judges = record["judges"]
     print_line(f"judges: {judges['needed']} keep the trainer busy, {judges['given']} are given")
     print_line(
@@ -120,12 +145,51 @@ def plan(
         f"cost {record['cost']:,.0f}"
     )
     for origin in ("measured", "assumed"):
-        values = [
+        named = [
             f"{name} {item['value']:g}" for name, item in record["inputs"].items() if item["origin"] == origin
         ]
-        print_line(f"{origin}: {', '.join(values) or 'nothing'}")
+        print_line(f"{origin}: {', '.join(named) or 'nothing'}")
     print_line(f"left out: {record['left_out']}")
-    return Output(record)
+    _print_placements(record)
+    if record["refused"]:
+        print_line(f"refused: {record['refused']}")
+    return Output(record, ExitCode.BAD_INPUT if record["refused"] else ExitCode.DONE)
+
+
+def _print_pool(record: dict[str, Any]) -> None:
+    """Print what fills one GPU of each role."""
+    pool, size = record["pool"], record["inputs"]["gpu_memory"]["value"]
+    trainers, samplers, judges = pool["trainers"], pool["samplers"], pool["judges"]
+    rows = [("trainers", trainers, "see above")]
+    if samplers is not None:
+        filled = ", ".join(f"{part} {value / 1e9:,.1f}" for part, value in samplers["bytes"].items())
+        servers = f"{samplers['replicas']} servers of {samplers['tensor_parallel']} GPUs"
+        rows.append(("samplers", samplers, f"{filled}; {servers} hold {samplers['contexts']} full contexts"))
+    if judges["gpus"]:
+        rows.append(("judges", judges, "one task at a time, at most"))
+    print_table(
+        ("role", "GPUs", "GB of a GPU", "filled by"),
+        [
+            (name, str(role["gpus"]), f"{role['total'] / 1e9:,.1f} of {size / 1e9:,.0f}", filled)
+            for name, role, filled in rows
+        ],
+    )
+
+
+def _print_placements(record: dict[str, Any]) -> None:
+    """Print the cheapest placement that holds, and the fastest on the GPUs of the pool."""
+    if not (found := record["placements"]):
+        return
+    titles = (("cheapest", "cheapest that holds"), ("fastest", f"fastest on {found['given']} GPUs"))
+    for key, title in titles:
+        best = found[key]
+        print_line(
+            f"{title}: none"
+            if best is None
+            else f"{title}: --set pool.trainers={best['trainers']} --set pool.samplers={best['samplers']} "
+            f"--set pool.judges={best['judges']}, {best['hours']:,.1f} hours, "
+            f"{best['gpu_hours']:,.0f} GPU-hours, cost {best['cost']:,.0f}"
+        )
 
 
 def _print_memory(record: dict[str, Any], engine: Engine) -> None:
@@ -173,6 +237,8 @@ def _print_memory(record: dict[str, Any], engine: Engine) -> None:
 
 def _print_alternatives(record: dict[str, Any], engine: Engine) -> None:
     """Print the totals of other sequence parallelism and offloads, and the first choice that fits."""
+    from components.planning.memory_choices import options_of
+
     cells: dict[str, dict[int, str]] = {}
     for choice in record["alternatives"]:
         name = ", ".join(choice["offloads"]) or "none"
@@ -190,24 +256,32 @@ def _print_alternatives(record: dict[str, Any], engine: Engine) -> None:
             "none of these fits; take more ranks (pool.trainers), adapters (policy.adapter) or fewer tokens"
         )
         return
-    wanted = {"sequence_parallel": smallest["sequence_parallel"]}
-    wanted |= {name: name in smallest["offloads"] for name in record["offloads"]}
-    print_line(
-        "smallest that fits: "
-        + " ".join(
-            f"--set engine.{name}={json.dumps(value)}"
-            for name, value in wanted.items()
-            if value != getattr(engine, name)
-        )
-    )
+    print_line(f"smallest that fits: {options_of(smallest, engine)}")
 
 
-def _measured_inputs(home: Path) -> dict[str, Input]:
-    """Return the inputs of the plan that follow from the newest trajectories of the agentic stage in `home`.
+def home_inputs(resolved: Resolved) -> dict[str, Input]:
+    """Return the inputs of the plan that follow from the newest trajectories of the agentic stage.
 
-    The result is empty if there are no such trajectories.
+    Only finished runs in the home count that had the profile of the plan, its policy and its rollouts,
+    because others say nothing about it. The result is empty if there are none.
     """
-    folders = sorted(home.glob("stages/agentic-*/trajectories/*/"), key=lambda folder: folder.stat().st_mtime)
+    from components.core.files import read_json
+
+    plain = resolved.params.model_dump(mode="json")
+    stages = []
+    for file in home_of(resolved).glob("runs/*/run.json"):
+        record, settings = read_json(file), read_json(file.with_name("settings.json"))["params"]
+        is_same = record["profile"] == resolved.profile and all(
+            settings["policy"][key] == plain["policy"][key] for key in ("source", "context", "prompt")
+        )
+        if is_same and settings["agentic"]["rollouts"] == plain["agentic"]["rollouts"]:
+            stages += [
+                Path(stage["checkpoint"]).parent for stage in record["stages"] if stage["name"] == "agentic"
+            ]
+    folders = sorted(
+        (folder for stage in set(stages) for folder in stage.glob("trajectories/*/")),
+        key=lambda folder: folder.stat().st_mtime,
+    )
     if not folders:
         return {}
     from components.agent.trajectory import load_trajectories

@@ -331,6 +331,10 @@ class Pool(FrozenModel):
     resource: str = throughput(
         "Ray resource of which each trainer and each judge takes one, for instance H20; empty is none"
     )
+    gpu: Literal["h20", "h100", "h200"] = throughput(
+        "kind of these GPUs, whose memory and speed plans take from its datasheet"
+    )
+    price: Annotated[float, Field(ge=0)] = throughput("price of a GPU-hour, in any currency, for plans")
 
 
 class Evaluation(FrozenModel):

@@ -103,7 +103,7 @@ def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, I
         "gpu_memory": Input(gpu.memory, "bytes", "datasheet", gpu.name),
         "gpu_flops": Input(gpu.flops, "FLOP/s", "datasheet", gpu.name),
         "gpu_bandwidth": Input(gpu.bandwidth, "bytes/s", "datasheet", gpu.name),
-        "price": Input(2.0, "per GPU-hour", "assumed", "give your own"),
+        "price": Input(pool.price, "per GPU-hour", "parameter", "pool.price"),
     }
 
 

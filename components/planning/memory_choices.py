@@ -1,5 +1,6 @@
 """Memory of a rank for the settings of a profile, and the choices with which it would fit the GPU."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -91,10 +92,20 @@ def memory_plan(params: Params, shapes: ModelShapes, values: dict[str, float]) -
         },
         "roles": asdict(roles),
         "tokens": tokens,
-        "offloads": list(OFFLOADS[-1]),
         "alternatives": alternatives,
         "smallest": next((choice for choice in alternatives if choice["fits"]), None),
     }
+
+
+def options_of(choice: dict[str, Any], engine: Engine) -> str:
+    """Return the options of a command that change `engine` to one of the alternatives of a plan."""
+    wanted = {"sequence_parallel": choice["sequence_parallel"]}
+    wanted |= {name: name in choice["offloads"] for name in OFFLOADS[-1]}
+    return " ".join(
+        f"--set engine.{name}={json.dumps(value)}"
+        for name, value in wanted.items()
+        if value != getattr(engine, name)
+    )
 
 
 def _choice(engine: Engine, parallel: int, offloads: Sequence[str]) -> Engine:

@@ -104,6 +104,10 @@ PROFILE_MODELS = {"hf": "Qwen3-8B", "hf-adapter": "Qwen3-8B", "h20-pool": "Qwen3
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
 
 
+class UnknownModelType(UserError):
+    """Error raised for a type of model whose number of parameters is not known here."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """The linear layers of one name, of which a model has `count`, each with a weight [outputs, inputs]."""
@@ -235,7 +239,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
     """
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
-        raise UserError(
+        raise UnknownModelType(
             f"{name}: model_type {kind!r} is not among those whose memory can be planned "
             f"({', '.join(MODEL_TYPES)}); plan with --model and the model of the nearest size."
         )

@@ -151,7 +151,8 @@ def test_the_documented_tables_are_what_the_command_prints(
     # Small rollouts make the simulation fast; the memory does not depend on them.
     small = ["--set", "warmup.rollouts.tasks=2", "--set", "agentic.rollouts.tasks=2"]
     arguments = [sys.executable, "-m", "components.cli", *command.split()[1:], *small]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if "does not fit" in printed else 0), done.stderr
     lines = [line.rstrip() for line in done.stderr.splitlines()]
     assert "\n".join(lines).startswith(printed)
 
