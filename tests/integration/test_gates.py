@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from promotion_fixtures import PARAMS, SOUND, THRESHOLDS, apply_decision, evaluation, promotion_of, task
-from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
 from components.core.config import resolve

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from promotion_fixtures import PARAMS, WAITING, aliases, apply_decision, promotion_of
-from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 from typer.testing import CliRunner
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from promotion_fixtures import PASSING, WAITING, aliases, apply_decision, promotion_of
-from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
 SETS = ["registry.model=policy", "registry.experiment=nights"]

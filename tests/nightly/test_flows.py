@@ -314,9 +314,7 @@ def test_from_a_stage_does_it_and_all_that_follow_once_more(first: Done, home: P
 
 
 @pytest.mark.timeout(600)
-def test_without_a_critic_stage_3_is_left_out_and_its_parameters_change_no_key(
-    first: Done, home: Path
-) -> None:
+def test_without_a_critic_stage_3_is_left_out(first: Done, home: Path) -> None:
     group = REDUCED | {"agentic.advantages": "group"}
     done = run(home, group)
     assert done.code == 0, done.stderr_console[-4000:]
@@ -329,9 +327,6 @@ def test_without_a_critic_stage_3_is_left_out_and_its_parameters_change_no_key(
     assert "checkpoint.critic" not in manifest(home, done.record)
     assert "critic" not in [name for name, _ in newest_flow_run(home)[1]]
     assert run(home, group).record == done.record
-    other = run(home, group | {"critic.epochs": 2})
-    assert [item["cached"] for item in other.record["stages"]] == [True] * 4
-    assert other.record["run_id"] != done.record["run_id"]
 
 
 def test_a_busy_dvc_lock_is_one_sentence(first: Done, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from forked import FORKS
 from promotion_fixtures import aliases, apply_decision, make, promotion_of
-from promotion_fixtures import blank as blank
 from promotion_fixtures import home as home
 
 from components.core.errors import UserError

@@ -58,6 +58,7 @@ def test_a_parameter_changes_the_keys_of_the_stages_that_read_it() -> None:
         return {name for name in READS if before[name] != after[name]}
 
     assert changed("agentic.clip_high=0.3") == {"agentic"}
+    assert changed("critic.epochs=2") == {"critic"}
     assert changed("gate.pass_rate=0.1") == set()
     assert changed("seed=5") == {"warmup", "rejection", "critic", "agentic", "evaluation"}
     assert changed("policy.layers=1") == {"coldstart"}
