@@ -1,7 +1,13 @@
 """The commands `cuda-agent judge` (judge one workspace) and `cuda-agent serve` (keep a judge ready)."""
 
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +18,14 @@ from components.cli.common import (
     Output,
     default_device,
     home_of,
+    newest_dataset,
     print_line,
     with_common_options,
 )
+from components.core.errors import UserError
+
+if TYPE_CHECKING:
+    from components.judge.resident import Judges
 
 # Settings without `--precise`: intervals are about twice as wide as with the base's number of rounds.
 QUICK = ("sandbox.rounds=5", "sandbox.most_rounds=20")
@@ -74,16 +85,49 @@ def judge(
 
 
 @with_common_options("", prints_output=False)
-def serve(options: CommonOptions, device: Device = "") -> None:
+def serve(
+    options: CommonOptions,
+    device: Device = "",
+    http: Annotated[
+        str, typer.Option("--http", metavar="[HOST:]PORT", help="also serve HTTP (docs/service.md)")
+    ] = "",
+    tokens: Annotated[
+        Path | None, typer.Option("--tokens", help="token file; by default only this machine is served")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="tasks to list over HTTP: shipped, a folder, or a parquet file")
+    ] = "shipped",
+) -> None:
     """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
 
     `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
-    home folder and device.
+    home folder and device. With `--http` it serves other machines and programs too.
     """
-    resolved = options.resolve_for_judging(f"device={device or default_device()}")
-    from components.judge.resident import serve as serve_judge
+    if (tokens is not None or tasks != "shipped") and not http:
+        raise UserError("--tokens, --tasks: they are for HTTP; give an address with --http as well.")
+    suite = f"evaluation.suite={json.dumps(tasks)}"
+    resolved = options.resolve_for_judging(f"device={device or default_device()}", suite)
+    params, home = resolved.params, home_of(resolved)
+    with contextlib.ExitStack() as resources:
+        beside: Callable[[Judges], AbstractContextManager[object]] = contextlib.nullcontext
+        if http:
+            from components.evaluation.suites import load_suite
+            from components.service.http_server import bind, serving
+            from components.service.tokens import TokenFile
 
-    def started(path: object) -> None:
-        print_line(f"judging on {resolved.params.device} at {path}; Ctrl-C ends it")
+            listed = load_suite(params, newest_dataset(home))
+            listener = resources.enter_context(bind(http, has_tokens=tokens is not None))
+            file = TokenFile(tokens) if tokens is not None else None
 
-    serve_judge(resolved.params, home_of(resolved) / "judge", started)
+            def beside(judges: Judges) -> AbstractContextManager[object]:
+                return serving(judges, params, home / "service", listed, listener, file)
+
+        from components.judge.resident import serve as serve_judge
+
+        def started(path: object) -> None:
+            print_line(f"judging on {params.device} at {path}; Ctrl-C ends it")
+            if http:
+                host, port = listener.getsockname()[:2]
+                print_line(f"serving HTTP at http://{host}:{port}")
+
+        serve_judge(params, home / "judge", started, beside)

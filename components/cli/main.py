@@ -26,6 +26,7 @@ from components.cli.optimize import optimize
 from components.cli.params import params, plan
 from components.cli.run import deploy, run
 from components.cli.store import store_app
+from components.cli.token import token_app
 from components.cli.train import train
 from components.cli.trajectory import trajectory_app
 from components.core.errors import StageFailed, UserError
@@ -47,6 +48,7 @@ for name, group in (
     ("models", models_app),
     ("runs", runs_app),
     ("store", store_app),
+    ("token", token_app),
     ("trajectory", trajectory_app),
 ):
     app.add_typer(group, name=name)

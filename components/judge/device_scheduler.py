@@ -88,7 +88,11 @@ class DeviceScheduler:
         self.trimmed_at = 0.0
         self.preparations = 0
         self.background_runners: list[Runner] = []
-        self.waiting_measurements = 0
+        # Caller of each thread that waits to measure, in order of arrival.
+        self.measurement_queue: dict[int, str] = {}
+        # Number of the last measurement for each caller, and the caller of each thread (`on_behalf_of`).
+        self.last_turns: dict[str, int] = {}
+        self.callers: dict[int, str] = {}
         self.measuring_thread: int | None = None
 
     @property
@@ -106,7 +110,7 @@ class DeviceScheduler:
             yield
             return
         with self.condition:
-            self.condition.wait_for(lambda: self.measuring_thread is None and not self.waiting_measurements)
+            self.condition.wait_for(lambda: self.measuring_thread is None and not self.measurement_queue)
             self.preparations += 1
         try:
             yield
@@ -143,13 +147,15 @@ class DeviceScheduler:
         if self._is_measuring:
             yield
             return
+        thread = threading.get_ident()
         with self.condition:
-            self.waiting_measurements += 1
+            self.measurement_queue[thread] = caller = self.callers.get(thread, "")
             try:
-                self.condition.wait_for(lambda: self.measuring_thread is None and not self.preparations)
+                self.condition.wait_for(lambda: self._is_next(thread))
             finally:
-                self.waiting_measurements -= 1
-            self.measuring_thread = threading.get_ident()
+                del self.measurement_queue[thread]
+            self.last_turns[caller] = max(self.last_turns.values(), default=0) + 1
+            self.measuring_thread = thread
             for runner in self.background_runners:
                 runner.pause()
         try:
@@ -160,6 +166,26 @@ class DeviceScheduler:
                 for runner in self.background_runners:
                     runner.resume()
                 self.condition.notify_all()
+
+    def _is_next(self, thread: int) -> bool:
+        """Return whether the device is free and it is the turn of the thread's caller."""
+        if self.measuring_thread is not None or self.preparations:
+            return False
+        callers = self.measurement_queue
+        return thread == min(callers, key=lambda waiting: self.last_turns.get(callers[waiting], 0))
+
+    @contextlib.contextmanager
+    def on_behalf_of(self, caller: str) -> Iterator[None]:
+        """Count this thread's measurements inside the context as those of `caller`.
+
+        Callers that wait at the same time measure in turn, however many threads each of them has.
+        """
+        thread = threading.get_ident()
+        self.callers[thread] = caller
+        try:
+            yield
+        finally:
+            del self.callers[thread]
 
     def exclusive_device(self) -> contextlib.AbstractContextManager[None]:
         """Hold a GPU exclusively while a candidate exists; do nothing on cpu.

@@ -67,6 +67,54 @@ class Job:
 T = TypeVar("T")
 
 
+def verdict_key(protocol: str, job: Job) -> str:
+    """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`."""
+    return digest_json(["verdict", protocol, job.task.task_id, job.candidate.digest, job.epoch])
+
+
+def admission_key(protocol: str, window: tuple[float, float], code: str, *, headroom: bool) -> str:
+    """Return the journal's key of an admission; `window` is the parameter `data.eager_seconds`."""
+    return digest_json(["admission", protocol, window, headroom, digest_bytes(code.encode())])
+
+
+def journal_path(verdicts: Path, key: str) -> Path:
+    """Return the path of the entry for `key` in the journal's folder `verdicts`."""
+    return verdicts / key[:2] / f"{key}.json"
+
+
+def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
+    """Return the first verdict of `judge` whose status is not `infrastructure`.
+
+    If all `sandbox.attempts` calls fail by the judge's own fault, the verdict of the last one is returned.
+    """
+    with telemetry.judging() as status:
+        for _ in range(params.sandbox.attempts):
+            try:
+                verdict = judge()
+            except InfrastructureError as error:
+                verdict = Verdict(
+                    status="infrastructure",
+                    reason="judge",
+                    device=params.device,
+                    precision=params.precision,
+                    log=str(error)[:500],
+                )
+            if verdict.status != "infrastructure":
+                break
+        status.append(verdict.status)
+    return verdict
+
+
+def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admission:
+    """Return the admission that `admit` returns, calling it again if the judge itself failed."""
+    for _ in range(params.sandbox.attempts):
+        try:
+            return admit()
+        except InfrastructureError as error:
+            admission = Admission(False, "infrastructure", {"detail": str(error)[:300]})
+    return admission
+
+
 class JudgePool(Protocol):
     """Interface through which episodes and evaluations get verdicts."""
 
@@ -158,30 +206,19 @@ class LocalPool:
 
         Verdicts of status `infrastructure` are not written to the journal.
         """
-        key = digest_json(["verdict", self.protocol, job.task.task_id, job.candidate.digest, job.epoch])
+        key = verdict_key(self.protocol, job)
 
         def measure() -> Verdict:
-            files = dict(job.candidate.files)
-            with telemetry.judging() as status:
-                for _ in range(self.params.sandbox.attempts):
-                    try:
-                        verdict = self.judge.verdict(job.task, files, compare_compile=job.compare_compile)
-                    except InfrastructureError as error:
-                        verdict = Verdict(
-                            status="infrastructure",
-                            reason="judge",
-                            device=self.params.device,
-                            precision=self.params.precision,
-                            log=str(error)[:500],
-                        )
-                    if verdict.status != "infrastructure":
-                        break
-                status.append(verdict.status)
+            verdict = judge_with_retries(self.params, lambda: self.ask(job))
             if verdict.status != "infrastructure":
                 write_json(self._path(key), verdict.model_dump())
             return verdict
 
         return self._measure_once(key, measure, Verdict.model_validate)
+
+    def ask(self, job: Job) -> Verdict:
+        """Return the judge's verdict on a job whose verdict is not in the journal."""
+        return self.judge.verdict(job.task, dict(job.candidate.files), compare_compile=job.compare_compile)
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
         """Return a future of the check whether the task with source `code` can be judged, its admission.
@@ -189,16 +226,10 @@ class LocalPool:
         The result is read from the journal or measured. For `headroom` see `admission.admit`. A result with
         the reason `infrastructure` is not written to the journal.
         """
-        window = self.params.data.eager_seconds
-        key = digest_json(["admission", self.protocol, window, headroom, digest_bytes(code.encode())])
+        key = admission_key(self.protocol, self.params.data.eager_seconds, code, headroom=headroom)
 
         def measure() -> Admission:
-            for _ in range(self.params.sandbox.attempts):
-                try:
-                    admission = self.judge.admit(code, headroom=headroom)
-                    break
-                except InfrastructureError as error:
-                    admission = Admission(False, "infrastructure", {"detail": str(error)[:300]})
+            admission = admit_with_retries(self.params, lambda: self.judge.admit(code, headroom=headroom))
             if admission.reason != "infrastructure":
                 write_json(self._path(key), asdict(admission))
             return admission
@@ -233,7 +264,7 @@ class LocalPool:
         return future
 
     def _path(self, key: str) -> Path:
-        return self.verdicts / key[:2] / f"{key}.json"
+        return journal_path(self.verdicts, key)
 
     def drop(self) -> None:
         """Cancel the jobs that no judge has begun.

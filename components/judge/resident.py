@@ -7,23 +7,28 @@ measurements are made one after the other, whatever their settings.
 """
 
 import contextlib
+import fcntl
 import json
 import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from components.core.errors import UserError
+from components.core.files import user_cache
 from components.core.params import Params
 from components.core.progress import Report
+from components.judge.admission import admit
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.resident_client import (
@@ -33,6 +38,7 @@ from components.judge.resident_client import (
     socket_address,
     socket_path,
 )
+from components.judge.verdict import Admission, with_standard_labels
 from components.judge.version import VERSION, protocol_digest
 
 
@@ -60,6 +66,16 @@ class Judges:
             if protocol not in self.judges:
                 self.judges[protocol] = Judge(params, self.folder, scheduler=self.scheduler)
             return self.judges[protocol]
+
+    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
+        """Return the admission of a task, whose eager time has to be in the window of `params`."""
+        params = with_standard_labels(params)
+        judge = self.of(params)
+        return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
+
+    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
+        """Count this thread's measurements as those of `caller` (`DeviceScheduler.on_behalf_of`)."""
+        return self.scheduler.on_behalf_of(caller)
 
     def _release_idle_memory(self) -> None:
         for judge in list(self.judges.values()):
@@ -117,23 +133,30 @@ def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
     @app.post("/v1/admissions")
     def admission(request: AdmissionRequest) -> StreamingResponse:
         return stream(
-            lambda report: asdict(judges.of(request.params).admit(request.code, headroom=request.headroom))
+            lambda report: asdict(judges.admit(request.params, request.code, headroom=request.headroom))
         )
 
     return app
 
 
-def serve(params: Params, folder: Path, started: Callable[[Path], None]) -> None:
+def serve(
+    params: Params,
+    folder: Path,
+    started: Callable[[Path], None],
+    beside: Callable[[Judges], AbstractContextManager[object]] = nullcontext,
+) -> None:
     """Run a resident judge until SIGINT or SIGTERM.
 
     `folder` is the folder of the judge, in which the socket is made. `started` is called with the path of the
-    socket when the judge can be asked. Raises UserError if another resident judge of this folder runs.
+    socket when the judge can be asked. The context that `beside` makes is entered with the judges, and left
+    before they are closed. Raises UserError if another resident judge runs on this folder or this GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     if connect(params, folder) is not None:
         raise UserError(f"{folder}: a resident judge already runs there; end it first.")
     with contextlib.ExitStack() as resources:
+        resources.enter_context(_only_one(folder / f"resident-{params.device}.lock", str(folder)))
         listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = socket_path(folder, params.device)
         path.unlink(missing_ok=True)
@@ -141,9 +164,24 @@ def serve(params: Params, folder: Path, started: Callable[[Path], None]) -> None
         resources.callback(path.unlink, missing_ok=True)
         judges = Judges(params, folder)
         resources.callback(judges.close)
+        if params.device == "cuda":
+            gpu = str(torch.cuda.get_device_properties(0).uuid)
+            resources.enter_context(_only_one(user_cache("locks") / f"{gpu}.lock", f"the GPU {gpu}"))
         executor = resources.enter_context(ThreadPoolExecutor(params.sandbox.build_workers))
         resources.callback(executor.shutdown, cancel_futures=True)
         server = uvicorn.Server(uvicorn.Config(make_app(judges, executor), log_level="warning"))
         listener.listen()
+        resources.enter_context(beside(judges))
         started(path)
         server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _only_one(path: Path, place: str) -> Iterator[None]:
+    """Hold the lock `path`, or raise UserError, which names `place`, if another process holds it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{place}: a resident judge already runs there; end it first.") from error
+        yield

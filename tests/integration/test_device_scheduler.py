@@ -78,7 +78,7 @@ def test_a_measurement_that_waits_goes_before_new_preparations(scheduler: Device
 
     threads = [threading.Thread(target=measure)]
     threads[0].start()
-    while not scheduler.waiting_measurements:
+    while not scheduler.measurement_queue:
         time.sleep(0.001)
     threads.append(threading.Thread(target=prepare))
     threads[1].start()
@@ -246,3 +246,22 @@ def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
     assert sorted(begun) == [("compile", False), ("eager", False), ("noop", False)], (
         "each once, and none while somebody measures"
     )
+
+
+def test_callers_measure_in_turn_however_many_threads_they_have(scheduler: DeviceScheduler) -> None:
+    order: list[str] = []
+
+    def measure(caller: str) -> None:
+        with scheduler.on_behalf_of(caller), scheduler.measuring():
+            order.append(caller)
+
+    threads = []
+    with scheduler.measuring():
+        for caller in ("many", "many", "many", "one", "other", "one"):
+            threads.append(threading.Thread(target=measure, args=(caller,)))
+            threads[-1].start()
+            while len(scheduler.measurement_queue) < len(threads):
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(60)
+    assert order == ["many", "one", "other", "many", "one", "many"]

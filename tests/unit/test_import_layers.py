@@ -15,6 +15,7 @@ LAYERS = (
     {"components.storage", "components.policy", "components.sandbox", "components.planning"},
     {"components.bootstrap", "components.judge"},
     {"components.agent", "components.synthesis"},
+    {"components.service"},
     {"components.training", "components.evaluation"},
     {"components.registry"},
     {"flows"},

@@ -1,0 +1,5 @@
+"""The judge as a service: jobs over HTTP for callers with tokens, on the judges of `cuda-agent serve`.
+
+Imports `core`, `judge` and `agent`. A remote caller sends sources and gets verdicts; it chooses no setting of
+the sandbox. Start with `jobs.py`; the routes are in `app.py`, and their client is `judge/http_pool.py`.
+"""

@@ -1,0 +1,228 @@
+"""The routes of the HTTP service (docs/service.md).
+
+Every error is answered with a JSON object whose field `error` is one sentence. A judgement that the judge
+itself could not make is answered with the status 503, and never with a verdict.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from components.core import telemetry
+from components.core.param_kinds import result_values
+from components.core.text import readable
+from components.judge.version import VERSION, protocol_digest
+from components.service.body_limit import BodyLimit
+from components.service.errors import ServiceError
+from components.service.jobs import JobService
+from components.service.requests import AdmissionBody, JobView, JudgementBody, TaskSummary, TaskView
+from components.service.tokens import LOCAL, Token, TokenFile
+
+# Largest number of bytes of a request's body.
+BODY_BYTES = 8 << 20
+# Longest wait of one request for a result, and seconds between two signs of life of a stream of events.
+WAIT_SECONDS, HEARTBEAT_SECONDS = 60.0, 15.0
+# Host names of requests to a service without tokens; others are requests that a web page redirected.
+LOOPBACK_HOSTS = ["127.0.0.1", "localhost"]
+
+Wait = Annotated[
+    float, Query(ge=0, le=WAIT_SECONDS, description="seconds to wait for the result", allow_inf_nan=False)
+]
+
+
+def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
+    """Return the application of the service; without `tokens` every caller has the rights of `LOCAL`."""
+    app = FastAPI(
+        title="CUDA Agent judge",
+        version=VERSION,
+        description="Judges CUDA and C++ kernels: secret inputs, a clock outside, an interval.",
+    )
+    app.add_middleware(BodyLimit, limit=BODY_BYTES)
+    if tokens is None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS)
+    _add_error_handlers(app)
+    bearer = HTTPBearer(auto_error=False, description="made by cuda-agent token create")
+
+    def caller(
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
+    ) -> Token:
+        if tokens is None:
+            return LOCAL
+        if credentials is None:
+            raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
+        return tokens.find(credentials.credentials)
+
+    Caller = Annotated[Token, Depends(caller)]
+
+    @app.post("/v1/judgements", status_code=202, responses=RESPONSES)
+    async def judge(body: JudgementBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
+        """Judge a candidate: 200 with the verdict if it is known, otherwise 202 with the job."""
+        return await submit(body, token, response, wait)
+
+    @app.post("/v1/admissions", status_code=202, responses=RESPONSES)
+    async def admit(body: AdmissionBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
+        """Check whether a task can be judged: 200 with the result if it is known, otherwise 202."""
+        return await submit(body, token, response, wait)
+
+    async def submit(
+        body: JudgementBody | AdmissionBody, token: Token, response: Response, wait: float
+    ) -> JobView:
+        job = await run_in_threadpool(service.submit, token, body)
+        if job.state != "done" and wait:
+            job = await ended(service, token, job.id, wait)
+        response.status_code = {"done": 200, "failed": job.status}.get(job.state, 202)
+        return job
+
+    @app.get("/v1/jobs/{job_id}", responses=RESPONSES)
+    async def job(job_id: str, token: Caller, response: Response, wait: Wait = 0) -> JobView:
+        """Return a job, after waiting up to `wait` seconds for its result."""
+        found = await ended(service, token, job_id, wait)
+        response.status_code = found.status
+        return found
+
+    @app.get("/v1/jobs/{job_id}/events", response_class=StreamingResponse)
+    async def events(job_id: str, token: Caller) -> StreamingResponse:
+        """Stream the job as server-sent events: `progress` whenever it changes, then once `end`."""
+        await run_in_threadpool(service.find, token, job_id)
+        return StreamingResponse(_events(service, token, job_id), media_type="text/event-stream")
+
+    @app.delete("/v1/jobs/{job_id}", responses=RESPONSES)
+    def cancel(job_id: str, token: Caller) -> JobView:
+        """Cancel a job that is queued."""
+        return service.cancel(token, job_id)
+
+    @app.get("/v1/tasks")
+    def tasks(token: Caller) -> list[TaskSummary]:
+        """List the tasks that can be named by their task_id."""
+        return [TaskSummary.of(task) for task in service.tasks.values()]
+
+    @app.get("/v1/tasks/{task_id}", responses=RESPONSES)
+    def task(task_id: str, token: Caller) -> TaskView:
+        """Return a task with its source."""
+        found = service.listed_task(task_id)
+        return TaskView(**TaskSummary.of(found).model_dump(), code=found.code)
+
+    @app.get("/v1/settings")
+    def settings(token: Caller) -> dict[str, Any]:
+        """Return the settings that verdicts depend on, and their digest."""
+        params = service.params
+        values = result_values(params, ("device", "precision", "sandbox"))
+        return {"protocol": protocol_digest(params), "version": VERSION, "settings": values}
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        """Return the judge's version and device."""
+        return {"status": "ok", "version": VERSION, "device": service.params.device}
+
+    @app.get("/metrics")
+    def metrics(token: Caller) -> Response:
+        """Return the metrics for Prometheus, to an operator."""
+        if not token.operator:
+            raise ServiceError(403, "metrics: only a token made with --operator may read them.")
+        telemetry.SERVICE_JOBS.set(service.store.active())
+        return Response(generate_latest(telemetry.REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    401: {"description": "no token, an unknown one, or an expired one"},
+    403: {"description": "not allowed to this token"},
+    404: {"description": "no such job or task"},
+    413: {"description": "the body is too large"},
+    422: {"description": "the request, or the task itself, is faulty"},
+    429: {"description": "the queue or the quota is full; Retry-After says when to try again"},
+    503: {"description": "the judge failed, through no fault of the candidate"},
+}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    def answer(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
+        if status == 429:
+            telemetry.SERVICE_REFUSED.inc()
+        return JSONResponse({"error": text}, status, headers)
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ServiceError)
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(math.ceil(error.retry_after))
+        return answer(error.status, str(error), headers)
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return answer(422, f"body: not valid JSON ({first['ctx']['error']}).")
+        place = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+        text = str(first["msg"]).removeprefix("Value error, ")
+        more = f" ({len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+        return answer(422, readable(f"{place[:200]}: {text[:300]}{more}.", 600))
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return answer(error.status_code, str(error.detail), dict(error.headers or {}))
+
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return answer(500, "the service failed; its log says why.")
+
+    app.add_exception_handler(ServiceError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, failed)
+
+
+@contextlib.contextmanager
+def _changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
+    """Yield an event of this loop that is set whenever the job changes."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def changed() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(event.set)
+
+    with service.watch(job_id, changed):
+        yield event
+
+
+async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
+    """Return the job when it has ended, or as it is after `seconds` or when the service closes."""
+    deadline = time.monotonic() + seconds
+    with _changes(service, job_id) as event:
+        while True:
+            event.clear()
+            job = await run_in_threadpool(service.view, token, job_id)
+            left = deadline - time.monotonic()
+            if job.has_ended or left <= 0 or service.closing:
+                return job
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), left)
+
+
+async def _events(service: JobService, token: Token, job_id: str) -> AsyncIterator[str]:
+    last = None
+    with _changes(service, job_id) as event:
+        while not service.closing:
+            event.clear()
+            job = await run_in_threadpool(service.view, token, job_id)
+            if job.has_ended:
+                yield f"event: end\ndata: {job.model_dump_json()}\n\n"
+                return
+            state = {"state": job.state, "position": job.position, "progress": job.progress}
+            yield ": waiting\n\n" if state == last else f"event: progress\ndata: {json.dumps(state)}\n\n"
+            last = state
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), HEARTBEAT_SECONDS)

@@ -1,0 +1,154 @@
+"""Durable queue of the service's jobs, in an SQLite database.
+
+A job that is queued or running when the process ends is queued when the store is opened again. The text of a
+request is deleted when its job ends; the result itself is in the journal of verdicts.
+"""
+
+import sqlite3
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+Kind = Literal["judgement", "admission"]
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    token TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    state TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    measurement INTEGER NOT NULL,
+    created REAL NOT NULL,
+    body TEXT NOT NULL,
+    error TEXT NOT NULL DEFAULT '',
+    status INTEGER NOT NULL DEFAULT 200
+);
+CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
+CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
+CREATE INDEX IF NOT EXISTS subjects ON jobs (subject);
+CREATE INDEX IF NOT EXISTS days ON jobs (token, created);
+UPDATE jobs SET state = 'queued' WHERE state = 'running';
+"""
+
+
+@dataclass(frozen=True)
+class StoredJob:
+    """One row of the store.
+
+    `subject` identifies what is measured for whom: all measurements of an equal candidate for one token have
+    the same. `error` and `status` (of HTTP) say why a job failed.
+    """
+
+    id: str
+    token: str
+    subject: str
+    kind: Kind
+    state: State
+    task_id: str
+    measurement: int
+    created: float
+    body: str
+    error: str = ""
+    status: int = 200
+    seq: int = 0
+
+
+class JobStore:
+    """The jobs in the database `path`, for all threads of this process."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = threading.RLock()
+        self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self.database.row_factory = sqlite3.Row
+        self.database.execute("PRAGMA journal_mode = WAL")
+        self.database.execute("PRAGMA synchronous = NORMAL")  # survives a kill of the process
+        self.database.executescript(SCHEMA)
+
+    def _rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        with self.lock:
+            return self.database.execute(statement, values).fetchall()
+
+    def _number(self, statement: str, *values: Any) -> float:
+        return float(self._rows(statement, *values)[0][0] or 0)
+
+    def get(self, job_id: str) -> StoredJob | None:
+        rows = self._rows("SELECT * FROM jobs WHERE id = ?", job_id)
+        return StoredJob(**rows[0]) if rows else None
+
+    def put(self, job: StoredJob) -> None:
+        """Add a job at the end of the queue; a job with the same id is replaced."""
+        columns = [name for name in vars(job) if name != "seq"]
+        self._rows(
+            f"INSERT OR REPLACE INTO jobs ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
+            *(vars(job)[name] for name in columns),
+        )
+
+    def waiting(self) -> dict[str, StoredJob]:
+        """Return the first queued job of each token that has one."""
+        rows = self._rows(
+            "SELECT * FROM jobs WHERE seq IN "
+            "(SELECT min(seq) FROM jobs WHERE state = 'queued' GROUP BY token)"
+        )
+        return {row["token"]: StoredJob(**row) for row in rows}
+
+    def move(self, job_id: str, state: State, *before: State) -> bool:
+        """Change the state of a job if it is one of `before`, and return whether it was."""
+        marks = ", ".join("?" * len(before))
+        rows = self._rows(
+            f"UPDATE jobs SET state = ? WHERE id = ? AND state IN ({marks}) RETURNING seq",
+            state,
+            job_id,
+            *before,
+        )
+        return bool(rows)
+
+    def finish(self, job_id: str, state: State, error: str = "", status: int = 200) -> None:
+        self._rows(
+            "UPDATE jobs SET state = ?, error = ?, status = ?, body = '' WHERE id = ?",
+            state,
+            error,
+            status,
+            job_id,
+        )
+
+    def active(self, token: str | None = None) -> int:
+        """Return the number of jobs of a token, or of all tokens, that are queued or running."""
+        condition = "" if token is None else " AND token = ?"
+        statement = f"SELECT count(*) FROM jobs WHERE state IN ('queued', 'running'){condition}"
+        return int(self._number(statement, *(() if token is None else (token,))))
+
+    def position(self, job: StoredJob) -> int:
+        """Return the number of queued jobs of the job's token up to and including the job."""
+        return int(
+            self._number(
+                "SELECT count(*) FROM jobs WHERE state = 'queued' AND token = ? AND seq <= ?",
+                job.token,
+                job.seq,
+            )
+        )
+
+    def measurements(self, subject: str) -> int:
+        """Return how many measurements of an equal candidate its token has asked for."""
+        return int(
+            self._number(
+                "SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'",
+                subject,
+            )
+        )
+
+    def since(self, token: str, moment: float) -> tuple[int, float]:
+        """Return the number of the token's jobs since `moment`, and when the first of them was created."""
+        row = self._rows(
+            "SELECT count(*), min(created) FROM jobs WHERE token = ? AND created >= ?", token, moment
+        )[0]
+        return int(row[0]), float(row[1] or 0)
+
+    def close(self) -> None:
+        with self.lock:
+            self.database.close()

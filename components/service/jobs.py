@@ -1,0 +1,381 @@
+"""Jobs of the service: a durable queue that is fair between tokens, in front of the judges of one device.
+
+The id of a job is the key of its verdict in the journal, so that a repeated request costs nothing. The epoch
+in this key is made here from the token and the number of the measurement.
+"""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from components.core.errors import UserError
+from components.core.files import digest_json, read_json, write_json
+from components.core.params import Device, Params
+from components.core.progress import Report
+from components.core.task import KernelTask, check_contract
+from components.judge.pool import (
+    Candidate,
+    Job,
+    admission_key,
+    admit_with_retries,
+    journal_path,
+    judge_with_retries,
+    verdict_key,
+)
+from components.judge.verdict import Admission, Verdict
+from components.judge.version import protocol_digest
+from components.service.errors import ServiceError
+from components.service.job_store import JobStore, State, StoredJob
+from components.service.requests import (
+    AdmissionBody,
+    AdmissionView,
+    JobView,
+    JudgementBody,
+    public_verdict,
+)
+from components.service.tokens import Token
+
+DAY = 86_400.0
+# Jobs of all tokens that may be queued or running.
+CAPACITY = 20_000
+# Weight of the last job in the average of the seconds that a job takes, and its first value.
+AVERAGE_WEIGHT, FIRST_SECONDS = 0.1, 2.0
+# Reasons of verdicts `infrastructure` that the task's own source causes; another attempt would not help.
+TASK_FAULTS = ("task", "too_large")
+
+
+class ServiceJudge(Protocol):
+    """Interface of a judge that reports its progress."""
+
+    def verdict(
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool, report: Report
+    ) -> Verdict: ...
+
+
+class ServiceJudges(Protocol):
+    """Interface of the judges of one device (`resident.Judges`)."""
+
+    device: Device
+
+    def of(self, params: Params) -> ServiceJudge: ...
+
+    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission: ...
+
+    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]: ...
+
+
+class JobService:
+    """Service that accepts, queues and judges jobs, and answers what has become of them.
+
+    `folder` has the queue and, in `verdicts`, the journal. `tasks` are the tasks that callers may name. If
+    `workers` is 0, jobs are accepted and stay queued.
+    """
+
+    def __init__(
+        self,
+        judges: ServiceJudges,
+        params: Params,
+        folder: Path,
+        tasks: list[KernelTask],
+        *,
+        workers: int | None = None,
+        capacity: int = CAPACITY,
+    ):
+        self.judges = judges
+        self.params = params
+        self.capacity = capacity
+        self.verdicts = folder / "verdicts"
+        self.tasks = {task.task_id: task for task in tasks}
+        self.store = JobStore(folder / "jobs.sqlite")
+        self.workers = params.sandbox.build_workers if workers is None else workers
+        self.condition = threading.Condition()
+        self.closing = False
+        self.running: Counter[str] = Counter()  # jobs of each token
+        self.served: dict[str, int] = {}  # number of the turn in which a token was served last
+        self.turn = 0
+        self.seconds_per_job = FIRST_SECONDS
+        self.progress: dict[str, str] = {}
+        self.watchers: dict[str, list[Callable[[], None]]] = {}
+        self.threads = [
+            threading.Thread(target=self._work, name=f"service-{number}") for number in range(self.workers)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
+        """Return the job of a request, which is new, waiting, or has its result already.
+
+        Raises ServiceError if the request is not allowed, or if the queue or the token's quota is full.
+        """
+        if self.judges.device not in token.devices:
+            raise ServiceError(
+                403, f"device: the token {token.name} may not measure on {self.judges.device}."
+            )
+        made = (
+            self._judgement(token, body) if isinstance(body, JudgementBody) else self._admission(token, body)
+        )
+        with self.condition:
+            job = self.store.get(made.id)
+            if job is None or job.state in ("failed", "cancelled"):
+                job = made
+                if journal_path(self.verdicts, made.id).exists():
+                    job = StoredJob(**asdict(made) | {"state": "done", "body": ""})
+                else:
+                    self._check_quota(token)
+                self.store.put(job)
+                self.condition.notify()
+        return self.view(token, made.id)
+
+    def _judgement(self, token: Token, body: JudgementBody) -> StoredJob:
+        if body.measurement > token.measurements:
+            raise ServiceError(
+                403,
+                f"measurement: the token {token.name} may measure an equal candidate {token.measurements} "
+                "times; use one of those measurements, or ask the service's operator for more.",
+            )
+        task = self.task(token, body)
+        candidate = Candidate.of(body.files)
+        epoch = f"service/{token.name}/{body.measurement}/{body.compare_compile}"
+        protocol = protocol_digest(self.params_of(body))
+        return StoredJob(
+            id=verdict_key(protocol, Job(task, candidate, epoch)),
+            token=token.name,
+            subject=digest_json([token.name, protocol, task.task_id, candidate.digest]),
+            kind="judgement",
+            state="queued",
+            task_id=task.task_id,
+            measurement=body.measurement,
+            created=time.time(),
+            body=body.model_copy(update={"task": "", "code": task.code}).model_dump_json(),
+        )
+
+    def _admission(self, token: Token, body: AdmissionBody) -> StoredJob:
+        task = self.task(token, body)
+        protocol = protocol_digest(self.params_of(body))
+        key = admission_key(protocol, body.eager_seconds, body.code, headroom=body.headroom)
+        key = digest_json([token.name, key])
+        return StoredJob(
+            id=key,
+            token=token.name,
+            subject=key,
+            kind="admission",
+            state="queued",
+            task_id=task.task_id,
+            measurement=1,
+            created=time.time(),
+            body=body.model_dump_json(),
+        )
+
+    def task(self, token: Token, body: JudgementBody | AdmissionBody) -> KernelTask:
+        """Return the task of a request; raise ServiceError if it is unknown, no task, or not allowed."""
+        if isinstance(body, JudgementBody) and body.task:
+            return self.listed_task(body.task)
+        task = KernelTask(code=body.code)
+        try:
+            if isinstance(body, JudgementBody):
+                check_contract(body.code, "code")
+            task_id = task.task_id
+        except (UserError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            text = str(error) if isinstance(error, UserError) else f"code: not valid Python ({error})."
+            raise ServiceError(422, text) from error
+        if not token.own_tasks and task_id not in self.tasks:
+            raise ServiceError(
+                403, f"code: the token {token.name} may only name tasks that GET /v1/tasks lists."
+            )
+        return task
+
+    def listed_task(self, task_id: str) -> KernelTask:
+        if (task := self.tasks.get(task_id)) is None:
+            raise ServiceError(404, f"task: no task {task_id[:100]!r}; GET /v1/tasks lists all.")
+        return task
+
+    def params_of(self, body: JudgementBody | AdmissionBody) -> Params:
+        """Return the service's parameters with those that the request may choose."""
+        params = self.params
+        if body.precision is not None:
+            params = params.model_copy(update={"precision": body.precision})
+        if isinstance(body, JudgementBody) and body.labels is not None:
+            sandbox = params.sandbox.model_copy(update=body.labels.model_dump())
+            params = params.model_copy(update={"sandbox": sandbox})
+        if isinstance(body, AdmissionBody):
+            data = params.data.model_copy(update={"eager_seconds": body.eager_seconds})
+            params = params.model_copy(update={"data": data})
+        return params
+
+    def _check_quota(self, token: Token) -> None:
+        active = self.store.active(token.name)
+        seconds = self.seconds_per_job / max(1, self.workers)
+        if active >= token.queued:
+            raise ServiceError(
+                429,
+                f"queue: the token {token.name} has {active} jobs waiting, and may have {token.queued}.",
+                retry_after=max(1.0, seconds),
+            )
+        if self.store.active() >= self.capacity:
+            raise ServiceError(
+                429, "queue: the service has no place for another job.", retry_after=max(1.0, 10 * seconds)
+            )
+        now = time.time()
+        count, first = self.store.since(token.name, now - DAY)
+        if count >= token.per_day:
+            raise ServiceError(
+                429,
+                f"quota: the token {token.name} may submit {token.per_day} new jobs within 24 hours.",
+                retry_after=min(DAY, max(1.0, first + DAY - now)),
+            )
+
+    def find(self, token: Token, job_id: str) -> StoredJob:
+        """Return a job of the token; raise ServiceError if there is none, or if it is another token's."""
+        job = self.store.get(job_id)
+        if job is None or job.token != token.name:
+            raise ServiceError(404, f"job: no job {job_id[:100]!r} of the token {token.name}.")
+        return job
+
+    def view(self, token: Token, job_id: str) -> JobView:
+        """Return the state of a job of the token, and its result if it is done."""
+        job = self.find(token, job_id)
+        verdict, admission = None, None
+        if job.state == "done":
+            record = read_json(journal_path(self.verdicts, job.id))
+            if job.kind == "judgement":
+                verdict = public_verdict(Verdict.model_validate(record))
+            else:
+                admission = AdmissionView.model_validate(record)
+        return JobView(
+            id=job.id,
+            kind=job.kind,
+            state=job.state,
+            task_id=job.task_id,
+            measurement=job.measurement,
+            measurements=self.store.measurements(job.subject),
+            position=(self.store.position(job) or None) if job.state == "queued" else None,
+            progress=self.progress.get(job.id, "") if job.state == "running" else "",
+            verdict=verdict,
+            admission=admission,
+            error=job.error,
+            status=job.status,
+        )
+
+    def cancel(self, token: Token, job_id: str) -> JobView:
+        """Cancel a queued job; raise ServiceError if it is running or done."""
+        job = self.find(token, job_id)
+        if not self.store.move(job.id, "cancelled", "queued", "cancelled"):
+            raise ServiceError(409, f"job: it is {job.state}; only a queued job can be cancelled.")
+        self._notify(job.id)
+        return self.view(token, job_id)
+
+    @contextlib.contextmanager
+    def watch(self, job_id: str, changed: Callable[[], None]) -> Iterator[None]:
+        """Call `changed`, in any thread, whenever the job's state or progress changes inside the context."""
+        with self.condition:
+            self.watchers.setdefault(job_id, []).append(changed)
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.watchers[job_id].remove(changed)
+                if not self.watchers[job_id]:
+                    del self.watchers[job_id]
+
+    def _notify(self, job_id: str) -> None:
+        with self.condition:
+            watchers = list(self.watchers.get(job_id, ()))
+        for changed in watchers:
+            changed()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            began = time.monotonic()
+            try:
+                state, error, status = self._judge(job)
+            except Exception as failure:
+                state, error, status = "failed", f"the judge failed: {str(failure)[:300]}", 503
+            with self.condition:
+                self.running[job.token] -= 1
+                self.seconds_per_job += AVERAGE_WEIGHT * (time.monotonic() - began - self.seconds_per_job)
+                self.condition.notify_all()
+            self.store.finish(job.id, state, error, status)
+            self.progress.pop(job.id, None)
+            self._notify(job.id)
+
+    def _next(self) -> StoredJob | None:
+        """Wait for a job, mark it as running and return it, or return None if the service is closing."""
+        with self.condition:
+            while not self.closing:
+                if (job := self._choose()) is not None and self.store.move(job.id, "running", "queued"):
+                    self.turn += 1
+                    self.served[job.token] = self.turn
+                    self.running[job.token] += 1
+                    break
+                self.condition.wait()
+            else:
+                return None
+        self._notify(job.id)
+        return job
+
+    def _choose(self) -> StoredJob | None:
+        """Return the first job of the token that was served least recently, or None if none may run.
+
+        One worker is kept free of every token's jobs, so that another token's job can begin at once.
+        """
+        most = max(1, self.workers - 1)
+        jobs = [job for token, job in self.store.waiting().items() if self.running[token] < most]
+        return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
+
+    def _judge(self, job: StoredJob) -> tuple[State, str, int]:
+        """Judge one job, write its result to the journal, and return its state, error and HTTP status."""
+        path = journal_path(self.verdicts, job.id)
+        if path.exists():  # written before the process was killed
+            return "done", "", 200
+
+        def report(text: str) -> None:
+            self.progress[job.id] = text
+            self._notify(job.id)
+
+        with self.judges.on_behalf_of(job.token):
+            if job.kind == "admission":
+                request = AdmissionBody.model_validate_json(job.body)
+                params = self.params_of(request)
+                admission = admit_with_retries(
+                    params, lambda: self.judges.admit(params, request.code, headroom=request.headroom)
+                )
+                if admission.reason == "infrastructure":
+                    return "failed", f"the judge failed: {admission.evidence.get('detail', '')}", 503
+                write_json(path, asdict(admission))
+                return "done", "", 200
+            body = JudgementBody.model_validate_json(job.body)
+            judge = self.judges.of(self.params_of(body))
+            verdict = judge_with_retries(
+                self.params,
+                lambda: judge.verdict(
+                    KernelTask(code=body.code),
+                    dict(Candidate.of(body.files).files),
+                    compare_compile=body.compare_compile,
+                    report=report,
+                ),
+            )
+        if verdict.status == "infrastructure":
+            return "failed", verdict.log, 422 if verdict.reason in TASK_FAULTS else 503
+        write_json(path, verdict.model_dump())
+        return "done", "", 200
+
+    def stop(self) -> None:
+        """Begin no further job, and let every request that waits for a job return."""
+        with self.condition:
+            self.closing = True
+            self.condition.notify_all()
+            watched = list(self.watchers)
+        for job_id in watched:
+            self._notify(job_id)
+
+    def close(self) -> None:
+        """Wait for the running jobs; the queued ones stay queued for the next service of the folder."""
+        self.stop()
+        for thread in self.threads:
+            thread.join()
+        self.store.close()

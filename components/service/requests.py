@@ -1,0 +1,142 @@
+"""Requests and answers of the service, as they appear in JSON."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+
+from components.core.params import Precision
+from components.core.records import FrozenModel
+from components.core.task import KernelTask
+from components.judge.verdict import Labels, Verdict
+from components.service.job_store import Kind, State
+
+# Largest number of characters of a task's source.
+TASK_CHARACTERS = 256 << 10
+# Entries of a verdict's evidence that leave the service. The seeds of the correctness sets, which later
+# candidates of the task get too, and the numbers that tell verification from timing are not among them.
+PUBLIC_EVIDENCE = (
+    "judge",
+    "isolation",
+    "clock",
+    "device",
+    "torch",
+    "compiler",
+    "task",
+    "candidate",
+    "raw_seconds",
+    "compile_mode",
+    "compile_seconds",
+    "compile_cached",
+    "labels",
+)
+
+
+def _check_text(text: str) -> str:
+    """Raise ValueError if the text has surrogates, which JSON can represent and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("not text, since it has a lone surrogate; send UTF-8") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+Source = Annotated[Text, Field(max_length=TASK_CHARACTERS)]
+Measurement = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=1_000_000,
+        description="1 is the first measurement of this candidate, and repeats it at no cost; 2 measures it "
+        "anew. All are counted, and the count is part of every answer",
+    ),
+]
+
+
+class JudgementBody(FrozenModel):
+    """Request to judge a candidate on a task that the service lists, or on a task of the caller."""
+
+    task: str = Field("", description="task_id of a task that GET /v1/tasks lists")
+    code: Source = Field("", description="source of a task of the caller")
+    files: dict[Text, Text] = Field(description="model_new.py and kernels/NAME: path and text of each file")
+    compare_compile: bool = Field(
+        False,
+        description="compare every correct candidate with the fastest mode of torch.compile; otherwise only "
+        "one that is faster than eager, with the default mode",
+    )
+    measurement: Measurement = 1
+    precision: Precision | None = Field(None, description="by default the service's")
+    labels: Labels | None = Field(
+        None, description="rules, weights and tolerance (docs/judge.md); by default the service's"
+    )
+
+    @model_validator(mode="after")
+    def _one_task(self) -> "JudgementBody":
+        if bool(self.task) == bool(self.code):
+            raise ValueError("give either task, an id of GET /v1/tasks, or code, the source of a task")
+        return self
+
+
+class AdmissionBody(FrozenModel):
+    """Request to check whether a task can be judged."""
+
+    code: Source = Field(min_length=1, description="source of the task")
+    headroom: bool = Field(False, description="measure torch.compile too")
+    eager_seconds: tuple[float, float] = Field(
+        (1e-9, 1e9), description="window for the eager time of one call, seconds"
+    )
+    precision: Precision | None = Field(None, description="by default the service's")
+
+
+class AdmissionView(FrozenModel):
+    """Result of checking whether a task can be judged."""
+
+    admitted: bool
+    reason: str
+    evidence: dict[str, Any]
+
+
+class JobView(FrozenModel):
+    """State of a job, and its result if it is done."""
+
+    id: str
+    kind: Kind
+    state: State
+    task_id: str
+    measurement: int = Field(description="which measurement of the candidate this is")
+    measurements: int = Field(description="how many the caller has asked for so far")
+    position: int | None = Field(None, description="place among the caller's own queued jobs")
+    progress: str = Field("", description="step of the judge, while the job is running")
+    verdict: Verdict | None = None
+    admission: AdmissionView | None = None
+    error: str = Field("", description="why a job failed; no fault of the candidate")
+    status: int = Field(200, exclude=True)  # of HTTP
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("queued", "running")
+
+
+class TaskSummary(FrozenModel):
+    """A task that the service lists."""
+
+    task_id: str
+    name: str
+    level: int | None
+    ops: tuple[str, ...]
+
+    @classmethod
+    def of(cls, task: KernelTask) -> "TaskSummary":
+        return cls(task_id=task.task_id, name=task.name, level=task.level, ops=task.ops)
+
+
+class TaskView(TaskSummary):
+    """A task with its source."""
+
+    code: str
+
+
+def public_verdict(verdict: Verdict) -> Verdict:
+    """Return the verdict without the evidence that would help a later candidate of the task."""
+    evidence = {name: verdict.evidence[name] for name in PUBLIC_EVIDENCE if name in verdict.evidence}
+    return verdict.model_copy(update={"evidence": evidence})

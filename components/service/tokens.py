@@ -1,0 +1,110 @@
+"""Bearer tokens of the HTTP service, of which only the SHA-256 digests are stored.
+
+A token is 256 random bits, so that its digest needs neither salt nor a slow hash function.
+"""
+
+import json
+import secrets
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
+
+from components.core.errors import UserError
+from components.core.files import digest_bytes, write_json
+from components.core.params import Count, Device
+from components.core.records import FrozenModel
+from components.service.errors import ServiceError
+
+
+class Token(FrozenModel):
+    """Rights and limits of one caller."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+    digest: str
+    expires: AwareDatetime | None = None
+    queued: Count = Field(default=1000, description="jobs that may wait or be judged at the same time")
+    per_day: Count = Field(default=10_000, description="new jobs within 24 hours")
+    devices: tuple[Device, ...] = Field(default=("cpu", "cuda"), description="devices to measure on")
+    own_tasks: bool = Field(default=True, description="whether tasks may be sent")
+    measurements: Count = Field(default=16, description="how often an equal candidate may be measured")
+    operator: bool = Field(default=False, description="whether metrics may be read")
+
+
+# Caller of a service without a token file, which only this machine can connect to.
+LOCAL = Token(name="local", digest="", queued=10_000, per_day=1_000_000, measurements=1000, operator=True)
+RECORDS = TypeAdapter(list[Token])
+
+
+def read_tokens(path: Path) -> list[Token]:
+    """Return the tokens in a token file; raise UserError if the file cannot be read or is damaged."""
+    try:
+        tokens = RECORDS.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise UserError(
+            f"{path}: not a readable token file ({reason}); make one with cuda-agent token create."
+        ) from error
+    if len({token.name for token in tokens}) < len(tokens):
+        raise UserError(f"{path}: two tokens have the same name; remove one of them.")
+    return tokens
+
+
+def write_tokens(path: Path, tokens: list[Token]) -> None:
+    write_json(path, [json.loads(token.model_dump_json()) for token in tokens])
+
+
+def create_token(path: Path, token: Token, days: float | None) -> str:
+    """Add `token` to a token file, which is made if necessary, and return its secret, which is not stored.
+
+    The digest and the expiry of `token` are replaced; without `days` it never expires. Raises UserError if
+    the file has a token of this name.
+    """
+    tokens = read_tokens(path) if path.exists() else []
+    if token.name in {other.name for other in tokens}:
+        raise UserError(f"{path}: a token named {token.name} exists; revoke it or choose another name.")
+    secret = secrets.token_urlsafe(32)
+    expires = datetime.now(UTC) + timedelta(days=days) if days is not None else None
+    added = token.model_copy(update={"digest": digest_bytes(secret.encode()), "expires": expires})
+    write_tokens(path, [*tokens, added])
+    return secret
+
+
+class TokenFile:
+    """Tokens of a file, which is read again whenever it has changed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lock = threading.Lock()
+        self.state = self._stat()
+        self.tokens = {token.digest: token for token in read_tokens(path)}
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def find(self, secret: str) -> Token:
+        """Return the token with this secret; raise ServiceError if there is none or it has expired."""
+        with self.lock:
+            if (state := self._stat()) != self.state:
+                try:
+                    self.tokens = {token.digest: token for token in read_tokens(self.path)}
+                except UserError as error:
+                    raise ServiceError(503, "the service's token file cannot be read.") from error
+                self.state = state
+        token = self.tokens.get(digest_bytes(secret.encode(errors="replace")))
+        if token is None:
+            raise ServiceError(401, "Authorization: unknown token; ask the service's operator for one.")
+        now = datetime.now(UTC)
+        if token.expires is not None and token.expires <= now:
+            raise ServiceError(
+                401,
+                f"Authorization: the token {token.name} expired at {token.expires:%Y-%m-%d %H:%M} UTC, and "
+                f"the service's clock says {now:%Y-%m-%d %H:%M}; ask its operator for a new one.",
+            )
+        return token

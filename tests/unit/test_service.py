@@ -1,0 +1,259 @@
+"""The HTTP service's queue, tokens and routes, with judges that need no sandbox."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from service_fixtures import PARAMS, TASK, TextJudges, body, service, token
+
+from components.core.errors import UserError
+from components.service.app import BODY_BYTES, make_app
+from components.service.http_server import bind
+from components.service.jobs import JobService
+from components.service.requests import JudgementBody
+from components.service.tokens import LOCAL, TokenFile, create_token, read_tokens, write_tokens
+
+BOB, EVE = token("bob"), token("eve")
+
+
+def request(text: str = "", **fields: Any) -> JudgementBody:
+    return JudgementBody.model_validate(body(text, **fields))
+
+
+def wait_until_idle(jobs: JobService) -> None:
+    while jobs.store.active():
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def judges() -> TextJudges:
+    return TextJudges()
+
+
+@pytest.fixture
+def client(tmp_path: Path, judges: TextJudges) -> Iterator[TestClient]:
+    with (
+        service(tmp_path, judges) as jobs,
+        TestClient(make_app(jobs, None), base_url="http://127.0.0.1", raise_server_exceptions=False) as made,
+    ):
+        yield made
+
+
+def test_a_repeated_request_is_the_same_job_and_measures_nothing(
+    client: TestClient, judges: TextJudges
+) -> None:
+    first = client.post("/v1/judgements", json=body("a"))
+    assert first.status_code in (200, 202)
+    done = client.get(f"/v1/jobs/{first.json()['id']}?wait=10")
+    assert done.status_code == 200 and done.json()["verdict"]["status"] == "wrong_output"
+    again = client.post("/v1/judgements", json=body("a"))
+    assert again.status_code == 200 and again.json() == done.json()
+    assert judges.measured == [("local", "a")]
+
+
+def test_another_measurement_is_counted_and_shown(client: TestClient, judges: TextJudges) -> None:
+    for number in (1, 2, 3, 3):
+        job = client.post("/v1/judgements?wait=10", json=body("a", measurement=number)).json()
+        assert (job["measurement"], job["measurements"]) == (number, number)
+    assert len(judges.measured) == 3
+    refused = client.post("/v1/judgements", json=body("a", measurement=LOCAL.measurements + 1))
+    assert refused.status_code == 403 and "measurement" in refused.json()["error"]
+    assert client.post("/v1/judgements", json=body("a", epoch="lucky")).status_code == 422
+
+
+def test_nothing_that_tells_verification_from_timing_is_answered(client: TestClient) -> None:
+    job = client.post("/v1/judgements?wait=10", json=body("a")).json()
+    assert job["verdict"]["evidence"] == {"judge": "text"}
+    events = client.get(f"/v1/jobs/{job['id']}/events").text
+    assert "event: end" in events and "seeds" not in events and "sets_per_round" not in events
+
+
+def test_events_end_with_the_verdict(client: TestClient) -> None:
+    job = client.post("/v1/judgements", json=body("sleep 0.1")).json()
+    events = client.get(f"/v1/jobs/{job['id']}/events").text.split("\n\n")
+    kinds = [event.splitlines()[0] for event in events if event]
+    assert kinds[-1] == "event: end" and set(kinds[:-1]) <= {"event: progress"}
+    assert json.loads(events[-2].partition("data: ")[2])["verdict"]["status"] == "wrong_output"
+
+
+def test_a_fault_of_the_judge_is_no_verdict_and_is_tried_again(
+    client: TestClient, judges: TextJudges
+) -> None:
+    for attempt in (1, 2):
+        job = client.post("/v1/judgements?wait=10", json=body("fail"))
+        assert job.status_code == 503 and job.json()["verdict"] is None
+        assert "fell off" in job.json()["error"]
+        assert len(judges.measured) == attempt * PARAMS.sandbox.attempts
+
+
+def test_an_admission_is_checked_with_the_callers_window(client: TestClient) -> None:
+    request = {"code": TASK.code, "eager_seconds": [0.5, 2]}
+    job = client.post("/v1/admissions?wait=10", json=request).json()
+    assert job["admission"] == {"admitted": True, "reason": "", "evidence": {"window": [0.5, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "sentence"),
+    [
+        ("{", 422, "not valid JSON"),
+        ("[" * 100_000, 400, "parsing the body"),
+        ("{}", 422, "files: Field required"),
+        (json.dumps(body(precision="fp8")), 422, "precision"),
+        (json.dumps({"files": {}}), 422, "give either task"),
+        (json.dumps({"files": {}, "task": "0" * 16}), 404, "no task '0000000000000000'"),
+        (json.dumps({"files": {}, "code": "def f(:"}), 422, "not valid Python"),
+        (json.dumps({"files": {}, "code": "x = 1"}), 422, "a task needs class Model"),
+        (json.dumps({"files": {}, "code": "-" * 200_000 + "1"}), 422, "not valid Python"),
+        (json.dumps(body("\ud800")), 422, "lone surrogate"),
+        (json.dumps(body() | {"files": {"model_new.py": 3}}), 422, "valid string"),
+        (json.dumps(body("a" * BODY_BYTES)), 413, "larger than"),
+    ],
+)
+def test_bad_input_is_one_sentence(client: TestClient, content: str, status: int, sentence: str) -> None:
+    answer = client.post("/v1/judgements", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, list(answer.json())) == (status, ["error"])
+    assert sentence in answer.json()["error"] and "\n" not in answer.json()["error"]
+
+
+def test_a_body_without_a_length_is_cut_off_too(client: TestClient) -> None:
+    chunks = (b" " * 100_000 for _ in range(BODY_BYTES // 100_000 + 2))
+    answer = client.post("/v1/judgements", content=chunks, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413 and "larger than" in answer.json()["error"]
+
+
+def test_paths_of_requests_do_not_climb(client: TestClient) -> None:
+    for path in ("/v1/jobs/..%2f..%2fjobs.sqlite", "/v1/jobs/%2e%2e", "/v1/tasks/../../etc/passwd", "/nope"):
+        answer = client.get(path)
+        assert answer.status_code == 404 and list(answer.json()) == ["error"]
+
+
+def test_a_redirected_web_page_cannot_use_a_service_without_tokens(client: TestClient) -> None:
+    assert client.get("/health", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_tokens_are_told_apart_by_their_digest_and_expire(tmp_path: Path, judges: TextJudges) -> None:
+    path = tmp_path / "tokens.json"
+    secrets = {name: create_token(path, token(name), days) for name, days in (("bob", None), ("eve", 1))}
+    assert all(secret not in path.read_text() for secret in secrets.values())
+    with pytest.raises(UserError, match="exists"):
+        create_token(path, BOB, None)
+    with service(tmp_path, judges) as jobs, TestClient(make_app(jobs, TokenFile(path))) as client:
+
+        def get(place: str, secret: str) -> tuple[int, str]:
+            answer = client.get(place, headers={"Authorization": f"Bearer {secret}"})
+            return answer.status_code, answer.text
+
+        assert client.get("/v1/tasks").status_code == 401
+        assert get("/v1/tasks", "guess")[0] == 401
+        assert get("/v1/tasks", secrets["eve"])[0] == 200
+        assert get("/metrics", secrets["eve"])[0] == 403
+        job = client.post(
+            "/v1/judgements", json=body("b"), headers={"Authorization": f"Bearer {secrets['bob']}"}
+        ).json()
+        assert get(f"/v1/jobs/{job['id']}", secrets["bob"])[0] == 200
+        assert get(f"/v1/jobs/{job['id']}", secrets["eve"])[0] == 404, "it is another caller's"
+        bob, eve = read_tokens(path)
+        late = eve.model_copy(update={"expires": datetime.now(UTC) - timedelta(seconds=1)})
+        write_tokens(path, [bob, late])
+        status, text = get("/v1/tasks", secrets["eve"])
+        assert status == 401 and "expired" in text and "clock says" in text
+        write_tokens(path, [bob])
+        assert "unknown token" in get("/v1/tasks", secrets["eve"])[1]
+        path.write_text("{")
+        assert get("/v1/tasks", secrets["bob"])[0] == 503
+
+
+def test_rights_of_a_token_are_enforced(tmp_path: Path, judges: TextJudges) -> None:
+    with service(tmp_path, judges, workers=0, capacity=3) as jobs:
+
+        def status(rights: dict[str, Any], **fields: Any) -> int:
+            with (
+                TestClient(make_app(jobs, None), base_url="http://127.0.0.1") as client,
+                pytest.MonkeyPatch.context() as patch,
+            ):
+                patch.setattr("components.service.app.LOCAL", token("t", **rights))
+                answer = client.post("/v1/judgements", json=body(**fields))
+            if answer.status_code == 429:
+                assert int(answer.headers["Retry-After"]) >= 1
+            return answer.status_code
+
+        assert status({"devices": ("cuda",)}) == 403
+        other = {"task": "", "code": TASK.code.replace("0.3", "0.4")}
+        assert status({"own_tasks": False}, **other) == 403
+        assert status({"own_tasks": False}) == 202
+        assert status({"queued": 1}, text="b") == 429
+        assert status({"queued": 1}) == 202, "it waits already"
+        assert status({"per_day": 1}, text="b") == 429
+        assert status({"per_day": 3}, text="b") == 202
+        assert status({}, text="c") == 202
+        assert status({}, text="d") == 429, "the service is full"
+
+
+def test_queued_jobs_survive_and_are_judged_once(tmp_path: Path, judges: TextJudges) -> None:
+    with service(tmp_path, judges, workers=0) as jobs:
+        ids = [jobs.submit(BOB, request(str(number))).id for number in range(5)]
+        assert [jobs.view(BOB, job).position for job in ids] == [1, 2, 3, 4, 5]
+        assert jobs.cancel(BOB, ids[4]).state == "cancelled"
+        jobs.store.move(ids[0], "running", "queued")  # as when the process is killed
+    with service(tmp_path, judges) as jobs:
+        wait_until_idle(jobs)
+        assert [jobs.view(BOB, job).state for job in ids] == ["done"] * 4 + ["cancelled"]
+        assert sorted(judges.measured) == [("bob", str(number)) for number in range(4)]
+        with pytest.raises(Exception, match="only a queued job"):
+            jobs.cancel(BOB, ids[0])
+
+
+def test_a_journal_without_its_queue_is_not_measured_again(tmp_path: Path, judges: TextJudges) -> None:
+    for _ in range(2):
+        with service(tmp_path, judges) as jobs:
+            jobs.submit(BOB, request("a"))
+            wait_until_idle(jobs)
+        (tmp_path / "jobs.sqlite").unlink()
+    assert judges.measured == [("bob", "a")]
+
+
+def test_a_caller_with_many_jobs_delays_another_by_one_measurement(
+    tmp_path: Path, judges: TextJudges
+) -> None:
+    with service(tmp_path, judges) as jobs:
+        for number in range(200):
+            jobs.submit(BOB, request(f"sleep 0.01{number}"))
+        while len(judges.measured) < 10:
+            time.sleep(0.001)
+        before = len(judges.measured)
+        jobs.submit(EVE, request("eve"))
+        while ("eve", "eve") not in judges.measured:
+            time.sleep(0.001)
+        between = judges.measured.index(("eve", "eve")) - before
+        jobs.stop()
+    # Those whose measurement had begun or was waiting for the device, which these judges grant unfairly.
+    assert between <= jobs.workers
+
+
+def test_equal_requests_at_once_are_one_measurement(tmp_path: Path, judges: TextJudges) -> None:
+    with service(tmp_path, judges) as jobs:
+        threads = [threading.Thread(target=jobs.submit, args=(BOB, request("a"))) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wait_until_idle(jobs)
+    assert judges.measured == [("bob", "a")]
+
+
+def test_other_machines_are_served_with_tokens_only() -> None:
+    with pytest.raises(UserError, match="--tokens"):
+        bind("0.0.0.0:0", has_tokens=False)
+    with bind("0", has_tokens=False) as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(UserError, match="cannot listen"):
+            bind(str(port), has_tokens=False)
+    with pytest.raises(UserError, match="give a port"):
+        bind("here", has_tokens=False)
