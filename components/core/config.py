@@ -36,6 +36,7 @@ REPLACED = {
     "sandbox.resource": "set pool.resource instead",
     "engine.ranks": "set pool.trainers instead",
     "engine.resource": "set pool.resource instead",
+    "policy.server": "set policy.servers instead, a list of addresses",
 }
 
 

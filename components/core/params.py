@@ -6,7 +6,7 @@ parameter is marked as `result` or `throughput`: only the first kind enters the 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from components.core.records import FrozenModel
 
@@ -31,6 +31,11 @@ def throughput(description: str) -> Any:
     are kept.
     """
     return Field(description=description, json_schema_extra={"kind": "throughput"})
+
+
+def _listed(value: Any) -> Any:
+    """Return a single address as a list, and an empty text as an empty list."""
+    return ([value] if value else []) if isinstance(value, str) else value
 
 
 class Data(FrozenModel):
@@ -158,12 +163,17 @@ class Policy(FrozenModel):
     prompt: Literal["compact", "full"] = result("compact: the task's source only; full: SKILL.md before it")
     backend: Literal["transformers", "vllm", "vllm-server"] = result("sampling backend")
     batch: Count = throughput("sequences sampled together by the transformers backend")
-    server: str = throughput(
-        "root of the vLLM server for the backend vllm-server, such as http://127.0.0.1:8000"
+    servers: Annotated[list[str], BeforeValidator(_listed)] = throughput(
+        "roots of the vLLM servers for the backend vllm-server, such as [http://127.0.0.1:8000]; each "
+        "trajectory stays with one of them"
     )
     weight_transfer: Literal["ipc", "disk"] = throughput(
         "how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
         "disk, a folder that the server can read"
+    )
+    push_pause: Literal["keep", "abort", "wait"] = result(
+        "what happens to running completions while servers get new weights: keep, they go on with them; "
+        "abort, they end and are continued from their tokens; wait, they end before"
     )
     gpu_memory_share: Share = throughput(
         "share of the GPU's memory for the backend vllm; the trainer needs the rest"

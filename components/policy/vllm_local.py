@@ -1,26 +1,29 @@
 """A vLLM that is loaded by this process and runs its engine in a child process."""
 
+import asyncio
 import os
 import queue
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from components.core.errors import UserError
 from components.core.params import Policy
 from components.policy.sampler import Completion
-from components.policy.vllm_server import Request, check_completion
+from components.policy.vllm_protocol import Request, checked
 
 WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
+# Number of sequences that are sampled together; vLLM lets those wait for which its cache has no room.
+SEQUENCES = 256
 
 
 class LocalVllm:
     """A model that vLLM loads, samples from and updates on this machine, through the class `vllm.LLM`."""
 
-    def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int):
-        """Load the checkpoint in `folder`.
+    def __init__(self, folder: Path, settings: Policy, *, dtype: str, seed: int, version: str):
+        """Load the checkpoint in `folder`, whose weights have the name `version`.
 
         Raises UserError if vLLM is not installed.
         """
@@ -36,6 +39,8 @@ class LocalVllm:
                 "or start a server and set policy.backend to vllm-server."
             ) from error
         self.sampling_params = SamplingParams
+        self.version = version
+        self.threads = ThreadPoolExecutor(SEQUENCES, thread_name_prefix="vllm")
         self.lock = threading.Lock()
         self.waiting: queue.SimpleQueue[tuple[Request, Future[Completion]]] = queue.SimpleQueue()
         self.llm = LLM(
@@ -57,14 +62,25 @@ class LocalVllm:
             enable_sleep_mode=settings.sleep,
         )
 
-    def complete(self, request: Request) -> Completion:
-        """Return one completion; it is sampled together with all that other threads have asked for."""
+    def capacity(self) -> int:
+        return SEQUENCES
+
+    async def complete(self, request: Request, session: str) -> Completion:
+        """Return one completion; it is sampled together with all that others have asked for."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._wait, request)
+
+    def _wait(self, request: Request) -> Completion:
         future: Future[Completion] = Future()
         self.waiting.put((request, future))
         with self.lock:
             together = [self.waiting.get() for _ in range(self.waiting.qsize())]
             if together:
-                completions = self._complete([request for request, _ in together])
+                try:
+                    completions = self._complete([request for request, _ in together])
+                except BaseException as error:
+                    for _, asked in together:
+                        asked.set_exception(error)
+                    raise
                 for (_, asked), completion in zip(together, completions, strict=True):
                     asked.set_result(completion)
         return future.result()
@@ -86,34 +102,49 @@ class LocalVllm:
             [{"prompt_token_ids": list(request.prompt)} for request in requests], sampling, use_tqdm=False
         )
         return [
-            check_completion(
+            checked(
                 list(sequence.token_ids),
                 [
                     step[token].logprob
                     for step, token in zip(sequence.logprobs, sequence.token_ids, strict=True)
                 ],
                 sequence.finish_reason or "nothing",
+                self.version,
             )
             for sequence in (output.outputs[0] for output in outputs)
         ]
 
-    def init_weight_transfer_engine(self) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": {}})
+    def begin(self, pause: str) -> list[dict[str, Any]]:
+        """Return what `expect_weights` of each worker returned; no request runs during a push."""
+        found: list[dict[str, Any]] = self.llm.collective_rpc("expect_weights")
+        return found
 
-    def update_weights(self, updates: Iterable[dict[str, Any]]) -> None:
-        """Replace the weights in parts, as `VllmServer.update_weights` does."""
+    def start(self, init: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init})
         self.llm.start_weight_update()
-        for update_info in updates:
-            self.llm.update_weights({"update_info": update_info})
+
+    def update(self, info: Callable[[], dict[str, Any]]) -> None:
+        self.llm.update_weights({"update_info": info()})
+
+    def finish(self, version: str) -> None:
         self.llm.finish_weight_update()
 
-    def collective_rpc(self, method: str, arguments: dict[str, str]) -> list[Any]:
-        """Call a method of every worker, and return the results of the workers."""
-        results: list[Any] = self.llm.collective_rpc(method, kwargs=dict(arguments))
-        return results
+    def reload(self, folder: str, version: str) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
-    def reset_prefix_cache(self) -> None:
+    def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
+        """Check the weights as `FleetWeights.end` does."""
+        if problem := fault(self.llm.collective_rpc("weight_report")):
+            raise UserError(
+                f"policy.backend: vLLM does not hold the weights that were sent to it ({problem}); run the "
+                "same command again."
+            )
+        # The cached keys and values were computed with the old weights.
         self.llm.reset_prefix_cache()
+        self.version = version
+
+    def resume(self) -> None:
+        return
 
     def sleep(self) -> None:
         """Release the GPU memory of the weights and the key-value cache."""

@@ -1,18 +1,14 @@
-"""A sampler that uses vLLM in this process or on a server.
+"""A sampler that uses vLLM in this process or on servers.
 
-`LocalVllm` and `VllmServer` have the same methods, and their log-probabilities are those of the distribution
-after temperature (`logprobs_mode` is processed_logprobs). `VllmSampler` samples from one of them, sends new
-weights to it with vLLM's weight transfer, and then checks with a fingerprint that the workers have the new
-weights. The names of calls, routes and fields are those of vLLM 0.24.
+`LocalVllm` and `FleetWeights` have the same methods for replacing weights, and the log-probabilities of both
+backends are those of the distribution after temperature (`logprobs_mode` is processed_logprobs).
+`VllmSampler` samples from one of them, sends new weights to it with vLLM's weight transfer, and then checks
+that every worker has received what was sent and that the workers together hold it.
 """
 
-import asyncio
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,34 +18,11 @@ from components.core.errors import UserError
 from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
+from components.policy.vllm_fleet import Fleet
 from components.policy.vllm_local import LocalVllm
-from components.policy.vllm_server import MAX_CONNECTIONS, Request, VllmServer
-from components.policy.weights import MODULUS, fingerprint, ipc_update_info
-
-
-class _Sent:
-    """The weights that are sent to vLLM, in its dtype, with the fingerprint of all that were sent so far."""
-
-    def __init__(self, buckets: Iterable[Mapping[str, Tensor]], dtype: torch.dtype):
-        self.buckets = buckets
-        self.dtype = dtype
-        self.fingerprint = 0
-
-    def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the names and tensors of each bucket."""
-        for bucket in self.buckets:
-            weights = [(name, tensor.detach().to(self.dtype).contiguous()) for name, tensor in bucket.items()]
-            added = fingerprint((tensor for _, tensor in weights), self.dtype)
-            self.fingerprint = (self.fingerprint + added) % MODULUS
-            yield weights
-
-    def updates(self) -> Iterator[dict[str, Any]]:
-        """Yield the `update_info` of each bucket, whose tensors live until the next one is requested."""
-        for weights in self.tensors():
-            yield ipc_update_info(weights)
-            if any(tensor.is_cuda for _, tensor in weights):
-                # This frees the memory of tensors that vLLM's process has released.
-                torch.cuda.ipc_collect()
+from components.policy.vllm_protocol import Request
+from components.policy.vllm_weights import FleetWeights
+from components.policy.weights import Sent, device_name, ipc_handles, update_info
 
 
 class VllmSampler:
@@ -58,27 +31,19 @@ class VllmSampler:
     Equal arguments may give different results, because rounding depends on how vLLM forms batches.
     """
 
-    def __init__(
-        self,
-        vllm: LocalVllm | VllmServer,
-        stop: tuple[int, ...],
-        settings: Policy,
-        *,
-        version: str,
-    ):
+    def __init__(self, vllm: LocalVllm | Fleet, stop: tuple[int, ...], settings: Policy, *, version: str):
         """Sample from `vllm`, where a turn ends after any of the tokens `stop`."""
         self.vllm = vllm
+        self.weights = FleetWeights(vllm) if isinstance(vllm, Fleet) else vllm
         self.version = version
         self.settings = settings
         self.stop = stop
         self.push_seconds = 0.0
         self.asleep = False
-        self.threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="vllm")
-        if settings.weight_transfer == "ipc":
-            vllm.init_weight_transfer_engine()
 
     def capacity(self) -> int:
-        return MAX_CONNECTIONS
+        """Return how many sequences the cache of vLLM holds, by its own figures."""
+        return self.vllm.capacity()
 
     async def complete(
         self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
@@ -88,66 +53,81 @@ class VllmSampler:
         if limit <= 0:
             return Completion((), (), "length", self.version)
         request = Request(tuple(prompt), limit, temperature, seed, self.stop)
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self.threads, self.vllm.complete, request)
-        return dataclasses.replace(found, versions=self.version)
+        return await self.vllm.complete(request, session)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the servers since the last call; there are none of a vLLM of this process."""
+        return self.vllm.figures() if isinstance(self.vllm, Fleet) else {}
 
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:
-        """Replace the weights of vLLM, and check that its workers have the new ones.
+        """Replace the weights of vLLM, and check that all of its workers have the new ones.
 
         `buckets` are those of `components.policy.weight_stream`, which are consumed completely. If the
-        weights are transferred by disk, `folder` is a checkpoint with the same weights. Raises UserError if a
-        worker does not have the new weights.
+        weights are transferred by disk, `folder` is a checkpoint with the same weights. Running completions
+        are treated as `policy.push_pause` says. Raises UserError if a worker does not have the new weights.
         """
         started = time.monotonic()
         self.wake_up()
-        before = self.vllm.collective_rpc("weight_fingerprint", {})
-        sent = _Sent(buckets, getattr(torch, before[0]["dtype"]))
-        if self.settings.weight_transfer == "disk":
-            assert folder is not None, "a transfer by disk needs the folder"
-            self.vllm.collective_rpc("reload_weights", {"weights_path": str(folder.resolve())})
-            for _ in sent.tensors():
-                pass
-        else:
-            self.vllm.update_weights(sent.updates())
-        # The cached keys and values were computed with the old weights.
-        self.vllm.reset_prefix_cache()
-        self._check(before, sent.fingerprint)
+        is_ipc = self.settings.weight_transfer == "ipc"
+        try:
+            workers = self.weights.begin(self.settings.push_pause)
+            sent = Sent(getattr(torch, workers[0]["dtype"]))
+            devices = sorted({worker["device"] for worker in workers})
+            if is_ipc:
+                self.weights.start({})
+            for bucket in buckets:
+                weights = [
+                    (name, value.detach().to(sent.dtype).contiguous()) for name, value in bucket.items()
+                ]
+                sent.add(weights)
+                if is_ipc:
+                    self._send(weights, devices)
+            if is_ipc:
+                self.weights.finish(version)
+            else:
+                assert folder is not None, "a transfer by disk needs the folder"
+                self.weights.reload(str(folder.resolve()), version)
+            self.weights.end(version, sent.fault)
+        finally:
+            self.weights.resume()
         self.version = version
         self.push_seconds = time.monotonic() - started
 
-    def _check(self, before: list[dict[str, Any]], expected: int) -> None:
-        """Raise UserError unless the workers have the weights whose fingerprint is `expected`.
-
-        If there are several workers, each of which has a part of the weights, the fingerprint of every worker
-        must differ from that in `before`, the fingerprints of the workers before the weights were sent.
-        """
-        after = self.vllm.collective_rpc("weight_fingerprint", {})
-        is_single = len(after) == 1
-        arrived = (
-            after[0]["fingerprint"] == expected
-            if is_single
-            else all(new["fingerprint"] != old["fingerprint"] for new, old in zip(after, before, strict=True))
+    def _send(self, weights: Sequence[tuple[str, Tensor]], devices: Sequence[str]) -> None:
+        """Send one bucket to all workers, which read it from the memory of their own device."""
+        own = weights[0][1].device
+        seen = {device_name(own): own} | (
+            {device_name(device): device for device in map(_cuda, range(torch.cuda.device_count()))}
+            if own.type == "cuda"
+            else {}
         )
-        if not arrived:
+        if missing := [name for name in devices if name not in seen]:
             raise UserError(
-                "policy.backend: vLLM does not hold the weights that were sent to it "
-                f"({'fingerprint differs' if is_single else 'a worker kept its old ones'}); "
-                "restart it with the model that is trained, and run the same command again."
+                f"policy.weight_transfer: a vLLM worker is on the device {missing[0]}, which this process "
+                "does not see; set CUDA_VISIBLE_DEVICES to the GPUs of all workers too, or choose disk."
             )
+        copies = [[value.to(seen[name]) for _, value in weights] for name in devices]
+        self.weights.update(lambda: update_info(weights) | ipc_handles(copies))
+        if own.type == "cuda":
+            # This frees the memory of tensors that vLLM's processes have released.
+            torch.cuda.ipc_collect()
 
     def sleep(self) -> None:
         """Release vLLM's GPU memory until the next `wake_up` or `push`, if `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
-            self.vllm.sleep()
+            self.weights.sleep()
             self.asleep = True
 
     def wake_up(self) -> None:
         if self.asleep:
-            self.vllm.wake_up()
+            self.weights.wake_up()
             self.asleep = False
+
+
+def _cuda(index: int) -> torch.device:
+    return torch.device("cuda", index)
 
 
 def open_vllm_sampler(
@@ -155,14 +135,14 @@ def open_vllm_sampler(
 ) -> VllmSampler:
     """Return a sampler that uses vLLM.
 
-    If the backend is `vllm-server`, it uses the server `policy.server`. Otherwise it loads the model in
+    If the backend is `vllm-server`, it uses the servers `policy.servers`. Otherwise it loads the model in
     `folder` into a vLLM of this process.
     """
     settings = params.policy
-    vllm = (
-        VllmServer(settings.server)
+    vllm: Fleet | LocalVllm = (
+        Fleet(settings.servers, context=settings.context, version=version)
         if settings.backend == "vllm-server"
-        else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed)
+        else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed, version=version)
     )
     stop = stop_ids(tokenizer, load_generation_config(folder))
     return VllmSampler(vllm, stop, settings, version=version)

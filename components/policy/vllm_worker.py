@@ -1,27 +1,59 @@
-"""An extension of vLLM's workers that computes a fingerprint of their weights.
+"""An extension of vLLM's workers that reports which weights they received and which they hold.
 
-It is loaded with `--worker-extension-cls components.policy.vllm_worker.Fingerprint`, because vLLM 0.24 itself
-has no call that identifies its weights. This file is imported in vLLM's Python environment and needs only
-torch.
+It is loaded with `--worker-extension-cls components.policy.vllm_worker.Fingerprint`. This file is imported in
+vLLM's Python environment and needs only torch.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from components.policy.weights import fingerprint
+import torch
+from torch import Tensor
+
+from components.policy.weights import MODULUS, device_name, fingerprint, named_fingerprint
 
 
 class Fingerprint:
-    """Extension that gives each vLLM worker a method that returns a fingerprint of its weights.
+    """Extension that gives each vLLM worker methods that identify its weights.
 
-    vLLM adds this class to the bases of its worker class. `VllmSampler` calls the method after it has sent
-    weights, to check that they have arrived.
+    vLLM adds this class to the bases of its worker class. `VllmSampler` calls `expect_weights` before it
+    sends weights, and `weight_report` to check that all of them have arrived.
     """
 
-    def weight_fingerprint(self: Any) -> dict[str, Any]:
-        """Return the fingerprint of this worker's parameters, and the dtype of the largest parameter.
+    def expect_weights(self: Any) -> dict[str, str]:
+        """Observe the weights that this worker loads from now on; return its dtype and its device.
 
-        The keys are `fingerprint` and `dtype`.
+        The dtype is that of the largest parameter. Every transfer of vLLM, and loading from disk, gives the
+        complete tensors to the method `load_weights` of the model, where they are observed.
         """
-        parameters = list(self.get_model().parameters())
-        dtype = max(parameters, key=lambda parameter: parameter.numel()).dtype
-        return {"fingerprint": fingerprint(parameters, dtype), "dtype": str(dtype).removeprefix("torch.")}
+        model = self.get_model()
+        dtype = max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
+        self.received_weights = 0
+        if "load_weights" not in vars(model):
+            load = model.load_weights
+
+            def observed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in weights:
+                    added = named_fingerprint(name, tensor, dtype)
+                    self.received_weights = (self.received_weights + added) % MODULUS
+                    yield name, tensor
+
+            model.load_weights = lambda weights, *args, **kwargs: load(observed(weights), *args, **kwargs)
+        device = next(model.parameters()).device
+        return {"dtype": str(dtype).removeprefix("torch."), "device": device_name(device)}
+
+    def weight_report(self: Any) -> dict[str, Any]:
+        """Return fingerprints of the received weights and of each parameter of this worker.
+
+        `key_value_copies` is the number of tensor parallel workers that hold the same key and value heads.
+        """
+        parameters = dict(self.get_model().named_parameters())
+        dtype = max(parameters.values(), key=Tensor.numel).dtype
+        heads = self.model_config.get_total_num_kv_heads()
+        with torch.no_grad():
+            found = {name: fingerprint([parameter], dtype) for name, parameter in parameters.items()}
+        return {
+            "received": vars(self).get("received_weights"),
+            "parameters": found,
+            "key_value_copies": -(-self.parallel_config.tensor_parallel_size // heads),
+        }

@@ -1,11 +1,12 @@
-"""This module prepares weights for a transfer to vLLM's process and computes a fingerprint of weights.
+"""This module prepares weights for a transfer to vLLM's workers and checks that they have arrived.
 
 The process that receives the weights imports this file too (`components.policy.vllm_worker`), so the file
 needs only torch.
 """
 
 import base64
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -34,24 +35,64 @@ def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
     return total % MODULUS
 
 
-def ipc_update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Return the `update_info` of vLLM's ipc backend: names, dtypes, shapes and memory handles.
+def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return a number that identifies a name and the values of its tensor after a cast to `dtype`."""
+    return fingerprint([tensor], dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
 
-    The caller must keep the tensors alive until the receiver has finished. Tensors on a GPU can only be
-    received by a process that uses the same GPU.
-    """
-    shared = [{_device(tensor): reduce_tensor(tensor)[1]} for _, tensor in weights]
+
+class Sent:
+    """The fingerprints of all weights that were sent to vLLM so far, after a cast to its dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.values = self.named = 0
+
+    def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.values = (self.values + fingerprint([tensor], self.dtype)) % MODULUS
+            self.named = (self.named + named_fingerprint(name, tensor, self.dtype)) % MODULUS
+
+    def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
+        """Return how the workers of one server differ from what was sent, or nothing if they do not.
+
+        `reports` are those of `components.policy.vllm_worker`. Every worker must have received all weights.
+        Together their parameters must have the sent values, if tensor parallelism keeps one copy of each
+        key and value projection: parameters that are equal in all workers are copies, and all others parts.
+        """
+        for number, report in enumerate(reports):
+            if report["received"] != self.named:
+                return f"worker {number} received other weights"
+        if reports[0]["key_value_copies"] > 1:
+            return ""
+        total = 0
+        for name in {name for report in reports for name in report["parameters"]}:
+            values = [report["parameters"][name] for report in reports if name in report["parameters"]]
+            total += values[0] if len(set(values)) == 1 else sum(values)
+        return "" if total % MODULUS == self.values else "its parameters have other values"
+
+
+def update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return the part of vLLM's `update_info` that all backends have: names, dtypes and shapes."""
     return {
         "names": [name for name, _ in weights],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
         "shapes": [list(tensor.shape) for _, tensor in weights],
-        "ipc_handles_pickled": base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode(),
     }
 
 
-def _device(tensor: Tensor) -> str:
-    """Return the key under which vLLM looks up the memory handle of a tensor.
+def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> dict[str, str]:
+    """Return the memory handles in the `update_info` of vLLM's ipc backend.
 
-    It is the UUID of the tensor's GPU, or "cpu".
+    `copies` has the same tensors on each device that a worker uses. The caller must keep them alive until the
+    workers have finished.
     """
-    return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else "cpu"
+    shared: list[dict[str, Any]] = []
+    for tensors in copies:
+        handles = [{device_name(tensor.device): reduce_tensor(tensor)[1]} for tensor in tensors]
+        shared = [old | new for old, new in zip(shared, handles, strict=True)] if shared else handles
+    return {"ipc_handles_pickled": base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode()}
+
+
+def device_name(device: torch.device) -> str:
+    """Return the key under which vLLM looks up a memory handle: the UUID of a GPU, or "cpu"."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

@@ -203,6 +203,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
         record.figures |= reward_figures(trajectories)
         record.figures |= {"dropped": len(sampled) - len(trajectories), "tokens": batch.tokens}
         record.end_phase("rollout", batch.tokens)
+        record.figures |= policy.sampler_figures()
 
         if critic is not None and step == 0 and stage.critic is None:
             assert isinstance(critic.module, Critic)

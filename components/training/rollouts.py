@@ -178,6 +178,10 @@ class TrainedPolicy:
             else:
                 self._help_to_gather()
 
+    def sampler_figures(self) -> Figures:
+        """Return figures of the sampler's servers since the last call, which rank 0 has."""
+        return self.sampler.figures() if isinstance(self.sampler, VllmSampler) else {}
+
     def _help_to_gather(self) -> None:
         """Take part in gathering the weights that rank 0 sends."""
         for _ in weight_buckets(self.model, BUCKET_BYTES):

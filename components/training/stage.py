@@ -171,9 +171,9 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     stages = stages or stages_of_run(params)
     _check_engine(params)
     require_standard_labels(params.sandbox, "training and promotion")
-    if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.server:
+    if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.servers:
         raise UserError(
-            "policy.server: is empty; give the address of a vLLM server, such as http://127.0.0.1:8000."
+            "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000]."
         )
     for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic)):
         if name in stages and ppo.advantages != "critic" and ppo.rollouts.samples == 1:

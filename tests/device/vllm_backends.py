@@ -56,7 +56,7 @@ def params_of(case: str, url: str, dtype: str) -> Params:
     backend, _, transfer = case.partition(" ")
     sets = [
         f"policy.backend={backend}",
-        f"policy.server={url}",
+        f"policy.servers={url}",
         f"policy.weight_transfer={transfer or 'ipc'}",
         "policy.sleep=true",
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from training_fixtures import episodes, params, stage, tiny_policy, tiny_tokenizer
-from vllm_double import Worker, serving
+from vllm_double import Engine, serving
 
 from components.agent.trajectory import load_trajectories
 from components.core.errors import UserError
@@ -19,8 +19,8 @@ from components.policy.backends import open_sampler
 from components.policy.checkpoint import save_checkpoint
 from components.policy.sampler import complete_all
 from components.policy.transformers_sampler import TransformersSampler
+from components.policy.vllm_fleet import Fleet
 from components.policy.vllm_sampler import VllmSampler
-from components.policy.vllm_server import VllmServer
 from components.policy.weight_stream import weight_buckets
 from components.policy.weights import MODULUS, fingerprint
 from components.training.run_stage import run_stage
@@ -32,31 +32,33 @@ PROMPTS = [[1, 5, 6], [1, 5, 6], [1, 9, 10, 11, 12]]
 
 
 @pytest.fixture
-def worker() -> Worker:
-    return Worker(tiny_policy(seed=3), tiny_tokenizer(), context=128)
+def engine() -> Engine:
+    return Engine(tiny_policy(seed=3), tiny_tokenizer(), context=128)
 
 
 @pytest.fixture
-def url(worker: Worker) -> Iterator[str]:
-    with serving(worker) as address:
+def url(engine: Engine) -> Iterator[str]:
+    with serving(engine) as address:
         yield address
 
 
 def settings(url: str, *sets: str) -> Params:
-    return params("policy.backend=vllm-server", f"policy.server={url}", "policy.context=128", *sets)
+    return params("policy.backend=vllm-server", f"policy.servers={url}", "policy.context=128", *sets)
 
 
 def sampler(url: str, *sets: str) -> VllmSampler:
-    return VllmSampler(VllmServer(url), (2,), settings(url, *sets).policy, version="v0")
+    return VllmSampler(
+        Fleet([url], context=128, version="v0"), (2,), settings(url, *sets).policy, version="v0"
+    )
 
 
-def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, worker: Worker) -> None:
+def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, engine: Engine) -> None:
     found = complete_all(sampler(url), PROMPTS, max_new_tokens=12, temperature=1.0, seed=4)
     assert found[0].ids != found[1].ids, "equal prompts have seeds of their own"
     for prompt, completion in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([[*prompt, *completion.ids]])
         with torch.no_grad():
-            logprobs = torch.log_softmax(worker.model(ids).logits[0].double(), -1)
+            logprobs = torch.log_softmax(engine.model(ids).logits[0].double(), -1)
         expected = [
             float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(completion.ids)
         ]
@@ -67,8 +69,8 @@ def test_tokens_go_in_and_out_with_their_log_probabilities(url: str, worker: Wor
     assert complete_all(sampler(url), PROMPTS, max_new_tokens=12, temperature=1.0, seed=4) == found
 
 
-def test_greedy_equals_the_transformers_backend(url: str, worker: Worker) -> None:
-    own = TransformersSampler(worker.model, tiny_tokenizer(), batch=8, device="cpu", version="")
+def test_greedy_equals_the_transformers_backend(url: str, engine: Engine) -> None:
+    own = TransformersSampler(engine.model, tiny_tokenizer(), batch=8, device="cpu", version="")
     there, here = (
         complete_all(one, PROMPTS, max_new_tokens=9, temperature=0.0, seed=0) for one in (sampler(url), own)
     )
@@ -81,35 +83,36 @@ def test_the_context_window_cuts_a_turn_and_a_prompt_that_fills_it_gets_nothing(
 
 
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
-def test_a_push_replaces_every_weight(transfer: str, url: str, worker: Worker, tmp_path: Path) -> None:
+def test_a_push_replaces_every_weight(transfer: str, url: str, engine: Engine, tmp_path: Path) -> None:
     trained = tiny_policy(seed=8)
     trained.save_pretrained(tmp_path / "new")
     one = sampler(url, f"policy.weight_transfer={transfer}")
     one.push(weight_buckets(trained, BUCKET), version="v1", folder=tmp_path / "new")
     assert one.version == "v1" and one.push_seconds > 0
-    for name, parameter in worker.model.named_parameters():
+    for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, dict(trained.named_parameters())[name]), name
-    assert worker.calls.index("/reset_prefix_cache") > worker.calls.index("/collective_rpc")
+    assert engine.calls.index("/reset_prefix_cache") > engine.calls.index("/collective_rpc")
     if transfer == "ipc":
-        updates = [call for call in worker.calls if "weight_update" in call or call == UPDATE]
+        updates = [call for call in engine.calls if "weight_update" in call or call == UPDATE]
         start, *parts, end = updates
         assert (start, end) == ("/start_weight_update", "/finish_weight_update")
         assert len(parts) > 3 and set(parts) == {UPDATE}
 
 
-def test_a_push_that_did_not_arrive_is_noticed(url: str, worker: Worker) -> None:
-    worker.loses_updates = True
+def test_a_push_that_did_not_arrive_is_noticed(url: str, engine: Engine) -> None:
+    engine.workers[0].model.loses_updates = True
     with pytest.raises(UserError, match="does not hold the weights"):
         sampler(url).push(weight_buckets(tiny_policy(seed=8), BUCKET), version="v1")
 
 
 def test_an_update_that_a_killed_trainer_left_open_is_closed_first_and_a_sleeping_server_woken(
-    url: str, worker: Worker
+    url: str, engine: Engine
 ) -> None:
-    worker.updating = worker.asleep = True
+    engine.updating = True
+    engine.asleep = engine.workers[0].asleep = True
     trained = tiny_policy(seed=8)
     sampler(url).push(weight_buckets(trained, BUCKET), version="v1")
-    assert torch.equal(worker.model.lm_head.weight, trained.lm_head.weight) and not worker.updating
+    assert torch.equal(engine.model.lm_head.weight, trained.lm_head.weight) and not engine.updating
 
 
 def test_the_fingerprint_sees_one_changed_element_and_not_how_matrices_are_joined_or_padded() -> None:
@@ -125,21 +128,21 @@ def test_the_fingerprint_sees_one_changed_element_and_not_how_matrices_are_joine
     assert fingerprint([a.bfloat16()], torch.bfloat16) == fingerprint([a], torch.bfloat16)
 
 
-def test_a_server_sleeps_between_rollouts_and_wakes_for_the_next_weights(url: str, worker: Worker) -> None:
+def test_a_server_sleeps_between_rollouts_and_wakes_for_the_next_weights(url: str, engine: Engine) -> None:
     one = sampler(url, "policy.sleep=true")
     one.sleep()
-    assert worker.asleep
+    assert engine.asleep
     one.push(weight_buckets(tiny_policy(seed=8), BUCKET), version="v1")
-    assert not worker.asleep and complete_all(one, PROMPTS, max_new_tokens=2, temperature=1.0, seed=0)
+    assert not engine.asleep and complete_all(one, PROMPTS, max_new_tokens=2, temperature=1.0, seed=0)
 
 
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
 def test_a_stage_trains_with_a_server_that_follows_every_update(
-    transfer: str, url: str, worker: Worker, tmp_path: Path
+    transfer: str, url: str, engine: Engine, tmp_path: Path
 ) -> None:
     chosen = (
         "policy.backend=vllm-server",
-        f"policy.server={url}",
+        f"policy.servers={url}",
         "policy.context=128",
         f"policy.weight_transfer={transfer}",
         "policy.sleep=true",
@@ -153,7 +156,7 @@ def test_a_stage_trains_with_a_server_that_follows_every_update(
         "warmup.critic_warmup_steps=0",
     )
     result = run_stage(made, episodes)
-    assert result.stopped == "" and worker.asleep
+    assert result.stopped == "" and engine.asleep
     records = [json.loads(line) for line in (made.out / "metrics.jsonl").read_text().splitlines()]
     # Only a sampler with the newest weights agrees with the trainer to rounding: the learning rate moves
     # them by more.
@@ -168,7 +171,7 @@ def test_a_stage_trains_with_a_server_that_follows_every_update(
 
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
 def test_an_evaluation_gives_the_server_the_checkpoint_that_it_evaluates(
-    transfer: str, url: str, worker: Worker, tmp_path: Path
+    transfer: str, url: str, engine: Engine, tmp_path: Path
 ) -> None:
     policy, tokenizer = tiny_policy(seed=8), tiny_tokenizer()
     save_checkpoint(
@@ -194,18 +197,20 @@ def test_an_evaluation_gives_the_server_the_checkpoint_that_it_evaluates(
     ] and one.version == "digest"
 
 
-def test_a_server_that_is_not_there_or_cannot_be_trained_with_is_one_sentence(worker: Worker) -> None:
+def test_a_server_that_is_not_there_or_cannot_be_trained_with_is_one_sentence(engine: Engine) -> None:
     with pytest.raises(UserError, match="no vLLM server answers"):
-        VllmServer("http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"policy\.server: is empty"):
-        VllmServer("")
-    with serving(worker, development=False) as url, pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE=1"):
+        sampler("http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"policy\.servers: localhost:9 is no address"):
+        sampler("localhost:9")
+    with pytest.raises(UserError, match=r"policy\.servers: is empty"):
+        Fleet([], context=128, version="")
+    with serving(engine, development=False) as url, pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE=1"):
         sampler(url)
 
 
-def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(worker: Worker) -> None:
-    worker.context = 20
-    with serving(worker) as url, pytest.raises(UserError, match="maximum context length is 20"):
+def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(engine: Engine) -> None:
+    engine.context = 20
+    with serving(engine) as url, pytest.raises(UserError, match="maximum context length is 20"):
         complete_all(sampler(url), [[1] * 19], max_new_tokens=9, temperature=1.0, seed=0)
 
 

@@ -34,8 +34,8 @@ def params(folder: Path, *sets: str) -> Params:
         ),
         (("rejection.replay_share=0.5",), r"rejection\.replay_share: .* set it to 0\."),
         (
-            ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.server=''"),
-            r"policy\.server: is empty",
+            ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.servers=''"),
+            r"policy\.servers: is empty",
         ),
         (
             (

@@ -19,7 +19,7 @@ from flows.stage_keys import KEY_FILE, READS, RECORD, key_parts
 THROUGHPUT = (
     "engine.tokens_per_microbatch=77",
     "engine.zero_stage=2",
-    "policy.server=http://other:8000",
+    "policy.servers=http://other:8000",
     "policy.batch=3",
     "sandbox.build_workers=1",
     "agentic.checkpoint_every=9",

@@ -1,0 +1,361 @@
+"""A fleet of vLLM servers with the same model, from which sessions are sampled.
+
+Every session stays with one server, whose cache has its prefix, until this server fails. Requests are
+repeated for as long as a failure may pass. All requests run in a thread of the fleet with an event loop of
+its own, so that one set of connections serves every caller.
+"""
+
+import asyncio
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from components.core.errors import UserError
+from components.policy.sampler import Completion
+from components.policy.vllm_protocol import Load, Request
+from components.policy.vllm_server import CONNECT_SECONDS, TIMEOUT_SECONDS, ServerUnavailable, VllmServer
+
+# Longest time for which a request is repeated while no server serves it, in seconds. A server takes minutes
+# to start.
+PATIENCE_SECONDS = 1800.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
+# Time for which a session waits for its own server, if this answers but refuses requests, before it moves to
+# another one, in seconds. A push of weights takes less.
+LOYAL_SECONDS = 30.0
+# A session without a request for this long no longer counts as load of its server, in seconds.
+IDLE_SECONDS = 120.0
+# Interval of the readings of /metrics, in seconds, and the bounds of the cache's use between which the number
+# of sequences in flight stays as it is.
+READ_SECONDS = 2.0
+# Longest wait for the answers that show whether a server works and has its weights, in seconds.
+EXAMINATION_SECONDS = 60.0
+ROOM, FULL = 0.6, 0.9
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server of a fleet and what the fleet knows about it."""
+
+    server: VllmServer
+    # Name of the weights that the server has, and what its workers report about them; see `vllm_worker.py`.
+    version: str = ""
+    weights: Any = None
+    # Whether the server has failed and was not examined since.
+    doubted: bool = False
+    # Whether the server is known not to have the newest weights.
+    outdated: bool = False
+    # Set while the server is doubted, and the lock and the time of its last examination.
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    examining: asyncio.Lock = field(default_factory=asyncio.Lock)
+    examined: float = 0.0
+    # Value of `time.monotonic()` before which no request is sent, and number of failures since the last
+    # answer.
+    resting_until: float = 0.0
+    failures: int = 0
+    # Number of sequences that are kept in flight.
+    limit: float = 1.0
+    load: Load | None = None
+    # Number of requests that were completed since the limit last changed.
+    completed: int = 0
+    # Time of the last request of each session.
+    sessions: dict[str, float] = field(default_factory=dict)
+
+    def is_resting(self) -> bool:
+        return time.monotonic() < self.resting_until
+
+    def is_usable(self) -> bool:
+        return not self.doubted and not self.outdated
+
+    def share(self) -> float:
+        """Return the load by recently active sessions, as a share of the number that the server can hold."""
+        since = time.monotonic() - IDLE_SECONDS
+        return sum(last >= since for last in self.sessions.values()) / self.limit
+
+    def doubt(self, doubted: bool) -> None:
+        self.doubted, self.examined = doubted, time.monotonic()
+        if doubted:
+            self.lost.set()
+            self.sessions.clear()
+        else:
+            self.lost.clear()
+
+    def failed(self) -> None:
+        """Rest after a failure, for longer after each; failures at the same time count once."""
+        if self.is_resting():
+            return
+        self.failures += 1
+        longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**self.failures)
+        self.resting_until = time.monotonic() + longest * random.uniform(0.5, 1.0)
+
+    def read(self, load: Load, context: int) -> None:
+        """Adjust the number of sequences in flight to the figures that the server has reported.
+
+        It begins with as many whole contexts as the cache holds. It grows by a quarter if it is used up, the
+        cache has room, and as many requests were completed since it last grew. It shrinks by a fifth if the
+        cache is full or sequences were preempted.
+        """
+        least = max(1.0, load.cache_tokens // context)
+        preempted = self.load is not None and load.preemptions > self.load.preemptions
+        is_turned = self.completed >= self.limit and self.share() >= 0.9
+        if preempted or load.cache_usage > FULL:
+            self.limit, self.completed = 0.8 * self.limit, 0
+        elif is_turned and load.cache_usage < ROOM and not load.waiting:
+            self.limit, self.completed = 1.25 * self.limit, 0
+        self.limit = max(least, self.limit)
+        self.load = load
+
+
+class Fleet:
+    """Servers with the same weights, over which sessions are divided."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        context: int,
+        version: str,
+        patience: float = PATIENCE_SECONDS,
+        loyal: float = LOYAL_SECONDS,
+    ):
+        """Connect to the servers at `urls`.
+
+        `context` is the largest number of tokens of a sequence, and `version` the name of the weights that
+        the servers have. `patience` and `loyal` are described at `PATIENCE_SECONDS` and `LOYAL_SECONDS`.
+        Raises UserError if a server does not answer.
+        """
+        if not urls:
+            raise UserError(
+                "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000]."
+            )
+        self.context, self.patience, self.loyal = context, patience, loyal
+        self.retries = self.moves = 0
+        # Sessions that have been assigned to a server.
+        self.seen: set[str] = set()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="vllm-fleet", daemon=True).start()
+        client = httpx.AsyncClient(
+            timeout=httpx.Timeout(TIMEOUT_SECONDS, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+        self.replicas = [Replica(VllmServer(url, client), version) for url in urls]
+        self.all(self.replicas, self._open)
+        self.reading: asyncio.Task[None] | None = None
+        # Load of each server at the last call of `figures`.
+        self.before: dict[int, Load] = {}
+
+    def all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """Return the results of `call` for each of `replicas`, made at the same time."""
+
+        async def every() -> list[T]:
+            return await asyncio.gather(*(call(replica) for replica in replicas))
+
+        try:
+            return self.wait(every())
+        except ServerUnavailable as error:
+            raise UserError(
+                f"policy.servers: {error}; start the server with cuda-agent fleet, then run the same command "
+                "again."
+            ) from error
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine, which runs in the thread of the fleet."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    async def complete(self, request: Request, session: str) -> Completion:
+        """Return a completion, whose request is sent to the server of `session`.
+
+        A completion that the server ends for a push of weights is continued. Raises UserError if no server
+        completes it within the patience of the fleet.
+        """
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._complete(request, session), self.loop)
+        )
+
+    def capacity(self) -> int:
+        """Return the number of sequences that the servers can hold, of which at least one is assumed."""
+        return max(1, int(sum(replica.limit for replica in self.replicas if replica.is_usable())))
+
+    def figures(self) -> dict[str, float]:
+        """Return the health, load and cache hits of the servers since the last call of this method."""
+        known = [(replica, replica.load) for replica in self.replicas if replica.load is not None]
+        queries = hits = 0
+        for replica, load in known:
+            before = self.before.get(id(replica))
+            queries += load.prefix_queries - (before.prefix_queries if before else 0)
+            hits += load.prefix_hits - (before.prefix_hits if before else 0)
+            self.before[id(replica)] = load
+        usage = [load.cache_usage for _, load in known]
+        found = {
+            "samplers_up": float(sum(replica.is_usable() for replica in self.replicas)),
+            "sampler_running": float(sum(load.running for _, load in known)),
+            "sampler_waiting": float(sum(load.waiting for _, load in known)),
+            "sampler_cache_usage": sum(usage) / len(usage) if usage else 0.0,
+            "sampler_prefix_hits": hits / queries if queries > 0 else 0.0,
+            "sampler_retries": float(self.retries),
+            "sampler_moves": float(self.moves),
+        }
+        self.retries = self.moves = 0
+        return found
+
+    async def _open(self, replica: Replica) -> None:
+        await replica.server.open()
+        replica.read(await replica.server.load(), self.context)
+
+    async def _examine(self, replica: Replica, failed: float) -> None:
+        """Find out whether a server that failed at the time `failed` answers and still has its weights.
+
+        A server that was restarted has the weights with which it was started, so it is not used until the
+        next push.
+        """
+        async with replica.examining:
+            if replica.examined > failed:
+                return
+            try:
+                async with asyncio.timeout(EXAMINATION_SECONDS):
+                    await replica.server.open()
+                    known = replica.weights
+                    if known is not None and await replica.server.workers("weight_report") != known:
+                        replica.outdated = True
+            except (ServerUnavailable, UserError, TimeoutError):
+                replica.failed()
+                replica.doubt(True)
+            else:
+                replica.doubt(False)
+
+    async def _complete(self, request: Request, session: str) -> Completion:
+        if self.reading is None:
+            self.reading = asyncio.create_task(self._read_loads())
+        found = Completion((), (), "abort", ())
+        answered = time.monotonic()
+        while found.finish_reason == "abort" and len(found.ids) < request.max_tokens:
+            waited = time.monotonic() - answered
+            if waited > self.patience:
+                raise UserError(
+                    f"policy.servers: no server has completed a request for {self.patience:g} s; "
+                    "start them with cuda-agent fleet, then run the same command again."
+                ) from ServerUnavailable("no server is usable")
+            replica = self._replica(session, waited > self.loyal)
+            part = await self._try(replica, request, found, session) if replica is not None else None
+            if part is None or not part.ids:
+                await asyncio.sleep(FIRST_PAUSE_SECONDS)
+            if part is not None:
+                found = _joined(found, part)
+                answered = time.monotonic() if part.ids else answered
+        return found if found.finish_reason != "abort" else dataclasses.replace(found, finish_reason="length")
+
+    async def _try(
+        self, replica: Replica, request: Request, found: Completion, session: str
+    ) -> Completion | None:
+        """Return what follows `found` from a server, or None if it rests or fails."""
+        if replica.is_resting():
+            return None
+        rest = dataclasses.replace(
+            request,
+            prompt=request.prompt + found.ids,
+            max_tokens=request.max_tokens - len(found.ids),
+            seed=(request.seed + len(found.ids)) % 2**63,
+        )
+        # A session whose request is in flight is active until its end.
+        replica.sessions[session] = float("inf")
+        try:
+            part = await self._unless_lost(replica, replica.server.complete(rest, replica.version))
+        except ServerUnavailable as error:
+            self.retries += 1
+            if error.status == 0:
+                await self._examine(replica, time.monotonic())
+            else:
+                replica.failed()
+            return None
+        finally:
+            if session in replica.sessions:
+                replica.sessions[session] = time.monotonic()
+        replica.failures = 0
+        replica.completed += 1
+        return part
+
+    async def _unless_lost(self, replica: Replica, request: Coroutine[Any, Any, Completion]) -> Completion:
+        """Return the result of a request, or raise ServerUnavailable as soon as its server is doubted."""
+        asked, lost = asyncio.create_task(request), asyncio.create_task(replica.lost.wait())
+        try:
+            await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            raise ServerUnavailable(f"{replica.server.url} no longer answers")
+        finally:
+            asked.cancel()
+            lost.cancel()
+
+    def _replica(self, session: str, may_move: bool) -> Replica | None:
+        """Return the server of a session, or the least loaded one if it has none or its server fails.
+
+        `may_move` says whether the session leaves a server that refuses its requests.
+        """
+        usable = [replica for replica in self.replicas if replica.is_usable()]
+        ready = [replica for replica in usable if not replica.is_resting()]
+        own = next((replica for replica in self.replicas if session in replica.sessions), None)
+        if own in usable and not (may_move and own not in ready and ready):
+            return own
+        if not usable:
+            return None
+        if own is not None:
+            del own.sessions[session]
+        if session in self.seen:
+            self.moves += 1
+        self.seen.add(session)
+        chosen = min(ready or usable, key=Replica.share)
+        chosen.sessions[session] = time.monotonic()
+        return chosen
+
+    async def _read_loads(self) -> None:
+        """Read the figures of all servers again and again, and forget sessions that have long been idle.
+
+        A server that does not answer is doubted, and one that is doubted is examined until it is usable
+        again.
+        """
+        while True:
+            await asyncio.gather(*(self._read_load(replica) for replica in self.replicas))
+            await asyncio.sleep(READ_SECONDS)
+
+    async def _read_load(self, replica: Replica) -> None:
+        since = time.monotonic() - 10 * IDLE_SECONDS
+        for session in [name for name, last in replica.sessions.items() if last < since]:
+            del replica.sessions[session]
+        if replica.outdated or replica.is_resting():
+            return
+        if replica.doubted:
+            await self._examine(replica, time.monotonic())
+            return
+        try:
+            async with asyncio.timeout(EXAMINATION_SECONDS):
+                replica.read(await replica.server.load(), self.context)
+        except TimeoutError:
+            await self._examine(replica, time.monotonic())
+        except ServerUnavailable as error:
+            if error.status == 0:
+                await self._examine(replica, time.monotonic())
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+    """Return the completion of which `rest` continues `first`."""
+    if not first.ids:
+        return rest
+    names = (
+        [completion.versions] * len(completion.ids)
+        if isinstance(completion.versions, str)
+        else completion.versions
+        for completion in (first, rest)
+    )
+    return Completion(
+        first.ids + rest.ids,
+        first.logprobs + rest.logprobs,
+        rest.finish_reason,
+        tuple(name for versions in names for name in versions),
+    )

@@ -1,0 +1,141 @@
+"""The requests that vLLM's HTTP server understands and the answers that it gives, by its version.
+
+The routes and fields are those of vLLM 0.24 and 0.33, which differ in two points that matter here: since
+0.33, a route for token ids reports which weights sampled each token, and the buffers of a transfer over NCCL
+are described once and not with every update.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from components.core.errors import UserError
+from components.policy.sampler import Completion
+
+OLDEST, TOKEN_VERSIONS = (0, 24), (0, 33)
+# `abort` is the end of a request that the server has ended; it is continued with another request.
+ENDS = ("stop", "length", "abort")
+METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to complete until one of the tokens `stop`, with at most `max_tokens` tokens.
+
+    At temperature 0, each token is the most probable one.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Figures that a server reports about itself. Counts of tokens and preemptions grow from its start."""
+
+    cache_tokens: int
+    cache_usage: float
+    running: int
+    waiting: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class VllmProtocol:
+    """The routes, bodies and answers of one version of vLLM."""
+
+    def __init__(self, version: str):
+        """Raise UserError if `version`, the answer of /version, is older than `OLDEST`."""
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        self.number = (int(numbers.group(1)), int(numbers.group(2))) if numbers else TOKEN_VERSIONS
+        if self.number < OLDEST:
+            raise UserError(
+                f"policy.servers: a server runs vLLM {version}, and 0.24 is the oldest that can be used; "
+                "install a newer one."
+            )
+        self.names_versions = self.number >= TOKEN_VERSIONS
+
+    def completion(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
+        """Return the route and the body of a request; cached prefixes are shared only under equal `salt`."""
+        sampling = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "stop_token_ids": list(request.stop),
+            # These are set because otherwise the generation_config of the model would truncate the
+            # distribution that is sampled.
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+        }
+        cache = {"cache_salt": salt} if salt else {}
+        if self.names_versions:
+            body = {"token_ids": list(request.prompt), "sampling_params": sampling | {"detokenize": False}}
+            return "/inference/v1/generate", body | cache
+        tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+        return "/v1/completions", {"prompt": list(request.prompt), **sampling, **tokens, **cache}
+
+    def completed(self, answer: Mapping[str, Any], version: str) -> Completion:
+        """Return the completion in an answer; `version` names the weights if the server does not."""
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"] or {}
+        values = (
+            [token["logprob"] for token in logprobs.get("content") or ()]
+            if self.names_versions
+            else logprobs.get("token_logprobs") or ()
+        )
+        ids = choice["token_ids"] or ()
+        spans = choice.get("weight_versions") or ()
+        versions = tuple(span["version"] for span in spans for _ in range(span["start"], span["end"]))
+        return checked(ids, values, choice["finish_reason"], versions or version)
+
+
+def checked(
+    ids: Sequence[int], logprobs: Sequence[float], finish_reason: str, versions: str | tuple[str, ...]
+) -> Completion:
+    """Return the completion that vLLM sampled.
+
+    Raises UserError if the completion is not complete: a log-probability or the name of a token's weights is
+    missing, or it ended for another reason than those in `ENDS`.
+    """
+    named = len(ids) if isinstance(versions, str) else len(versions)
+    if len(ids) != len(logprobs) or named != len(ids) or finish_reason not in ENDS:
+        raise UserError(
+            f"policy.backend: vLLM returned {len(ids)} tokens with {len(logprobs)} log-probabilities and "
+            f"{named} versions, ended by {finish_reason}; run the same command again."
+        )
+    return Completion(tuple(ids), tuple(logprobs), finish_reason, versions)
+
+
+def read_load(text: str) -> Load:
+    """Return the figures in the answer of /metrics; figures of several engines are added."""
+    sums: dict[str, float] = {}
+    cache = 0
+    for name, labels, value in METRIC.findall(text):
+        if name == "vllm:cache_config_info":
+            known = dict(LABEL.findall(labels))
+            blocks, size = (known.get(key, "0") for key in ("num_gpu_blocks", "block_size"))
+            cache += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+        else:
+            sums[name] = sums.get(name, 0.0) + float(value)
+
+    def total(name: str) -> int:
+        return int(sums.get(f"vllm:{name}", sums.get(f"vllm:{name}_total", 0.0)))
+
+    return Load(
+        cache_tokens=cache,
+        cache_usage=sums.get("vllm:kv_cache_usage_perc", 0.0),
+        running=total("num_requests_running"),
+        waiting=total("num_requests_waiting"),
+        preemptions=total("num_preemptions"),
+        prefix_queries=total("prefix_cache_queries"),
+        prefix_hits=total("prefix_cache_hits"),
+    )

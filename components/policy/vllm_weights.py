@@ -1,0 +1,174 @@
+"""The weights of all servers of a fleet, which are replaced together.
+
+An update is made in the order of vLLM's routes: pause, start, one update for each bucket, finish, resume. A
+server that fails in between is left out and not sampled from until the next push.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from components.core.errors import UserError
+from components.policy.vllm_fleet import Fleet, Replica
+from components.policy.vllm_server import ServerUnavailable
+
+# Longest time for which a refused call is repeated, and the pause between two attempts, in seconds.
+REFUSED_SECONDS, PAUSE_SECONDS = 60.0, 0.5
+
+T = TypeVar("T")
+
+
+class FleetWeights:
+    """The weights of the servers of a fleet. `targets` are the servers that take part in the present push."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+        self.targets: list[Replica] = []
+
+    def begin(self, pause: str) -> list[dict[str, Any]]:
+        """Pause all servers that answer, and return what `expect_weights` of each of their workers returned.
+
+        `pause` is the mode in which running requests are kept, aborted or awaited. Raises UserError if a
+        server's workers lack the extension or if it divides requests among engines of its own.
+        """
+        self.targets = list(self.fleet.replicas)
+
+        async def prepare(replica: Replica) -> list[dict[str, Any]]:
+            server = replica.server
+            await server.open()
+            await server.call("POST", f"/pause?mode={pause}&clear_cache=true")
+            try:
+                found = await server.workers("expect_weights")
+            except ServerUnavailable as error:
+                if error.status == 500 and "expect_weights" in str(error):
+                    raise UserError(
+                        f"policy.servers: the workers of {server.url} lack the extension that checks "
+                        "weights; start the server with cuda-agent fleet."
+                    ) from None
+                raise
+            if int((await server.call("GET", "/get_world_size"))["world_size"]) != len(found):
+                raise UserError(
+                    f"policy.servers: {server.url} has several engines (--data-parallel-size), of which only "
+                    "one could be checked; start one server for each."
+                )
+            return found
+
+        return [worker for workers in self._each(prepare) for worker in workers]
+
+    def start(self, init: dict[str, Any]) -> None:
+        """Begin an update by vLLM's weight transfer engine, which is initialised with `init`."""
+
+        async def start(replica: Replica) -> None:
+            call = replica.server.call
+            await call("POST", "/init_weight_transfer_engine", {"init_info": init})
+            try:
+                await call("POST", "/start_weight_update", {"is_checkpoint_format": True})
+            except ServerUnavailable as error:
+                if error.status != 500:
+                    raise
+                # A training process that was killed may have left an update unfinished, so it is finished
+                # first. All weights are sent again after it.
+                await call("POST", "/finish_weight_update", {})
+                await call("POST", "/start_weight_update", {"is_checkpoint_format": True})
+
+        self._each(start)
+
+    def update(self, info: Callable[[], dict[str, Any]]) -> None:
+        """Send one bucket, and return when every server has loaded it.
+
+        `info` is called for each server, because a memory handle can be opened only once.
+        """
+        self._each(lambda replica: replica.server.call("POST", "/update_weights", {"update_info": info()}))
+
+    def finish(self, version: str) -> None:
+        body = {"weight_version": version}
+        self._each(lambda replica: replica.server.call("POST", "/finish_weight_update", body))
+
+    def reload(self, folder: str, version: str) -> None:
+        """Let every server load the checkpoint in `folder`."""
+
+        async def load(replica: Replica) -> None:
+            await replica.server.workers("reload_weights", {"weights_path": folder})
+            if replica.server.protocol.names_versions:
+                await replica.server.call("POST", "/update_weight_version", {"new_version": version})
+
+        self._each(load)
+
+    def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
+        """Check the weights of every server, and use it with them under the name `version`.
+
+        `fault` says how the reports of a server's workers differ from what was sent. Raises UserError if no
+        server has the new weights, or if one has others although it answered every call.
+        """
+
+        async def end(replica: Replica) -> None:
+            reports = await replica.server.workers("weight_report")
+            if problem := fault(reports):
+                replica.outdated = True
+                raise UserError(
+                    f"policy.servers: {replica.server.url} does not hold the weights that were sent to it "
+                    f"({problem}); restart it with the model that is trained, and run the same command again."
+                )
+            # The cached keys and values were computed with the old weights.
+            await replica.server.call("POST", "/reset_prefix_cache")
+            replica.weights, replica.version = reports, version
+            replica.outdated = False
+            replica.doubt(False)
+
+        self._each(end)
+
+    def resume(self) -> None:
+        """Let the servers of the present push sample again, also if it failed."""
+        targets, self.targets = self.targets, []
+
+        async def resume(replica: Replica) -> None:
+            try:
+                await replica.server.call("POST", "/resume")
+            except (ServerUnavailable, UserError):
+                replica.doubt(True)
+
+        self.fleet.all(targets, resume)
+
+    def sleep(self) -> None:
+        self.fleet.all(
+            [replica for replica in self.fleet.replicas if replica.is_usable()],
+            lambda replica: replica.server.call("POST", "/sleep?level=1"),
+        )
+
+    def wake_up(self) -> None:
+        self.fleet.all(
+            [replica for replica in self.fleet.replicas if replica.is_usable()],
+            lambda replica: replica.server.call("POST", "/wake_up"),
+        )
+
+    def _each(self, call: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """Make a call for each target at the same time, and return the results; leave out those that fail.
+
+        Raises UserError if none is left.
+        """
+        failed: dict[Replica, ServerUnavailable] = {}
+
+        async def patient(replica: Replica) -> list[T]:
+            deadline = time.monotonic() + REFUSED_SECONDS
+            while True:
+                try:
+                    return [await call(replica)]
+                except ServerUnavailable as error:
+                    if error.status in (429, 503) and time.monotonic() < deadline:
+                        await asyncio.sleep(PAUSE_SECONDS)
+                        continue
+                    replica.outdated = True
+                    replica.sessions.clear()
+                    failed[replica] = error
+                    return []
+
+        found = self.fleet.all(self.targets, patient)
+        self.targets = [replica for replica in self.targets if replica not in failed]
+        if not self.targets:
+            error = next(iter(failed.values()))
+            raise UserError(
+                f"policy.servers: no server took the new weights ({error}); start them with cuda-agent "
+                "fleet, then run the same command again."
+            ) from error
+        return [result for results in found for result in results]

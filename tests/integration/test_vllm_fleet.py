@@ -1,0 +1,174 @@
+"""A fleet of vLLM servers: sessions keep their server, survive its death, and see the newest weights only."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from fleet_fixtures import request, sessions
+from training_fixtures import params, tiny_policy, tiny_tokenizer
+from vllm_double import Engine, serving
+
+from components.core.errors import UserError
+from components.policy.sampler import Completion
+from components.policy.vllm_fleet import Fleet
+from components.policy.vllm_sampler import VllmSampler
+from components.policy.weight_stream import weight_buckets
+
+CONTEXT = 128
+VERSIONS = ("0.24.0", "0.33.0")
+
+
+def engine(version: str = "0.33.0", workers: int = 1) -> Engine:
+    return Engine(tiny_policy(seed=3), tiny_tokenizer(), CONTEXT, version=version, workers=workers)
+
+
+@contextmanager
+def fleet_of(*engines: Engine, patience: float = 20.0, loyal: float = 30.0) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(one)) for one in engines]
+        yield Fleet(urls, context=CONTEXT, version="v0", patience=patience, loyal=loyal)
+
+
+def sampler(fleet: Fleet, *sets: str) -> VllmSampler:
+    settings = params("policy.backend=vllm-server", f"policy.context={CONTEXT}", *sets).policy
+    return VllmSampler(fleet, (2,), settings, version="v0")
+
+
+def test_a_server_that_answers_503_for_a_while_is_survived_and_keeps_its_sessions() -> None:
+    busy = engine()
+    with fleet_of(busy) as fleet:
+        busy.refused = 6
+        found = asyncio.run(sessions(fleet, 3, 2))
+        assert all(completion.ids for turns in found for completion in turns)
+        figures = fleet.figures()
+        assert figures["sampler_retries"] >= 3 and figures["sampler_moves"] == 0
+
+
+def test_a_session_leaves_a_server_that_refuses_for_long() -> None:
+    busy, idle = engine(), engine()
+    with fleet_of(busy, idle, loyal=0.5) as fleet:
+        first = asyncio.run(sessions(fleet, 2, 1))
+        busy.refused = 10_000
+        again = asyncio.run(sessions(fleet, 2, 1))
+        assert [[c.ids for c in turns] for turns in first] == [[c.ids for c in turns] for turns in again]
+        assert fleet.figures()["sampler_moves"] == 1
+
+
+def test_patience_ends_with_one_sentence_that_a_flow_retries() -> None:
+    busy = engine()
+    with fleet_of(busy, patience=0.5) as fleet:
+        busy.refused = 10_000
+        with pytest.raises(UserError, match="no server has completed a request") as raised:
+            asyncio.run(sessions(fleet, 1, 1))
+        assert isinstance(raised.value.__cause__, ConnectionError)
+
+
+def test_a_request_that_can_never_succeed_is_refused_at_once() -> None:
+    with fleet_of(engine()) as fleet:
+        with pytest.raises(UserError, match="maximum context length is 128"):
+            asyncio.run(fleet.complete(request([1] * 127, 9), "s"))
+        assert fleet.figures()["sampler_retries"] == 0
+
+
+def test_a_cancelled_completion_is_aborted_at_the_server() -> None:
+    slow = engine()
+    slow.token_seconds = 0.2
+    with fleet_of(slow) as fleet:
+
+        async def run() -> None:
+            task = asyncio.create_task(fleet.complete(request([1, 3, 4], 40), "s"))
+            while not slow.running:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            while not slow.aborted:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_the_capacity_is_what_the_caches_hold_and_grows_with_use() -> None:
+    one, other = engine(), engine()
+    one.blocks, other.blocks = 4 * CONTEXT // 16, 2 * CONTEXT // 16
+    with fleet_of(one, other) as fleet:
+        assert fleet.capacity() == 6
+
+        async def run() -> None:
+            while fleet.capacity() == 6:
+                await sessions(fleet, 6, 2)
+
+        asyncio.run(asyncio.wait_for(run(), 15))
+
+
+def test_sessions_stay_where_their_prefix_is_cached() -> None:
+    one, other = engine(), engine()
+    with fleet_of(one, other) as fleet:
+        asyncio.run(sessions(fleet, 8, 6, tokens=12))
+        fleet.all(fleet.replicas, lambda replica: fleet._read_load(replica))
+        # Only whole blocks of 16 tokens are cached, and each prompt has at most 92 tokens.
+        assert fleet.figures()["sampler_prefix_hits"] > 0.5
+        assert one.queries > 0 and other.queries > 0, "sessions are divided"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("transfer", ["ipc", "disk"])
+def test_equal_weights_reach_two_workers_of_two_servers(version: str, transfer: str, tmp_path: Path) -> None:
+    engines = [engine(version, workers=2), engine(version, workers=2)]
+    trained = tiny_policy(seed=8)
+    trained.save_pretrained(tmp_path / "new")
+    with fleet_of(*engines) as fleet:
+        one = sampler(fleet, f"policy.weight_transfer={transfer}")
+        for number in (1, 2):
+            buckets = weight_buckets(trained, 10_000)
+            one.push(buckets, version=f"v{number}", folder=tmp_path / "new")
+        for each in engines:
+            for name, parameter in each.model.named_parameters():
+                assert torch.equal(parameter, trained.get_parameter(name)), name
+            assert version == "0.24.0" or each.label == "v2"
+            assert not each.paused
+
+
+@pytest.mark.parametrize("weights", ["new", "equal"])
+def test_a_worker_that_keeps_its_old_weights_is_noticed(weights: str) -> None:
+    stale = engine(workers=2)
+    with fleet_of(engine(workers=2), stale) as fleet:
+        one = sampler(fleet)
+        stale.workers[1].model.loses_updates = True
+        if weights == "equal":
+            one.push(weight_buckets(tiny_policy(seed=3), 10_000), version="v1")
+        else:
+            with pytest.raises(UserError, match=r"does not hold .* \(its parameters have other values\)"):
+                one.push(weight_buckets(tiny_policy(seed=8), 10_000), version="v1")
+        assert not stale.paused, "sampling goes on after a failed push"
+
+
+def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights() -> None:
+    slow = engine()
+    slow.token_seconds = 0.05
+    with fleet_of(slow) as fleet:
+        one = sampler(fleet, "policy.push_pause=abort")
+
+        async def run() -> Completion:
+            task = asyncio.create_task(
+                one.complete([1, 3, 4], max_new_tokens=60, temperature=1.0, seed=5, session="s")
+            )
+            while not slow.running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            buckets = weight_buckets(tiny_policy(seed=8), 10_000)
+            await asyncio.to_thread(one.push, buckets, version="v1")
+            slow.token_seconds = 0.0
+            return await task
+
+        found = asyncio.run(asyncio.wait_for(run(), 15))
+        assert isinstance(found.versions, tuple) and len(found.versions) == len(found.ids)
+        changed = found.versions.index("v1")
+        assert changed > 0 and set(found.versions[:changed]) == {"default"}
+        ids = torch.tensor([[1, 3, 4, *found.ids]])
+        for model, part in ((tiny_policy(seed=3), slice(0, changed)), (slow.model, slice(changed, None))):
+            with torch.no_grad():
+                scores = torch.log_softmax(model(ids).logits[0].double(), -1)
+            own = [float(scores[2 + place, token]) for place, token in enumerate(found.ids)]
+            assert found.logprobs[part] == pytest.approx(own[part], abs=1e-5)
