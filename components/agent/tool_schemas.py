@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 
 def _decoded(value: Any) -> Any:
-    """Parse JSON text: a call in tags carries its lists as text."""
+    """Return the value of a text that is JSON, because calls between tags pass lists as text."""
     try:
         return json.loads(value)
     except (TypeError, ValueError, RecursionError):  # not text, or no JSON

@@ -124,7 +124,11 @@ class ExactRunner:
     def _defer(
         self, departure: float, mix: InputMix, results: torch.Tensor, eager_results: torch.Tensor
     ) -> None:
-        """Keep a suspicious call if it departs more than all before, or with equal chances in their place."""
+        """Keep a suspicious call for a later comparison, at most two in all.
+
+        They are the call that departs most from eager and one of the others, which is replaced by a new one
+        with a probability that gives all calls the same chance.
+        """
         self.deferrable += 1
         is_largest = not self.deferred or not departure <= self.deferred[0].departure
         if is_largest or len(self.deferred) < 2 or secrets.randbelow(self.deferrable) == 0:

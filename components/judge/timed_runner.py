@@ -311,7 +311,7 @@ class TimedRunner:
         return seconds
 
     def _write_warm_up_inputs(self) -> None:
-        """Write inputs that are valid but secret to nobody into the last set: zeros, and known integers."""
+        """Write valid inputs that need not be secret into the last set: zeros, and known integers."""
         original = self.reference.inputs.original(0)
         for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):
             if tensor.is_floating_point():

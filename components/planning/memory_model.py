@@ -11,7 +11,7 @@ bfloat16 with AdamW:
 - Activations under checkpointing: the input of each layer, 2TH bytes, and the working memory of one layer.
   That is 2T(4H + 5Q + 4K) bytes for attention, where Q and K are the widths of queries and keys, 12TI for a
   dense feed-forward layer of width I, and 4Tk(2H + 3I) for k experts of width I per token.
-- The output head: at most four float32 tensors of logits of LOGITS_BYTES (training/token_scores.py).
+- The output head: at most four float32 tensors of logits of LOGITS_BYTES (training/output_head.py).
 
 The largest use of the GPU is in the backward pass, or in the optimizer's step if its temporary copies are
 larger than the activations.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from components.core.params import Engine, Params, Ppo
 from components.planning.model_shapes import ModelShapes
 
-# Limit in bytes of one float32 tensor of logits in the trainer (training/token_scores.py).
+# Limit in bytes of one float32 tensor of logits in the trainer (training/output_head.py).
 LOGITS_BYTES = 2**28
 # Largest number of elements in a gradient bucket of DeepSpeed (training/engine.py).
 REDUCE_BUCKET = 500_000_000
@@ -104,7 +104,7 @@ class RankMemory:
 
 
 def roles_of(params: Params, shapes: ModelShapes) -> Roles:
-    """Return the networks of those PPO stages that need the most."""
+    """Return the networks that the PPO stages need, those of both stages together."""
     adapter = params.policy.adapter
     stages = (params.warmup, params.agentic)
     return Roles(

@@ -25,12 +25,12 @@ from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.training.advantages import discounted_rewards, explained_variance, row_gae
 from components.training.batches import Batch, EarnedRows, Packed, Streams, own_offsets
-from components.training.checkpointing import resume
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.losses import value_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, load_critic
 from components.training.ranks import sharded_loading
+from components.training.resumable_state import resume
 from components.training.rollouts import derived_seed
 from components.training.stage import Stage, StageResult
 from components.training.training_loop import StepRecord, finish, fit
@@ -166,7 +166,7 @@ def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
 
 
 class OfTask(Protocol):
-    """A trajectory, or what is known of it."""
+    """Something that belongs to a task, such as a trajectory or its record."""
 
     @property
     def task_id(self) -> str: ...

@@ -21,7 +21,7 @@ from components.policy.adapter import add_adapter
 from components.policy.checkpoint import explain_load_errors
 from components.training import document_attention
 from components.training.batches import Packed
-from components.training.token_scores import TokenScores
+from components.training.output_head import TokenScores
 
 VALUE_HEAD = "value_head.safetensors"
 

@@ -28,7 +28,6 @@ from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint
 from components.training.advantages import explained_variance, row_gae, whiten
 from components.training.batches import Packed, Rollout, Streams, collate, stream
-from components.training.checkpointing import resume
 from components.training.collapse_detection import Collapsed, collapse
 from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork
 from components.training.expert_load import ExpertLoad
@@ -46,6 +45,7 @@ from components.training.metrics_file import Figures
 from components.training.microbatching import Loss, MetricSums, evaluate, train_step
 from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
 from components.training.ranks import sharded_loading
+from components.training.resumable_state import resume
 from components.training.rollouts import (
     RunEpisodes,
     SolveRateTracker,

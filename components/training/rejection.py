@@ -19,10 +19,10 @@ from components.agent.trajectory import Trajectory
 from components.core.files import digest_json
 from components.core.params import Rejection
 from components.training.batches import Packed, Streams, make_batch
-from components.training.checkpointing import resume
 from components.training.engine import DeepSpeedEngine
 from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
+from components.training.resumable_state import resume
 from components.training.rollouts import (
     RunEpisodes,
     TrainedPolicy,

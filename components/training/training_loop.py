@@ -1,6 +1,6 @@
 """Training loop of all stages: running the steps of a stage and writing its result.
 
-A stage builds its engines, calls `checkpointing.resume` on them, then `fit` with a function that trains one
+A stage builds its engines, calls `resumable_state.resume` on them, then `fit` with a function that trains one
 step, and then `finish`. What a step computes depends only on the state and on the step's number, so a resumed
 stage ends with bitwise the same weights as one that was never interrupted.
 """
@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from components.core.files import read_json, write_json
 from components.core.task import dataset_version
 from components.policy.checkpoint import save_checkpoint, verify_checkpoint
-from components.training.checkpointing import TrainState
 from components.training.collapse_detection import Collapsed, Terminated, sigterm_deferred
 from components.training.engine import NotFinite
 from components.training.metrics_file import Figures
+from components.training.resumable_state import TrainState
 from components.training.stage import CHECKPOINT, RESULT, TASKS, StageResult
 
 

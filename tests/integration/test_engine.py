@@ -125,7 +125,7 @@ def test_no_native_extension_is_built_on_cpu() -> None:
 def test_recomputing_sliced_logits_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, gradients = uneven(), []
     for limit in (2**28, 4 * VOCABULARY * 8):
-        monkeypatch.setattr("components.training.token_scores.LOGITS_BYTES", limit)
+        monkeypatch.setattr("components.training.output_head.LOGITS_BYTES", limit)
         network = Actor(tiny_policy(), 0.7)
         likelihood_loss(network, pack(batch, range(7)), Streams())[0].backward()
         gradients.append(

@@ -18,7 +18,7 @@ from components.planning import capacity, memory_choices, memory_model, model_sh
 from components.planning.memory_model import RankMemory, Roles, rank_memory
 from components.policy import checkpoint
 from components.policy.adapter import add_adapter
-from components.training import token_scores
+from components.training import output_head
 from components.training.ranks import deepspeed_config
 from components.training.stage import check_stages
 
@@ -236,7 +236,7 @@ def test_a_32b_on_few_gpus_fits_with_offloads_only(tokens: int, ranks: int) -> N
 
 
 def test_limits_of_the_trainer_are_those_of_the_plan() -> None:
-    assert token_scores.LOGITS_BYTES == memory_model.LOGITS_BYTES
+    assert output_head.LOGITS_BYTES == memory_model.LOGITS_BYTES
     assert checkpoint.BUCKET_BYTES == memory_model.BUCKET_BYTES
     bucket = inspect.signature(deepspeed_config).parameters["bucket"].default
     assert bucket == memory_model.REDUCE_BUCKET

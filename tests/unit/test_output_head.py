@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.training import token_scores
-from components.training.token_scores import TokenScores
+from components.training import output_head
+from components.training.output_head import TokenScores
 
 VOCABULARY, HIDDEN = 1000, 16
 
@@ -58,7 +58,7 @@ def test_slices_of_any_size_give_the_scores_and_gradients_of_all_logits(
 ) -> None:
     arguments = inputs(tokens, torch.float32, bias)
     whole = scores_of(*arguments)
-    monkeypatch.setattr(token_scores, "LOGITS_BYTES", limit)
+    monkeypatch.setattr(output_head, "LOGITS_BYTES", limit)
     sliced = scores_of(*arguments)
     assert whole.keys() == sliced.keys()
     for name, expected in whole.items():
@@ -77,7 +77,7 @@ def test_slicing_loses_no_precision_in_bfloat16(monkeypatch: pytest.MonkeyPatch)
         }
 
     whole = error(scores_of(head, states, targets))
-    monkeypatch.setattr(token_scores, "LOGITS_BYTES", 4 * VOCABULARY * 40)
+    monkeypatch.setattr(output_head, "LOGITS_BYTES", 4 * VOCABULARY * 40)
     sliced = error(scores_of(head, states, targets))
     for name in exact:
         assert sliced[name] < 1.3 * whole[name] + 1e-4, name
@@ -95,7 +95,7 @@ def test_at_most_four_slices_of_logits_are_alive(
     tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 4 * VOCABULARY * 64
-    monkeypatch.setattr(token_scores, "LOGITS_BYTES", limit)
+    monkeypatch.setattr(output_head, "LOGITS_BYTES", limit)
     head, states, targets = inputs(tokens, dtype)
     memory = PeakMemory()
     with memory:
