@@ -98,7 +98,7 @@ class CommonOptions:
         themselves.
         """
         resolved = self.resolve(*overrides, defaults=defaults)
-        if not resolved.params.pool.judges:
+        if not resolved.params.pool.judges and not resolved.params.pool.service:
             from components.sandbox.preflight import check_isolation
 
             check_isolation(resolved.params.sandbox, resolved.params.device)

@@ -65,7 +65,10 @@ def judge(
     }
     overrides = [f"{name}={value}" for name, value in chosen.items() if value]
     device_setting = f"device={device or default_device()}"
-    resolved = options.resolve_for_judging(device_setting, *overrides, defaults=() if precise else QUICK)
+    # A service judges with its own number of rounds.
+    is_remote = bool(options.resolve(device_setting, *overrides).params.pool.service)
+    defaults = () if precise or is_remote else QUICK
+    resolved = options.resolve_for_judging(device_setting, *overrides, defaults=defaults)
     from components.judge.candidate_folder import judge_workdir
     from components.judge.verdict import Labels
 

@@ -345,6 +345,11 @@ class Pool(FrozenModel):
         "kind of these GPUs, whose memory and speed plans take from its datasheet"
     )
     price: Annotated[float, Field(ge=0)] = throughput("price of a GPU-hour, in any currency, for plans")
+    service: str = throughput(
+        "address of a service that judges (cuda-agent serve --http), such as http://127.0.0.1:8470; "
+        "empty judges as pool.judges says"
+    )
+    service_token: str = throughput("file with the service's token; empty sends none")
 
 
 class Evaluation(FrozenModel):

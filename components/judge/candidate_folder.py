@@ -71,12 +71,18 @@ def judge_workdir(
 
     `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
     task is the workspace's model.py. `folder` is the folder of the judge. The resident judge of this folder
-    is asked if it runs; otherwise a judge is started. Raises UserError if a file is missing or not valid.
+    is asked if it runs; otherwise a judge is started. With `pool.service`, that service is asked instead.
+    Raises UserError if a file is missing or not valid.
     """
     files = read_candidate(workdir)
     if task is None and workdir.is_file():
         raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
     kernel_task = load_task(task if task is not None else workdir / "model.py")
+    if params.pool.service:
+        from components.judge.http_pool import HttpJudge
+
+        with contextlib.closing(HttpJudge(params)) as service:
+            return service.verdict(kernel_task, files, compare_compile=True)
     with contextlib.closing(connect(params, folder) or start_judge(params, folder, report)) as judge:
         return judge.verdict(kernel_task, files, compare_compile=True, report=report)
 

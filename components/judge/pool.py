@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from components.core import telemetry
-from components.core.errors import InfrastructureError
+from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
@@ -291,6 +291,12 @@ def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> 
     The arguments are those of `LocalPool`. Raises IsolationUnavailable if no runner can be isolated; this is
     checked before anything is loaded or sampled.
     """
+    if params.pool.service:
+        if params.pool.judges:
+            raise UserError("pool.service: pool.judges starts other judges; set pool.judges to 0.")
+        from components.judge.http_pool import HttpPool
+
+        return HttpPool(params, verdicts)
     if not params.pool.judges:
         check_isolation(params.sandbox, params.device)
     return LocalPool(params, verdicts, use_resident=use_resident)

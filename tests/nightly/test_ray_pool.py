@@ -1,4 +1,4 @@
-"""The judge pool on Ray, with judges of this machine and of a cluster of two nodes; ranks on both."""
+"""The judge pool on this machine, on a service and on a cluster of two nodes; ranks on the cluster."""
 
 import dataclasses
 import os
@@ -16,6 +16,7 @@ import training_fixtures
 from prefect_fixtures import wait_for
 from ray.util.placement_group import remove_placement_group
 from safetensors.torch import load_file
+from serve_fixtures import start
 
 from components.core import ray_cluster
 from components.core.config import PROJECT
@@ -51,7 +52,15 @@ def with_pool(params: Params, **pool: Any) -> Params:
     return params.model_copy(update={"pool": params.pool.model_copy(update=pool)})
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    process, address = start(tmp_path_factory.mktemp("service"))
+    yield address
+    process.terminate()
+    process.wait(60)
+
+
+@pytest.fixture(scope="module", params=["local", "ray", "http"])
 def make_pool(request: pytest.FixtureRequest, ci_params: Params) -> Iterator[MakePool]:
     made: list[LocalPool] = []
     environment = pytest.MonkeyPatch()
@@ -59,6 +68,8 @@ def make_pool(request: pytest.FixtureRequest, ci_params: Params) -> Iterator[Mak
     if request.param == "ray":
         environment.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))
         params = with_pool(ci_params, judges=1, resource="H20")
+    if request.param == "http":
+        params = with_pool(ci_params, service=request.getfixturevalue("service"))
     warm: list[object] = []
 
     def make(folder: Path) -> LocalPool:
@@ -85,7 +96,7 @@ def test_a_verdict_is_measured_once_per_epoch_and_journalled(
     pool = make_pool(tmp_path)
     job = Job(corpus.TASK, Candidate.of(SIMD), "0")
     first = pool.submit(job).result(600)
-    assert first.status == "correct" and first.evidence.keys() >= {"seeds"}
+    assert first.status == "correct" and first.evidence.keys() >= {"raw_seconds"}
     assert pool.submit(job).result(30) == first
     again = LocalPool(ci_params, tmp_path / "verdicts")
     assert again.submit(job).result(30) == first, "a journal means the same to every pool"

@@ -1,5 +1,6 @@
 """The HTTP service's queue, tokens and routes, with judges that need no sandbox."""
 
+import contextlib
 import json
 import threading
 import time
@@ -13,8 +14,10 @@ from fastapi.testclient import TestClient
 from service_fixtures import PARAMS, TASK, TextJudges, body, service, token
 
 from components.core.errors import UserError
+from components.core.params import Params
+from components.judge.pool import Candidate, Job, open_pool
 from components.service.app import BODY_BYTES, make_app
-from components.service.http_server import bind
+from components.service.http_server import bind, serving
 from components.service.jobs import JobService
 from components.service.requests import JudgementBody
 from components.service.tokens import LOCAL, TokenFile, create_token, read_tokens, write_tokens
@@ -257,3 +260,49 @@ def test_other_machines_are_served_with_tokens_only() -> None:
             bind(str(port), has_tokens=False)
     with pytest.raises(UserError, match="give a port"):
         bind("here", has_tokens=False)
+
+
+@pytest.fixture
+def address(tmp_path: Path, judges: TextJudges) -> Iterator[str]:
+    with (
+        bind("0", has_tokens=False) as listener,
+        serving(judges, PARAMS, tmp_path / "there", [TASK], listener, None),
+    ):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def at(address: str, **pool: Any) -> Params:
+    return PARAMS.model_copy(update={"pool": PARAMS.pool.model_copy(update={"service": address} | pool)})
+
+
+def test_a_pool_on_a_service_measures_once_per_epoch_also_after_its_journal_is_lost(
+    address: str, tmp_path: Path, judges: TextJudges
+) -> None:
+    candidate = Candidate.of({"model_new.py": "a"})
+    for _ in range(2):
+        with contextlib.closing(open_pool(at(address), tmp_path / "verdicts")) as pool:
+            for epoch in ("first", "second", "first"):
+                assert pool.submit(Job(TASK, candidate, epoch)).result(10).status == "wrong_output"
+            assert pool.submit(Job(TASK, Candidate.of({"model_new.py": "fail"}), "0")).result(30).status == (
+                "infrastructure"
+            )
+            assert pool.admit(TASK.code).result(10).admitted
+        for path in (tmp_path / "verdicts").glob("??/*.json"):
+            path.unlink()
+    assert [text for _, text in judges.measured].count("a") == 2
+
+
+def test_a_pool_names_what_is_wrong_with_its_service(address: str, tmp_path: Path) -> None:
+    def error_of(params: Params) -> str:
+        with contextlib.closing(open_pool(params, tmp_path / "verdicts")) as pool:
+            error = pool.submit(Job(TASK, Candidate.of({"model_new.py": "a"}), "0")).exception(10)
+        assert isinstance(error, UserError)
+        return str(error)
+
+    assert "no service at http://127.0.0.1:1" in error_of(at("http://127.0.0.1:1"))
+    assert "cannot be read" in error_of(at(address, service_token=str(tmp_path / "none")))
+    sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7})
+    other = at(address).model_copy(update={"sandbox": sandbox})
+    assert "sandbox.rounds is 5 there and 7 here" in error_of(other)
+    with pytest.raises(UserError, match=r"pool\.judges"):
+        open_pool(at(address, judges=2), tmp_path / "verdicts")
