@@ -5,6 +5,7 @@ The packages that the report lists are looked up but not imported by the code of
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -127,6 +128,8 @@ def examine(resolved: Resolved) -> list[Finding]:
             "a run may fail on a full disk; free some space or give another --home",
         ),
         _readable("policy", lambda: _policy(params)),
+        _readable("pool", lambda: pool(params)),
+        *samplers(params),
         _readable("suite", lambda: _suite(params)),
         _readable("evaluation programs", lambda: _evaluation_programs(params)),
         *(_package(name, cost) for name, cost in PACKAGES.items()),
@@ -169,6 +172,40 @@ def _policy(params: Params) -> str:
 
     check_policy_source(params)
     return params.policy.source
+
+
+def pool(params: Params) -> str:
+    """Return what there is for the trainers and judges; raise UserError for what is missing or cannot fit."""
+    from components.core.errors import UserError
+    from components.planning.role_memory import check_fits
+
+    trainers, judges = params.pool.trainers, params.pool.judges
+    if params.policy.source == "scratch" or (Path(params.policy.source) / "config.json").is_file():
+        check_fits(params)
+    if not trainers and not judges:
+        return "the process of the run trains and judges"
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("pool: trainers and judges need Ray; install the extra ray.")
+    from components.core.ray_cluster import check_capacity
+
+    check_capacity(params)
+    return f"the Ray cluster has room for {trainers} trainers and {judges} judges"
+
+
+def samplers(params: Params) -> list[Finding]:
+    """Return the finding on the vLLM servers, if the profile samples from servers."""
+    import httpx
+
+    if params.policy.backend != "vllm-server":
+        return []
+    answers = []
+    for url in params.policy.servers:
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+            answers += [url] if httpx.get(f"{url.rstrip('/')}/health", timeout=2).is_success else []
+    silent = [url for url in params.policy.servers if url not in answers]
+    count = f"{len(answers)} of {len(params.policy.servers)} vLLM servers answer"
+    cost = f"nothing can be sampled from {', '.join(silent)}; start them as docs/training.md says"
+    return [Finding("samplers", not silent, count, cost)]
 
 
 def _suite(params: Params) -> str:

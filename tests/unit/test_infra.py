@@ -23,7 +23,10 @@ import typer
 import yaml
 
 from components.cli.main import app
-from components.core.config import PROJECT
+from components.core.config import PROJECT, resolve
+from components.planning.capacity import GPUS, default_inputs
+from components.planning.model_shapes import PROFILE_MODELS, named_shapes
+from components.planning.role_memory import sampler_memory
 
 INFRA = PROJECT / "infra"
 OVERLAYS = ("cpu", "h20")
@@ -98,7 +101,7 @@ def test_every_pod_is_named_by_a_network_policy_and_nothing_is_open_by_default(o
     assert {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]} in policies
     selectors = json.dumps([policy["podSelector"] for policy in policies])
     for document in documents:
-        if document["kind"] in ("Deployment", "Job"):
+        if document["kind"] in ("Deployment", "StatefulSet", "Job"):
             component = document["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
             assert f'"{component}"' in selectors, component
     flow = json.loads((INFRA / "prefect" / "kubernetes.json").read_text())["job_configuration"][
@@ -110,7 +113,7 @@ def test_every_pod_is_named_by_a_network_policy_and_nothing_is_open_by_default(o
 def test_only_judges_are_unconfined_and_h20s_are_chosen_by_label() -> None:
     documents = rendered("h20")
     for document in documents:
-        if document["kind"] in ("Deployment", "Job"):
+        if document["kind"] in ("Deployment", "StatefulSet", "Job"):
             for container in document["spec"]["template"]["spec"]["containers"]:
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, document[
                     "metadata"
@@ -119,15 +122,59 @@ def test_only_judges_are_unconfined_and_h20s_are_chosen_by_label() -> None:
                     "metadata"
                 ]["name"]
     (ray,) = (document for document in documents if document["kind"] == "RayCluster")
-    (group,) = ray["spec"]["workerGroupSpecs"]
-    pod = group["template"]["spec"]
-    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H20"}
-    assert (
-        pod["containers"][0]["securityContext"] == LEAST
-        and pod["hostUsers"] is False
-        and pod["securityContext"]["runAsUser"] == 10001
-    )
-    assert group["replicas"] * int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == 128
+    for group in ray["spec"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H20"}
+        assert (
+            pod["containers"][0]["securityContext"] == LEAST
+            and pod["hostUsers"] is False
+            and pod["securityContext"]["runAsUser"] == 10001
+        )
+
+
+def gpus(pod: dict[str, Any]) -> int:
+    return sum(int(one["resources"]["limits"]["nvidia.com/gpu"]) for one in pod["containers"])
+
+
+def test_the_gpus_of_the_groups_are_those_of_the_pool() -> None:
+    documents = {(document["kind"], document["metadata"]["name"]): document for document in rendered("h20")}
+    params = resolve("h20-pool").params
+    groups = {
+        group["groupName"]: group["replicas"] * gpus(group["template"]["spec"])
+        for group in documents["RayCluster", "pool"]["spec"]["workerGroupSpecs"]
+    }
+    sampler = documents["StatefulSet", "sampler"]["spec"]
+    groups["samplers"] = sampler["replicas"] * gpus(sampler["template"]["spec"])
+    pool = params.pool.model_dump(include={"trainers", "samplers", "judges"})
+    assert groups == pool and sum(groups.values()) == 128
+    for group in documents["RayCluster", "pool"]["spec"]["workerGroupSpecs"]:
+        offered = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert offered == {"H20": gpus(group["template"]["spec"])}
+
+    # Each server has the tensor parallelism of the plan, the whole context, and an address in the profile.
+    shapes = named_shapes(PROFILE_MODELS["h20-pool"])
+    inputs = default_inputs(params, GPUS["h20"], shapes)
+    planned = sampler_memory(params, {name: item.value for name, item in inputs.items()})
+    (container,) = sampler["template"]["spec"]["containers"]
+    assert f"--tensor-parallel-size={planned['tensor_parallel']}" in container["args"]
+    assert gpus(sampler["template"]["spec"]) == planned["tensor_parallel"]
+    assert sampler["replicas"] == planned["replicas"]
+    assert f"--max-model-len={params.policy.context}" in container["args"]
+    sets = [argument.removeprefix("--set=") for argument in deploy_arguments("h20") if "--set=" in argument]
+    given = resolve("h20-pool", tuple(sets)).params
+    service = documents["Service", sampler["serviceName"]]
+    (port,) = service["spec"]["ports"]
+    assert given.policy.servers == [
+        f"http://sampler-{index}.{service['metadata']['name']}:{port['port']}"
+        for index in range(sampler["replicas"])
+    ]
+    assert given.pool.resource == "H20" and given.policy.source == container["args"][0]
+
+
+def deploy_arguments(overlay: str) -> list[str]:
+    (job,) = (document for document in rendered(overlay) if document["kind"] == "Job")
+    arguments: list[str] = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    return arguments
 
 
 def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
@@ -277,8 +324,7 @@ def test_deploy_is_called_with_options_and_parameters_that_exist(where: str) -> 
             *(f"{option}={value}" for option, value in zip(words[::2], words[1::2], strict=True)),
         ]
     else:
-        (job,) = (document for document in rendered(where) if document["kind"] == "Job")
-        arguments = job["spec"]["template"]["spec"]["containers"][0]["args"]
+        arguments = deploy_arguments(where)
     assert arguments[:2] == ["cuda-agent", "deploy"]
     for argument in arguments[2:]:
         option, _, value = argument.partition("=")

@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from components.agent.trajectory import Trajectory, Turn, save_trajectories
+from components.cli import doctor
 from components.cli.params import home_inputs
 from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
@@ -244,3 +247,21 @@ def trajectory(turns: int) -> Trajectory:
     tokens, ones = [1] * 10 * turns, [1] * 10 * turns
     verdicts = (Verdict(status="correct"),)
     return Trajectory("task", tokens, ones, [-0.5] * 10 * turns, (turn,) * turns, verdicts, 1.0, "stop", "v0")
+
+
+def test_doctor_says_what_of_the_pool_is_there() -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        there, nobody = f"http://127.0.0.1:{server.server_port}", "http://127.0.0.1:9"
+        params = resolve("hf-adapter", (f"policy.servers=[{there},{nobody}]",)).params
+        (found,) = doctor.samplers(params)
+        server.shutdown()
+    assert not found.here and found.found == "1 of 2 vLLM servers answer" and nobody in found.cost
+    assert there not in found.cost
+    assert doctor.pool(params) == "the process of the run trains and judges"
+    assert doctor.samplers(resolve("smoke").params) == []
