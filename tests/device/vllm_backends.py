@@ -12,11 +12,14 @@ once more. One line for each backend:
     stale        the same against weights that were not pushed: what a lost push would look like
     tokens/s     sampled tokens per second, one batch of all sequences
     push s       seconds of one push, mean of three
+    turns/s      tokens per second of sessions of four turns, each of which begins when the last one ended
+    hits         share of the prompts' tokens of these sessions that the servers' caches had
 
 Exit code 1 when a backend failed or agrees no better than stale weights do.
 """
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import os
@@ -44,8 +47,6 @@ from components.policy.sampler import Completion, Sampler, complete_all
 from components.policy.vllm_local import WORKER_EXTENSION
 from components.policy.vllm_sampler import VllmSampler
 from components.policy.weight_stream import weight_buckets
-from components.training.batches import pad
-from components.training.networks import Actor
 
 CASES = ("transformers", "vllm ipc", "vllm disk", "vllm-server ipc", "vllm-server disk")
 NOISE = 0.02
@@ -122,21 +123,18 @@ def server(case: str, folder: Path, dtype: str, log: Path) -> Iterator[str]:
         process.wait()
 
 
-def difference(actor: Actor, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> float:
+def difference(
+    model: PreTrainedModel, prompts: Sequence[list[int]], completions: Sequence[Completion]
+) -> float:
     """Mean absolute difference of the own tokens' log-probabilities (nats)."""
     total, tokens = 0.0, 0
-    for first in range(0, len(prompts), 16):
-        rows = [
-            ([*p, *c.ids], [0] * len(p) + [1] * len(c.ids))
-            for p, c in zip(prompts[first : first + 16], completions[first : first + 16], strict=True)
-        ]
-        batch = pad(rows).to(torch.device("cuda"))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([[*prompt, *completion.ids]], device="cuda")
         with torch.no_grad():
-            logprob, _ = actor(batch.ids, batch.action_mask)
-        for row, completion in enumerate(completions[first : first + 16]):
-            own = logprob[row][batch.action_mask[row]].double().cpu()
-            total += float((own - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().sum())
-            tokens += len(completion.ids)
+            scores = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        own = scores.gather(1, ids[0, len(prompt) :, None])[:, 0].double().cpu()
+        total += float((own - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().sum())
+        tokens += len(completion.ids)
     return total / tokens
 
 
@@ -147,6 +145,25 @@ def change(model: PreTrainedModel, seed: int) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=source, device="cuda", dtype=torch.float32)
             parameter.add_((NOISE * parameter.float().std().nan_to_num(0.01) * noise).to(parameter.dtype))
+
+
+async def converse(sampler: Sampler, prompts: Sequence[list[int]], limit: int) -> int:
+    """Sample four turns of a session for each prompt, and return the number of sampled tokens."""
+
+    async def session(index: int) -> int:
+        ids, count = list(prompts[index]), 0
+        for turn in range(4):
+            found = await sampler.complete(
+                ids,
+                max_new_tokens=limit // 4,
+                temperature=1.0,
+                seed=4 * index + turn,
+                session=f"turns-{index}",
+            )
+            ids, count = [*ids, *found.ids, *prompts[index - 1][:32]], count + len(found.ids)
+        return count
+
+    return sum(await asyncio.gather(*(session(index) for index in range(len(prompts)))))
 
 
 def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> dict[str, Any]:
@@ -182,7 +199,6 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
             ).tolist()
             for _ in range(sequences)
         ]
-        actor = Actor(trained, 1.0)
         complete_all(sampler, prompts[:8], max_new_tokens=8, temperature=1.0, seed=0)
         seconds = []
         for number in range(1, 4):
@@ -193,17 +209,27 @@ def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> 
         started = time.monotonic()
         found = complete_all(sampler, prompts, max_new_tokens=limit, temperature=1.0, seed=1)
         elapsed = time.monotonic() - started
-        agreement = difference(actor, prompts, found)
+        agreement = difference(trained, prompts, found)
         greedy = complete_all(sampler, prompts[:16], max_new_tokens=limit, temperature=0.0, seed=1)
-        agreement_greedy = difference(actor, prompts[:16], greedy)
+        agreement_greedy = difference(trained, prompts[:16], greedy)
+        if isinstance(sampler, VllmSampler):
+            sampler.figures()
+        began = time.monotonic()
+        in_turns = asyncio.run(converse(sampler, prompts, limit)) / (time.monotonic() - began)
+        if isinstance(sampler, VllmSampler):
+            # The fleet reads the figures of its servers every two seconds.
+            time.sleep(5)
+        hits = sampler.figures().get("sampler_prefix_hits", 0.0) if isinstance(sampler, VllmSampler) else 0.0
         change(trained, 9)
         return {
             "backend": case,
             "difference": agreement,
             "greedy": agreement_greedy,
-            "stale": difference(actor, prompts, found),
+            "stale": difference(trained, prompts, found),
             "tokens/s": sum(len(completion.ids) for completion in found) / elapsed,
             "push s": sum(seconds) / len(seconds),
+            "turns/s": in_turns,
+            "hits": hits,
             "parameters": sum(parameter.numel() for parameter in trained.parameters()),
         }
 
@@ -243,7 +269,8 @@ def main() -> None:
             folder = Path(temporary) / "policy"
             make_checkpoint(folder)
         print(
-            f"{'backend':<18}{'difference':>12}{'greedy':>12}{'stale':>12}{'tokens/s':>12}{'push s':>10}",
+            f"{'backend':<18}{'difference':>12}{'greedy':>12}{'stale':>12}{'tokens/s':>12}"
+            f"{'push s':>10}{'turns/s':>10}{'hits':>7}",
             flush=True,
         )
         for case in CASES:
@@ -275,7 +302,9 @@ def main() -> None:
                 continue
             row = json.loads(lines[-1].removeprefix("RESULT "))
             figures = "".join(f"{row[name]:>12.5f}" for name in ("difference", "greedy", "stale"))
-            figures += f"{row['tokens/s']:>12.0f}{row['push s']:>10.3f}"
+            figures += (
+                f"{row['tokens/s']:>12.0f}{row['push s']:>10.3f}{row['turns/s']:>10.0f}{row['hits']:>7.2f}"
+            )
             print(f"{case:<18}{figures}", flush=True)
             failed |= not row["difference"] < 0.5 * row["stale"]
     sys.exit(failed)

@@ -1,6 +1,7 @@
 """A fleet of vLLM servers: sessions keep their server, survive its death, and see the newest weights only."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from fleet_fixtures import request, sessions
 from training_fixtures import params, tiny_policy, tiny_tokenizer
 from vllm_double import Engine, serving
 
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.policy.sampler import Completion
 from components.policy.vllm_fleet import Fleet
@@ -172,3 +174,35 @@ def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights() -> N
                 scores = torch.log_softmax(model(ids).logits[0].double(), -1)
             own = [float(scores[2 + place, token]) for place, token in enumerate(found.ids)]
             assert found.logprobs[part] == pytest.approx(own[part], abs=1e-5)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("transfer", ["ipc", "disk"])
+def test_every_route_and_field_that_is_used_is_one_of_that_version(
+    version: str, transfer: str, tmp_path: Path
+) -> None:
+    # Routes and fields of the classes in vLLM's wheels, see `vllm_contract.json`.
+    facts = json.loads((PROJECT / "tests" / "data" / "vllm_contract.json").read_text())[version]
+    used, trained = engine(version), tiny_policy(seed=8)
+    trained.save_pretrained(tmp_path / "new")
+    with fleet_of(used) as fleet:
+        one = sampler(fleet, f"policy.weight_transfer={transfer}", "policy.sleep=true")
+        one.sleep()
+        one.push(weight_buckets(trained, 10_000), version="v1", folder=tmp_path / "new")
+        (found,) = asyncio.run(sessions(fleet, 1, 1))[0]
+        assert found.versions == ("v1" if version == "0.24.0" else ("v1",) * len(found.ids))
+    assert set(used.calls) <= set(facts["routes"])
+    for route, body in used.bodies:
+        match route:
+            case "/init_weight_transfer_engine":
+                assert set(body["init_info"]) <= set(facts["ipc_init"])
+            case "/update_weights":
+                assert set(body["update_info"]) <= set(facts["ipc_update"])
+            case "/v1/completions":
+                assert set(body) <= set(facts["completion"])
+            case "/inference/v1/generate":
+                assert set(body) <= set(facts["generate"])
+                assert set(body["sampling_params"]) <= set(facts["sampling"])
+    if version != "0.24.0":
+        read = {"token_ids", "logprobs", "finish_reason", "weight_versions"}
+        assert read <= set(facts["choice"]) and set(facts["span"]) == {"version", "start", "end"}
