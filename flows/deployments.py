@@ -90,9 +90,11 @@ def nightly(
     """Run the pipeline as `cuda-agent run` does, and ask a person about the new version if it waits for one.
 
     If `dated` is true, the day for which the run was scheduled is the seed, so that every day has a run of
-    its own and a retry on a later day continues the same run.
+    its own and a retry on a later day continues the same run. With night.new_tasks it is data.seed too.
     """
     day = [f"seed={scheduled_day()}"] if dated else []
+    if dated and settings(profile, sets, home).params.night.new_tasks:
+        day.append(f"data.seed={scheduled_day()}")
     run = run_context.open_run(settings(profile, sets, home, *day), redo_from)
 
     def work(progress: Progress) -> FlowResult:

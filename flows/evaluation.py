@@ -1,5 +1,6 @@
 """The evaluation of one policy on one suite as a Prefect task, cached by the digests of policy and suite."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
     evaluations of one run. It is not part of the cache key, because the same policy under another title gives
     the same evaluation.
     """
-    run = context.run
-    suite = load_suite(run.params, context.dataset_folder)
+    run, params = context.run, context.params
+    suite = load_suite(params, context.dataset_folder)
 
     def work(folder: Path) -> EvaluationRecord:
+        started = time.monotonic()
         evaluation = evaluate(
-            checkpoint_policy(run.home / checkpoint, run.params),
+            checkpoint_policy(run.home / checkpoint, params),
             suite,
             context.pool,
             folder,
@@ -33,7 +35,7 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
             # task, and a resumed evaluation, which has the same folder, continues.
             epoch=folder.name,
             progress=RenamedProgress(context.progress, title),
-            seed=run.params.seed,
+            seed=params.seed,
             admit=context.pool.admit if isinstance(context.pool, LocalPool) else None,
         )
         results = folder / RESULTS
@@ -41,6 +43,7 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
             results=results.relative_to(run.home).as_posix(),
             digest=digest_file(results),
             figures=figures(evaluation.overall),
+            seconds=round(time.monotonic() - started, 3),
         )
 
     return context.stage(

@@ -1,24 +1,31 @@
 """Say for each stage of a run whether it is cached, or why it would run (`cuda-agent run --explain`).
 
-Nothing is run, written or downloaded. What a stage would make is unknown, so behind the first stage that runs
-only changes of parameters and files are compared, and changed inputs are named by the stage that makes them.
+Nothing is run. A champion from which the night would start is copied into the home. What a stage would make
+is unknown, so behind the first stage that runs only changes of parameters and files are compared, and changed
+inputs are named by the stage that makes them.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from components.core.config import flatten_values
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
 from components.core.param_kinds import result_values
+from components.core.params import Params
 from components.core.records import FrozenModel
 from components.evaluation.suites import load_suite
 from components.training.stage import stages_of_run
 from flows.data_inputs import absolute_values, maker_digest
-from flows.run_context import PipelineRun
-from flows.stage_keys import RECORD, KeyParts, read_parts
+from flows.run_context import PipelineRun, prepare_environment
+from flows.stage_keys import RECORD, KeyParts, key_parts, read_parts
+
+if TYPE_CHECKING:
+    from flows.night import StartPolicy, Unfinished
 
 # Sections of the parameters on which DVC's stage `tasks` depends (dvc.yaml).
 DATA = ("data", "device", "precision", "sandbox")
@@ -43,8 +50,8 @@ class Known:
 class Explainer:
     """Follows the stages of a run in their order, and collects an explanation of each."""
 
-    def __init__(self, run: PipelineRun):
-        self.run = run
+    def __init__(self, run: PipelineRun, params: Params):
+        self.run, self.params = run, params
         self.found: list[Explanation] = []
         self.dataset = self._dataset()
 
@@ -72,7 +79,7 @@ class Explainer:
     def stage(self, stage: str, name: str, upstream: dict[str, str], title: str = "") -> Known:
         """Add the explanation of a stage; an input whose digest is unknown is an empty string."""
         inputs = upstream | {"dataset": self.dataset}
-        parts = self.run.key_parts(stage, name, inputs)
+        parts = key_parts(self.params, name, inputs, self.run.rerun_number(stage))
         folder = parts.folder(self.run.home)
         record: dict[str, Any] = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
         output = record.get("checkpoint") or record.get("results")
@@ -109,10 +116,42 @@ def _plain(value: Any) -> Any:
     return yaml.safe_load(yaml.safe_dump(value))
 
 
+def _decided(run: PipelineRun) -> tuple[Params, StartPolicy | None, Unfinished | None]:
+    """Return the parameters of the stages, and what the night starts from and continues.
+
+    A night that has not begun is treated as if it began now.
+    """
+    if run.params.policy.source != "champion" and not run.params.night.hours:
+        return run.params, None, None
+    prepare_environment(run.home)
+    from components.registry.tracking import connect
+    from flows.night import night_params, peek_night
+
+    night = peek_night(run, connect(run.params.registry, run.home))
+    return night_params(run.params, night.champion), night.champion, night.continues
+
+
+def _continued(continues: Unfinished) -> list[Explanation]:
+    """Return explanations of the stages of a night that continues an earlier one."""
+    done, total = continues.progress or (0, 0)
+    place = f"after update {done} of {total}" if total else "from its beginning"
+    return [
+        *(Explanation(stage=name, cached=True) for name in continues.made),
+        Explanation(
+            stage=continues.stage, cached=False, reasons=(f"continues run {continues.run_id} {place}",)
+        ),
+    ]
+
+
 def explain(run: PipelineRun) -> list[Explanation]:
     """Return an explanation of each stage of the run up to its evaluation, in their order."""
-    explainer, params = Explainer(run), run.params
-    if params.policy.source == "scratch":
+    params, champion, continues = _decided(run)
+    explainer = Explainer(run, params)
+    if continues is not None:
+        return [*explainer.found, *_continued(continues)]
+    if champion is not None:
+        start = explainer.stage("coldstart", "champion", {"champion": champion.digest}, "start from champion")
+    elif params.policy.source == "scratch":
         start = explainer.stage("coldstart", "coldstart", {})
     else:
         files = digest_tree(Path(params.policy.source), exclude=(MANIFEST,))
@@ -121,7 +160,8 @@ def explain(run: PipelineRun) -> list[Explanation]:
     if explainer.dataset or params.evaluation.suite != "held-out":
         tasks = load_suite(params, run.home / "datasets" / explainer.dataset)
         suite = digest_json([kernel.task_id for kernel in tasks])
-    explainer.stage("evaluation", "evaluation", {"policy": start.digest, "suite": suite}, "cold start")
+    title = "cold start" if champion is None else "start policy"
+    explainer.stage("evaluation", "evaluation", {"policy": start.digest, "suite": suite}, title)
     made: dict[str, Known] = {"coldstart": start}
     policy = start
     for name in stages_of_run(params):
@@ -129,7 +169,7 @@ def explain(run: PipelineRun) -> list[Explanation]:
         if name == "critic":
             upstream |= {
                 f"trajectories.{index}": made[earlier].key
-                for index, earlier in enumerate(("warmup", "rejection"))
+                for index, earlier in enumerate(other for other in ("warmup", "rejection") if other in made)
             }
         elif name == "agentic" and "critic" in made:
             upstream |= {"critic": made["critic"].digest}

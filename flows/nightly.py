@@ -12,6 +12,7 @@ from typing import Any
 
 from prefect import flow, tags
 
+from components.core.errors import StageFailed
 from components.core.files import MANIFEST, digest_file, digest_json, write_json
 from components.core.progress import Progress
 from components.core.sources import project_digests
@@ -24,6 +25,18 @@ from components.storage import open_store, put_checkpoint
 from components.training.stage import check_stages, stages_of_run
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
+from flows.night import (
+    Night,
+    Unfinished,
+    end_night,
+    lineage_tags,
+    may_begin,
+    night_lineage,
+    night_params,
+    open_night,
+    training_deadline,
+    unfinished_stage,
+)
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.run_context import RUN_FILE, PipelineRun, check_training
@@ -36,7 +49,7 @@ from flows.steps import (
     count_task_runs,
     mark_crashed_runs,
 )
-from flows.training import cold_start, train
+from flows.training import start_policy, train
 
 # The content of run.json, which `cuda-agent run --json` prints.
 RunRecord = dict[str, Any]
@@ -71,20 +84,31 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
     mark_crashed_runs(run.run_id)
     context = open_context(run, progress, dataset(run, progress))
     try:
-        start = cold_start(context)
-        before = evaluate_checkpoint(context, "cold start", start.checkpoint, start.digest)
-        first = train(context, "warmup", start)
-        second = train(context, "rejection", first)
-        stages = {"coldstart": start, "warmup": first, "rejection": second}
-        if "critic" in stages_of_run(run.params):
-            stages["critic"] = train(context, "critic", second, sampled=[first, second])
-        policy = train(context, "agentic", second, critic=stages.get("critic"))
-        stages["agentic"] = policy
+        night = open_night(run, context.tracking.client)
+        context.params = night_params(run.params, night.champion)
+        check_stages(context.params)
+        if night.continues is None:
+            stages = {"coldstart": start_policy(context, night.champion)}
+        else:
+            made = night.continues.made.items()
+            stages = {name: record.model_copy(update={"cached": True}) for name, record in made}
+        start = stages["coldstart"]
+        title = "start policy" if start.folder.startswith("stages/champion-") else "cold start"
+        before = evaluate_checkpoint(context, title, start.checkpoint, start.digest)
+        unfinished = train_stages(context, night, stages, training_deadline(run, night, before))
+        policy = [record for name, record in stages.items() if name != "critic"][-1]
+        if night.champion is not None and not has_updates(stages):
+            raise StageFailed(
+                f"night.hours: {run.params.night.hours:g} h ended before the first update, because what "
+                "follows training needs the rest; raise it, and the same command continues."
+            )
+        trained = time.monotonic()
         after = evaluate_checkpoint(context, "evaluation", policy.checkpoint, policy.digest)
 
-        version = register(context, policy, after)
+        lineage = night_lineage(context, night, unfinished)
+        version = register(context, policy, after, lineage_tags(lineage))
         champion = evaluate_champion(context, version)
-        decision = decide(context, version, stages, before, after, champion)
+        decision = decide(context, version, stages, policy, before, after, champion)
         promote(context, version, decision, champion)
     except BaseException:
         context.tracking.end("FAILED")
@@ -93,9 +117,51 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
         context.pool.close()
 
     record = run_record(context, stages, before, after, version, decision)
+    record["night"] = lineage
     record["seconds"] = round(time.monotonic() - started, 3)
-    publish(context, record, stages, {"cold_start": before, "evaluation": after})
+    record["tail_seconds"] = round(time.monotonic() - trained, 3)
+    end_night(run, night, unfinished)
+    publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
     return record
+
+
+def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
+    """Return whether a stage that trains the policy has made at least one update."""
+    trained = [record for name, record in stages.items() if name not in ("coldstart", "critic")]
+    return any(record.progress is None or record.progress[0] > 0 for record in trained)
+
+
+def train_stages(
+    context: Context, night: Night, stages: dict[str, CheckpointRecord], deadline: float | None
+) -> Unfinished | None:
+    """Train the stages of the night, and add their records to `stages`, which has those that are made.
+
+    Returns the stage at which the deadline ended training, or None if all stages are finished.
+    """
+    run, params = context.run, context.params
+    made = dict(stages)
+    for name in stages_of_run(params):
+        if name in made:
+            continue
+        continues = night.continues if night.continues and night.continues.stage == name else None
+        if not may_begin(run, name, deadline):
+            return continues or unfinished_stage(context, name, made)
+        record = train(
+            context,
+            name,
+            [earlier for other, earlier in made.items() if other != "critic"][-1],
+            critic=made.get("critic") if name == "agentic" else None,
+            sampled=[made[other] for other in ("warmup", "rejection") if other in made]
+            if name == "critic"
+            else None,
+            deadline=deadline,
+            continues=continues,
+        )
+        stages[name] = record
+        if record.progress is not None:
+            return unfinished_stage(context, name, made, record, continues)
+        made[name] = record
+    return None
 
 
 def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> Context:
@@ -160,6 +226,7 @@ def publish(
     context: Context,
     record: RunRecord,
     stages: dict[str, CheckpointRecord],
+    policy: CheckpointRecord,
     evaluations: dict[str, EvaluationRecord],
 ) -> None:
     """Log the record to MLflow, upload the results to the store, and write run.json.
@@ -178,9 +245,10 @@ def publish(
         tracking.artifact(run.folder / name)
     write_json(run.folder / MANIFEST, manifest)
 
-    record["artifacts"] = store_artifacts(run, list(stages.values())[-1], context.dataset_folder)
+    record["artifacts"] = store_artifacts(run, policy, context.dataset_folder)
     tracking.tags(
-        {
+        lineage_tags(record["night"])
+        | {
             "gate.verdict": record["gate"]["verdict"],
             "model.version": record["model"]["version"],
             "artifacts": record["artifacts"],

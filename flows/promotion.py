@@ -4,20 +4,16 @@ Each task can be repeated after the run was killed: a registered version is foun
 is written again with the same content, and a version that is already the champion stays the champion.
 """
 
-import shutil
 from dataclasses import dataclass
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from components.core.errors import UserError
 from components.core.files import (
     MANIFEST,
-    atomic_folder,
     digest_file,
     digest_json,
     read_json,
-    verify_files,
     write_json,
 )
 from components.evaluation.report import load_report_data, write_report
@@ -26,12 +22,18 @@ from components.registry.gates import Decision
 from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
 from flows.evaluation import evaluate_checkpoint, load
+from flows.night import descent, keep_checkpoint
 from flows.steps import CheckpointRecord, Context, EvaluationRecord
 
 
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
-def register(context: Context, policy: CheckpointRecord, evaluation: EvaluationRecord) -> str:
-    """Register the checkpoint and its evidence as a model version, and return the version's number."""
+def register(
+    context: Context, policy: CheckpointRecord, evaluation: EvaluationRecord, lineage: dict[str, str]
+) -> str:
+    """Register the checkpoint and its evidence as a model version, and return the version's number.
+
+    `lineage` has the tags of the version's descent.
+    """
     run, tracking = context.run, context.tracking
     version = models.register(
         tracking.client,
@@ -50,6 +52,8 @@ def register(context: Context, policy: CheckpointRecord, evaluation: EvaluationR
             "report": str(run.folder / "report.html"),
             "profile": run.profile,
             "device": run.params.device,
+            "suite.digest": load(context, evaluation).suite_digest,
+            **lineage,
         },
         figures=numbers(evaluation.figures),
     )
@@ -70,16 +74,16 @@ def decide(
     context: Context,
     version: str,
     stages: dict[str, CheckpointRecord],
+    policy: CheckpointRecord,
     before: EvaluationRecord,
     evaluation: EvaluationRecord,
     champion: Champion | None,
 ) -> Decision:
     """Run the gates on the version, write the run's report, and return the decision.
 
-    The checkpoint of the version is the output of the last stage in `stages`.
+    `policy` is the stage whose checkpoint the version has.
     """
     run = context.run
-    policy = list(stages.values())[-1]
     # One of the gates checks that the report is complete, so the report is first written without a decision.
     write_run_report(context, stages, before, evaluation, None, version)
     if champion is not None:
@@ -140,20 +144,9 @@ def evaluate_champion(context: Context, version: str) -> Champion | None:
     champion = models.champion_besides(models.aliases(client, model), version)
     if champion is None:
         return None
-    digest = models.describe(client, model, champion)["tags"]["checkpoint.digest"]
-    folder = context.run.home / "champions" / digest[:12]
-    if not (folder / "checkpoint" / MANIFEST).is_file():
-        with atomic_folder(folder) as temporary:
-            shutil.copytree(
-                models.checkpoint(client, model, champion, temporary / "download"), temporary / "checkpoint"
-            )
-            shutil.rmtree(temporary / "download", ignore_errors=True)
-    if verify_files(folder / "checkpoint") != digest:
-        raise UserError(
-            f"{folder}: holds another checkpoint than version {champion} registered; "
-            "delete the folder and restore the artifact store."
-        )
-    checkpoint = (folder / "checkpoint").relative_to(context.run.home).as_posix()
+    folder = keep_checkpoint(context.run.home, client, model, champion)
+    digest = read_json(folder / MANIFEST)["digest"]
+    checkpoint = folder.relative_to(context.run.home).as_posix()
     return Champion(champion, evaluate_checkpoint(context, "champion", checkpoint, digest))
 
 
@@ -166,13 +159,15 @@ def write_run_report(
     version: str,
 ) -> None:
     """Write the HTML report of the run. If `decision` is None, the report has no section on the gates."""
-    run = context.run
+    run, client = context.run, context.tracking.client
+    model = run.params.registry.model
     meta = {
         "run_id": run.run_id,
         "profile": run.profile,
         "device": run.params.device,
         "created": read_json(run.folder / "started.json")["created"],
-        "model": {"name": run.params.registry.model, "version": version},
+        "model": {"name": model, "version": version},
+        "descent": descent(client, model, version),
         "environment": {
             "code": run.code[:12],
             "dataset": context.dataset.version[:12],

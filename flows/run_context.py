@@ -11,6 +11,7 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
     home/prefect, home/mlflow       the databases of Prefect and MLflow
     home/runs/<run_id>/             manifest.json, report.html, report.json, settings.json; run.json last
     home/champions                  checkpoints of champions
+    home/unfinished                 what the next night continues
     home/evaluations/<epoch>/       evaluations outside of a pipeline run
     home/audit/<model>/             the audit chain of promotions, one file for each entry
 """
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from components.core.config import Resolved, check_policy_source
 from components.core.errors import UserError
@@ -38,7 +39,7 @@ from components.core.files import (
     write_json,
 )
 from components.core.param_kinds import result_values
-from components.core.params import Params
+from components.core.params import Params, TrainingStage
 from components.core.sources import project_digests
 from flows.stage_keys import KeyParts, key_parts
 
@@ -72,19 +73,20 @@ class Busy(UserError):
 class PipelineRun:
     """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
 
-    The key does not depend on the home, on parameters that only change throughput, or on comments.
+    The key does not depend on the home, on parameters that only change throughput, or on comments. `night`
+    counts the runs with the same parameters, of which all but the last were ended by their time budget.
     """
 
-    def __init__(self, resolved: Resolved, rerun: Rerun | None = None):
+    def __init__(self, resolved: Resolved, rerun: Rerun | None = None, night: int = 1):
         self.params: Params = resolved.params
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
         self.code = digest_json(project_digests())
         self.rerun = rerun
         self.base_key = digest_json({"params": result_values(self.params), "code": self.code})
-        self.key = digest_json(
-            {"base": self.base_key, "redo": None if rerun is None else [rerun.stage, rerun.number]}
-        )
+        redo = None if rerun is None else [rerun.stage, rerun.number]
+        number = {} if night == 1 else {"night": night}
+        self.key = digest_json({"base": self.base_key, "redo": redo} | number)
         self.run_id = self.key[:12]
         self.folder = self.home / "runs" / self.run_id
 
@@ -117,9 +119,11 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     request = requests.get(first.base_key)
     run = PipelineRun(resolved, Rerun(**request)) if request else first
     if not rerun_from:
-        return run
+        return _newest_night(run, resolved)
     if rerun_from not in STAGES:
         raise UserError(f"--from {rerun_from}: no such stage; give one of {', '.join(STAGES)}.")
+    if rerun_from in get_args(TrainingStage) and rerun_from not in run.params.night.stages:
+        raise UserError(f"--from {rerun_from}: night.stages leaves this stage out; give one that runs.")
     if rerun_from == "critic" and run.params.agentic.advantages != "critic":
         raise UserError(
             f"--from critic: agentic.advantages is {run.params.agentic.advantages}, so this run trains no "
@@ -136,6 +140,23 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     prepare_home(first.home)
     write_json(file, requests | {first.base_key: asdict(rerun)})
     return PipelineRun(resolved, rerun)
+
+
+def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
+    """Return the run, or the next one with its parameters if its time budget left a stage unfinished."""
+    number = 1
+    while _left_unfinished(run):
+        number += 1
+        run = PipelineRun(resolved, run.rerun, number)
+    return run
+
+
+def _left_unfinished(run: PipelineRun) -> bool:
+    try:
+        record = read_json(run.folder / RUN_FILE)
+    except (OSError, ValueError):  # `finished` names a damaged record.
+        return False
+    return isinstance(record, dict) and bool(record.get("night", {}).get("unfinished"))
 
 
 def finished(run: PipelineRun) -> dict[str, Any] | None:

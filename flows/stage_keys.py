@@ -45,6 +45,7 @@ READS = {
         ("components.bootstrap.cold_start", *COLD_START_SOURCES),
     ),
     "adopted": Reads((), ("components.policy.checkpoint",)),
+    "champion": Reads((), ("components.policy.checkpoint",)),
     "warmup": Reads(
         (*SAMPLING, *TRAINING, "warmup", "data.weigh_by_headroom"),
         ("components.training.ppo", *SAMPLING_SOURCES),

@@ -33,7 +33,7 @@ from components.core.records import FrozenModel
 from components.judge.pool import JudgePool
 from components.registry.tracking import MlflowRun
 from flows.run_context import PipelineRun
-from flows.stage_keys import KEY_FILE, RECORD
+from flows.stage_keys import KEY_FILE, RECORD, KeyParts, key_parts
 
 
 class DatasetRecord(FrozenModel):
@@ -73,6 +73,8 @@ class CheckpointRecord(StageRecord):
     seconds: float
     # Reason why the stage ended before its last step. It is empty if the stage ran to its end.
     stopped: str
+    # Updates that are done and updates in all, if the time budget ended the stage; None if it is finished.
+    progress: tuple[int, int] | None = None
 
     def output(self, home: Path) -> Path:
         return home / self.checkpoint
@@ -93,6 +95,11 @@ class EvaluationRecord(StageRecord):
     """
 
     results: str
+    seconds: float
+
+    @property
+    def progress(self) -> None:
+        """Return None, because an evaluation is always finished."""
 
     def output(self, home: Path) -> Path:
         return home / self.results
@@ -133,11 +140,24 @@ class Context:
         dataset: DatasetRecord,
     ):
         self.run = run
+        # The parameters of the stages, in which policy.source is never `champion`.
+        self.params = run.params
         self.progress = progress
         self.pool = pool
         self.tracking = tracking
         self.dataset = dataset
         self.dataset_folder = run.home / dataset.folder
+
+    def as_of(self, seed: int, dataset: DatasetRecord) -> "Context":
+        """Return a context with another seed and data set, for a stage that was begun with these."""
+        context = Context(self.run, self.progress, self.pool, self.tracking, dataset)
+        context.params = self.params.model_copy(update={"seed": seed})
+        return context
+
+    def parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
+        """Return what the key of a stage is made of."""
+        inputs = upstream | {"dataset": self.dataset.version}
+        return key_parts(self.params, name, inputs, self.run.rerun_number(stage))
 
     def stage(
         self,
@@ -152,14 +172,15 @@ class Context:
         """Run `work` in the stage's folder as a Prefect task, or return the cached record of an earlier run.
 
         The cache key is computed from `name`, what this stage reads (stage_keys.READS), the `upstream`
-        digests, the data set and the rerun request. `name` also names the folder, and its default is `stage`.
+        digests, the data set and the rerun request. The record of a stage that the time budget
+        ended is not used again. `name` also names the folder, and its default is `stage`.
         `title` is the name that is shown to people, and its default is `name`. Raises UserError if the files
         of a cached record are damaged.
         """
         name = name or stage
         title = title or name
         home = self.run.home
-        parts = self.run.key_parts(stage, name, upstream | {"dataset": self.dataset.version})
+        parts = self.parts(stage, name, upstream)
         key, folder = parts.key, parts.folder(home)
         # A cached record may be older than the folder: if the folder was deleted and a later run was killed
         # in the stage, the folder is incomplete. So the cached record is used only if the output and RECORD,
@@ -177,7 +198,7 @@ class Context:
         if cached:
             record.verify(home)
             self.progress.update(title, 1, 1)
-        else:
+        elif record.progress is None:
             write_json(file, record.cacheable())
         self.tracking.stage(
             title,

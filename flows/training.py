@@ -9,9 +9,33 @@ from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.demonstration_replay import training_sources
 from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageName, StageResult
+from flows.night import FIXED_DATA, StartPolicy, Unfinished, carry_over, keep_checkpoint
 from flows.steps import CheckpointRecord, Context
 
 CHECKPOINT = "checkpoint"
+
+
+def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRecord:
+    """Return the checkpoint that a night starts from: the champion, or that of `cold_start` without one."""
+    if champion is None:
+        return cold_start(context)
+    run = context.run
+
+    def work(folder: Path) -> CheckpointRecord:
+        started = time.monotonic()
+        client, model = context.tracking.client, run.params.registry.model
+        checkpoint = keep_checkpoint(run.home, client, model, champion.version)
+        record = checkpoint_record(context, folder, champion.digest, time.monotonic() - started)
+        return record.model_copy(update={"checkpoint": checkpoint.relative_to(run.home).as_posix()})
+
+    return context.stage(
+        "coldstart",
+        {"champion": champion.digest},
+        work,
+        CheckpointRecord,
+        name="champion",
+        title="start from champion",
+    )
 
 
 def cold_start(context: Context) -> CheckpointRecord:
@@ -20,7 +44,7 @@ def cold_start(context: Context) -> CheckpointRecord:
     The policy is trained from scratch if policy.source is `scratch`. Otherwise it is copied from the folder
     that policy.source names.
     """
-    params = context.run.params
+    params = context.params
     if params.policy.source != "scratch":
         return adopt(context, Path(params.policy.source))
 
@@ -77,20 +101,33 @@ def train(
     *,
     critic: CheckpointRecord | None = None,
     sampled: list[CheckpointRecord] | None = None,
+    deadline: float | None = None,
+    continues: Unfinished | None = None,
 ) -> CheckpointRecord:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
     `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
-    the stages whose trajectories the stage reads.
+    the stages whose trajectories the stage reads. `deadline` is the time.time() at which the stage ends after
+    a whole update. `continues` is the stage of an earlier night that this one continues. Stages 2 and 3 learn
+    from a fixed set of trajectories, so they continue with the seed and the data set with which they began.
+    Stages 1 and 4 continue with those of the present night.
     """
+    if continues is not None and name in FIXED_DATA:
+        context = context.as_of(continues.seed, continues.dataset)
     home, inputs = context.run.home, sampled or []
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
     upstream |= {f"trajectories.{index}": earlier.key for index, earlier in enumerate(inputs)}
 
+    is_continued = continues is not None and continues.key != context.parts(name, name, upstream).key
+    if continues is not None and is_continued and continues.progress is not None:
+        upstream |= {"continues": f"{continues.key}@{continues.progress[0]}"}
+
     def work(folder: Path) -> CheckpointRecord:
+        if continues is not None and is_continued and continues.folder:
+            carry_over(home / continues.folder, folder)
         stage = Stage(
             name=name,
-            params=context.run.params,
+            params=context.params,
             actor=policy.output(home),
             dataset=context.dataset_folder,
             out=folder,
@@ -99,6 +136,7 @@ def train(
             code=context.run.code,
             critic=critic.output(home) if critic else None,
             trajectories=tuple(home / earlier.folder / "trajectories" for earlier in inputs),
+            deadline=deadline,
         )
         if stage.params.pool.trainers:
             from components.training.ray_launcher import run_on_ray
@@ -122,11 +160,14 @@ def checkpoint_record(
     `result` has the rewards and figures of a training stage. It is None for the cold start.
     """
     return CheckpointRecord(
-        checkpoint=(folder / CHECKPOINT).relative_to(context.run.home).as_posix(),
+        checkpoint=(folder / (result.checkpoint if result else CHECKPOINT))
+        .relative_to(context.run.home)
+        .as_posix(),
         digest=digest,
         reward_before=result.reward_before if result else None,
         reward_after=result.reward_after if result else None,
         seconds=round(seconds, 3),
         figures=result.figures if result else {},
         stopped=result.stopped if result else "",
+        progress=result.progress if result else None,
     )

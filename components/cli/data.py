@@ -72,7 +72,7 @@ def data_import(
     from components.synthesis.task_import import read_public
 
     params = _with_against(resolved.params, against)
-    tasks = read_public(file, params.data.seed)
+    tasks = read_public(file, params.data.held_out_seed)
 
     with judge_session(params, home_of(resolved)) as (pool, view):
         summary = admit_tasks(params, tasks, len(tasks), out_folder, pool, view)
@@ -93,7 +93,7 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
     path = _parquet(dataset)
     # A data set of this project records the split of each row. For other files, the operators determine it.
     own = (path.parent / "metrics.json").is_file()
-    tasks = read_tasks(path) if own else read_public(path, data.seed)
+    tasks = read_tasks(path) if own else read_public(path, data.held_out_seed)
     refused = check_rows(tasks, data)
     if refused:
         rows = [

@@ -231,15 +231,17 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
 
 
 def check_policy_source(params: Params) -> None:
-    """Raise UserError unless policy.source is `scratch` or the folder of a Hugging Face model.
+    """Raise UserError unless policy.source is `scratch`, `champion` or the folder of a Hugging Face model.
 
-    Commands that train call this before anything else. Others, such as `plan`, need no weights.
+    If it is `champion`, policy.base is checked as well. Commands that train call this before anything else.
+    Others, such as `plan`, need no weights.
     """
-    source = Path(params.policy.source)
-    if params.policy.source == "scratch" or (source / "config.json").is_file():
+    is_champion = params.policy.source == "champion"
+    key, source = ("base", params.policy.base) if is_champion else ("source", params.policy.source)
+    if source == "scratch" or (Path(source) / "config.json").is_file():
         return
-    lacks = "has no config.json" if source.is_dir() else "is no folder"
+    lacks = "has no config.json" if Path(source).is_dir() else "is no folder"
     raise UserError(
-        f"policy.source: {source} {lacks}; link the folder of a Hugging Face model there, "
-        "or give it with --set policy.source=FOLDER."
+        f"policy.{key}: {source} {lacks}; link the folder of a Hugging Face model there, "
+        f"or give it with --set policy.{key}=FOLDER."
     )

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from components.core.records import FrozenModel
 
 Device = Literal["cpu", "cuda"]
+TrainingStage = Literal["warmup", "rejection", "critic", "agentic"]
 Precision = Literal["strict-fp32", "tf32"]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -44,6 +45,10 @@ class Data(FrozenModel):
     tasks: Tasks = result("admitted training tasks to make")
     held_out: Tasks = result("admitted held-out tasks to make; never seen in any stage")
     seed: Natural = result("seed of the composer")
+    held_out_seed: Natural = result(
+        "seed that decides which sequences of operators are held out; keep it while data.seed changes from "
+        "night to night"
+    )
     operators: Literal["core", "torch", "all"] = result(
         "what tasks are made of: core (a small table that a policy from scratch knows), "
         "torch (mined from it), all (and transformers)"
@@ -150,7 +155,12 @@ class Adapter(FrozenModel):
 class Policy(FrozenModel):
     """Parameters of the policy and its sampler."""
 
-    source: str = result("scratch, or the folder of a Hugging Face causal LM")
+    source: str = result(
+        "what a run starts from: scratch, champion, or the folder of a Hugging Face causal LM"
+    )
+    base: str = result(
+        "what a run with policy.source champion starts from while there is no champion: scratch or a folder"
+    )
     hidden: Count = result("width of a policy made from scratch")
     layers: Count = result("its layers")
     heads: Count = result("its attention heads")
@@ -416,6 +426,19 @@ class StoreParams(FrozenModel):
     endpoint: str = result("S3 endpoint; empty is AWS")
 
 
+class Night(FrozenModel):
+    """Parameters of a night, which is one run of the pipeline in a series of runs."""
+
+    hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = throughput(
+        "time budget in hours, for which training ends after a whole update; 0 is off"
+    )
+    stages: list[TrainingStage] = result("training stages that the night runs, in their order")
+    new_tasks: bool = result(
+        "a dated night makes training tasks of its own, with its day as data.seed; the operator sequences "
+        "that are held out stay the same"
+    )
+
+
 class Params(FrozenModel):
     """All parameters of a run."""
 
@@ -433,6 +456,7 @@ class Params(FrozenModel):
     agentic: Ppo = Field(description="stage 4, multi-turn PPO")
     engine: Engine = Field(description="DeepSpeed")
     pool: Pool = Field(description="GPUs that train, sample and judge")
+    night: Night = Field(description="how nights follow each other")
     evaluation: Evaluation = Field(description="evaluation of the trained policy")
     registry: Registry = Field(description="MLflow")
     gate: GateThresholds = Field(description="thresholds of promotion")

@@ -129,6 +129,8 @@ def load_report_data(
 
 def _load_stage(name: str, folder: Path) -> StageFigures:
     metrics, result = folder / "metrics.jsonl", folder / "stage.json"
+    if not result.is_file():
+        result = folder / "unfinished.json"  # of a stage that the night's time budget ended
     try:
         lines = metrics.read_text().splitlines() if metrics.is_file() else []
         return StageFigures(

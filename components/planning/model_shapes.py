@@ -203,7 +203,8 @@ def policy_shapes(policy: Policy, profile: str) -> ModelShapes:
     If the folder that policy.source names is not on this machine, the shapes are those of the public model in
     PROFILE_MODELS. Raises UserError if the profile is not there, or if the folder's model cannot be planned.
     """
-    if policy.source == "scratch":
+    source = policy.base if policy.source == "champion" else policy.source
+    if source == "scratch":
         return scratch_shapes(policy)
     if Path(policy.source).is_dir():
         return read_shapes(Path(policy.source))

@@ -217,7 +217,9 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
         rows, cols = rng.choice(measurable or shapes)
         if every_operator_matters(steps) and fits(steps, cols):
             break
-    return composed_task(write_source(steps, rows, cols), tuple(name for name, _ in steps), data.seed)
+    return composed_task(
+        write_source(steps, rows, cols), tuple(name for name, _ in steps), data.held_out_seed
+    )
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:

@@ -129,7 +129,7 @@ class ModelComposer:
     def _parse(self, ops: tuple[str, ...], answer: dict[str, str]) -> KernelTask | Rejection:
         text = THOUGHT.sub("", answer["content"])
         blocks = BLOCK.findall(text)
-        task = composed_task(max(blocks, key=len, default=text), ops, self.data.seed)
+        task = composed_task(max(blocks, key=len, default=text), ops, self.data.held_out_seed)
         if not blocks:
             return Rejection(
                 task,

@@ -187,13 +187,13 @@ class TorchComposer:
         task = composed_task(
             write_chain_source(chain, [before[0] for before, _ in walked]),
             tuple(template.name for template in chain),
-            self.data.seed,
+            self.data.held_out_seed,
         )
         return Draft(task, chain, shape, sum(cost.flops for _, cost in walked))
 
     def _write_module(self, module: TransformersModule, shape: Shape) -> Draft:
         code, ops = write_module_source(module, *shape), (f"transformers.{module.name}",)
-        return Draft(composed_task(code, ops, self.data.seed, "transformers"), module, shape, None)
+        return Draft(composed_task(code, ops, self.data.held_out_seed, "transformers"), module, shape, None)
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:

@@ -91,7 +91,7 @@ def run(stage: Stage) -> StageResult:
         }
 
     state = resume(stage, {"critic": critic}, kept_states=settings.epochs)
-    fit(state, settings.epochs, critic_pass, shown=("value_loss",))
+    end = fit(state, settings.epochs, critic_pass, shown=("value_loss",))
 
     # Use the weights of the pass with the highest held-out explained variance, because later passes may only
     # memorise a small set of trajectories.
@@ -100,7 +100,7 @@ def run(stage: Stage) -> StageResult:
         for record in state.metrics.records
         if (value := record["explained_variance_held_out"]) is not None
     ]
-    if measured:
+    if measured and not end.progress:
         best, epoch = max(measured)
         state.saved.load(before=epoch + 2)
         if best < settings.min_explained_variance:
@@ -125,6 +125,7 @@ def run(stage: Stage) -> StageResult:
             "explained_variance_held_out": _explained(critic, unseen, gamma),
             "value_loss": state.metrics.mean("value_loss", slice(-1, None)),
         },
+        end=end,
         stopped=""
         if measured
         else "all held-out rewards are equal, so the explained variance is undefined and was not required",

@@ -23,7 +23,7 @@ def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
     from components.synthesis.compose import compose_tasks, is_held_out
 
     tasks = compose_tasks(seed, params.data, params.device)
-    return (task for task in tasks if not is_held_out(task.ops, params.data.seed))
+    return (task for task in tasks if not is_held_out(task.ops, params.data.held_out_seed))
 
 
 def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
@@ -33,7 +33,7 @@ def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] |
     every call. `policy` is the folder of the checkpoint whose tokenizer encodes them. Returns None if the
     policy was not made by the cold start.
     """
-    if params.policy.source != "scratch":
+    if params.policy.source not in ("scratch", "champion"):
         return None
 
     def rows(count: int) -> list[Row]:

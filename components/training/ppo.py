@@ -229,9 +229,9 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
             record.figures |= update_actor(batch, experience, actor, ppo, seed, updates)
             record.end_phase("actor", tokens * ppo.epochs)
 
-    stopped = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
-    metrics = state.metrics
-    if not stopped and metrics.records and all(record["equal_rewards"] for record in metrics.records):
+    end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
+    metrics, stopped = state.metrics, ""
+    if metrics.records and all(record["equal_rewards"] for record in metrics.records):
         stopped = (
             "the rewards of every batch were all equal, so the policy was not changed; "
             "give tasks of mixed difficulty or more samples"
@@ -244,6 +244,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
         started=started,
         rewards=(metrics.mean("reward", first), metrics.mean("reward", last)),
         figures={name: metrics.mean(name, last) for name in SUMMARY} | {"steps": float(len(metrics.records))},
+        end=end,
         stopped=stopped,
     )
 

@@ -22,7 +22,7 @@ from components.judge.pool import open_pool, with_any_duration
 from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
 from components.training.metrics_file import METRICS
 from components.training.run_stage import run_stage
-from components.training.stage import Stage, StageResult, load_result
+from components.training.stage import Stage, StageResult, load_result, load_unfinished
 
 # Seconds between two reads of the metrics file that rank 0 writes.
 FOLLOW_SECONDS = 5.0
@@ -70,7 +70,7 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
         raise StageFailed(
             f"{stage.name}: a rank on Ray failed: {str(error)[-500:]}; the same command continues."
         ) from error
-    result = load_result(stage.out)
+    result = load_result(stage.out) or load_unfinished(stage.out)
     assert result is not None, "every rank ended, so the result is written"
     return result
 

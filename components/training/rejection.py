@@ -70,10 +70,10 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
         record.figures |= {"gradient_norm": norm, "learning_rate": learning_rate}
 
     state = resume(stage, {"actor": actor})
-    fit(state, len(batches), tuning_step, shown=("loss",), save_every=len(batches) // rejection.epochs)
+    end = fit(state, len(batches), tuning_step, shown=("loss",), save_every=len(batches) // rejection.epochs)
 
     before = after = reward_figures(sampled)
-    if batches:
+    if batches and not end.progress:
         policy.publish(actor, len(batches))
         after = reward_figures(trainable(policy.sample(tasks[:MAX_TASKS_AFTER], 1, step=1, steps=1)))
     return finish(
@@ -86,6 +86,7 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
         | {f"before_{name}": value for name, value in before.items()}
         | {f"after_{name}": value for name, value in after.items()}
         | {"steps": float(len(batches)), "loss": state.metrics.mean("loss", slice(-1, None))},
+        end=end,
         stopped=""
         if batches
         else "no trajectory passed the filters; the weights are those the stage started from",

@@ -44,6 +44,10 @@ class StateStore:
         folders = (self.stage_folder / "state").glob(f"step-*-{self.layout}")
         return sorted((int(folder.name.split("-")[1]), folder) for folder in folders)
 
+    def newest(self) -> int:
+        """Return the number of finished steps of the newest complete state, or 0 if there is none."""
+        return max((steps for steps, _ in self.complete()), default=0)
+
     def save(self, steps: int) -> None:
         """Save the engines' present state as the state after `steps` steps.
 

@@ -7,17 +7,19 @@ trajectories/       folders step-NNNN with every trajectory that the stage sampl
 metrics.jsonl       one JSON object per step
 state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
+checkpoint-NNNN/    the weights after update NNNN, at which a time budget ended the stage
+unfinished.json     the StageResult of such a stage; it continues from its states
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from components.core.errors import UserError
 from components.core.files import MANIFEST, read_json
 from components.core.param_kinds import KINDS
-from components.core.params import Params, Rejection
+from components.core.params import Params, Rejection, TrainingStage
 from components.core.progress import Progress
 from components.core.records import FrozenModel
 from components.core.task import KernelTask, dataset_version, read_tasks
@@ -27,9 +29,10 @@ from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.synthesis.headroom import repeat_by_headroom
 from components.training.metrics_file import Figures
 
-StageName = Literal["warmup", "rejection", "critic", "agentic"]
+StageName = TrainingStage
 STAGES: tuple[StageName, ...] = get_args(StageName)
 RESULT = "stage.json"
+UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"
 TASKS = "tasks.parquet"
 
@@ -54,6 +57,8 @@ class Stage:
     critic: Path | None = None
     # Folders with the trajectories of earlier stages; only stage 3 needs them.
     trajectories: tuple[Path, ...] = ()
+    # The time.time() before which the stage has to end; None if there is no limit.
+    deadline: float | None = None
 
     def tasks(self) -> list[KernelTask]:
         """Return the tasks of the training split.
@@ -84,6 +89,17 @@ class StageResult(FrozenModel):
     figures: Figures
     # Remark on a stage that did not run as intended, such as the reason of an early end; "" otherwise.
     stopped: str = ""
+    # Updates that are done and updates in all, if a time budget ended the stage; None if it is finished.
+    progress: tuple[int, int] | None = None
+
+
+def load_unfinished(out: Path) -> StageResult | None:
+    """Return the result of the stage with the folder `out` if a time budget ended it, and None otherwise."""
+    if not (out / UNFINISHED).is_file():
+        return None
+    result = StageResult.model_validate(read_json(out / UNFINISHED))
+    verify_checkpoint(out / result.checkpoint)
+    return result
 
 
 def load_result(out: Path) -> StageResult | None:
@@ -138,7 +154,9 @@ def finished_result(stage: Stage) -> StageResult | None:
 
 def stages_of_run(params: Params) -> tuple[StageName, ...]:
     """Return the stages of a pipeline run; stage 3 is left out if stage 4 needs no critic."""
-    return tuple(name for name in STAGES if name != "critic" or params.agentic.advantages == "critic")
+    return tuple(
+        name for name in params.night.stages if name != "critic" or params.agentic.advantages == "critic"
+    )
 
 
 def check_critic_given(stage: Stage) -> None:
@@ -168,6 +186,8 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     If `stages` is empty, the stages of a pipeline run are checked.
     Parameters of sampling do not matter to a run of only stage 3 (value pretraining), which samples nothing.
     """
+    if not stages:
+        _check_night(params)
     stages = stages or stages_of_run(params)
     _check_engine(params)
     require_standard_labels(params.sandbox, "training and promotion")
@@ -182,7 +202,8 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
                 f"{name}.rollouts.samples is 1; raise it to 2 or more."
             )
     # Only a policy that the cold start made has demonstrations.
-    if "rejection" in stages and params.policy.source != "scratch" and replayed_rows(params.rejection):
+    made = ("scratch", "champion")
+    if "rejection" in stages and params.policy.source not in made and replayed_rows(params.rejection):
         raise UserError(
             "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0."
         )
@@ -193,6 +214,34 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
             "warmup.rollouts.tasks: stages 1 and 2 sample a single task, and stage 3 cannot hold one out; "
             "raise it to 2 or more."
         )
+
+
+def _check_night(params: Params) -> None:
+    """Raise UserError, which names the parameter, if a pipeline run cannot have these stages."""
+    chosen = params.night.stages
+    needs_critic = params.agentic.advantages == "critic"
+    faults = [
+        (
+            chosen != [name for name in STAGES if name in chosen],
+            f"{chosen} is not in the order of the stages; give each at most once, in the order "
+            f"{', '.join(STAGES)}",
+        ),
+        (
+            not set(chosen) - {"critic"},
+            "no stage trains the policy; add warmup, rejection or agentic",
+        ),
+        (
+            needs_critic and "critic" in chosen and not {"warmup", "rejection"} & set(chosen),
+            "critic learns from the trajectories of warmup or rejection; add one of them",
+        ),
+        (
+            needs_critic and "agentic" in chosen and "critic" not in chosen,
+            "agentic needs the critic of stage 3; add critic, or set agentic.advantages to group or turns",
+        ),
+    ]
+    for is_found, why in faults:
+        if is_found:
+            raise UserError(f"night.stages: {why}.")
 
 
 def _check_engine(params: Params) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,7 +22,10 @@ from components.training.collapse_detection import Collapsed, Terminated, sigter
 from components.training.engine import NotFinite
 from components.training.metrics_file import Figures
 from components.training.resumable_state import TrainState
-from components.training.stage import CHECKPOINT, RESULT, TASKS, StageResult
+from components.training.stage import CHECKPOINT, RESULT, TASKS, UNFINISHED, StageResult
+
+# Number of newest steps whose longest duration is what the next step is expected to take.
+EXPECTED_FROM = 3
 
 
 @dataclass
@@ -41,6 +45,16 @@ class StepRecord:
             self.figures[f"tokens_per_second_{phase}"] = tokens / seconds
 
 
+@dataclass(frozen=True)
+class FitEnd:
+    """How the training of a stage ended."""
+
+    # Why it stopped early, such as a collapse; "" otherwise.
+    reason: str = ""
+    # Updates that are done and updates in all, if the time budget ended it before the last update.
+    progress: tuple[int, int] | None = None
+
+
 def fit(
     state: TrainState,
     steps: int,
@@ -48,18 +62,22 @@ def fit(
     *,
     shown: Sequence[str],
     save_every: int = 1,
-) -> str:
-    """Run the remaining steps, up to `steps`, and return why training stopped early.
+) -> FitEnd:
+    """Run the remaining steps, up to `steps`, and return how training ended.
 
-    Returns "" if training did not stop early. After each step its metrics are written and the figures named
-    in `shown` are sent to the progress display. The state is saved every `save_every` steps and after the
-    last step. If a step raises Collapsed or NotFinite, a stage that rolls back loads older weights and ends;
-    any other stage raises that error. After SIGTERM the running step is finished, its state is saved, and
-    Terminated is raised.
+    A step is not begun if it is expected to end after the stage's deadline; the state is saved then. After
+    each step its metrics are written and the figures named in `shown` are sent to the progress display. The
+    state is saved every `save_every` steps and after the last step. If a step raises Collapsed or NotFinite,
+    a stage that rolls back loads older weights and ends; any other stage raises that error. After SIGTERM the
+    running step is finished, its state is saved, and Terminated is raised.
     """
     stage = state.stage
     with sigterm_deferred() as sigterm_received:
         for step in range(state.start, steps):
+            if _is_out_of_time(state):
+                if step > state.start and state.saved.newest() != step:
+                    state.saved.save(step)
+                return FitEnd(progress=(step, steps))
             record, reason = StepRecord(), ""
             try:
                 train_step(step, record)
@@ -71,7 +89,7 @@ def fit(
                 reason = f"{error} in update {step + 1}; the last good weights were kept"
             state.metrics.write(step, record.figures | {"seconds": time.monotonic() - record.started})
             if reason:
-                return reason
+                return FitEnd(reason)
             figures = {name: record.figures[name] for name in shown}
             stage.progress.update(stage.name, step + 1, steps, **figures)
             stopping = sigterm_received(state.world)
@@ -82,7 +100,16 @@ def fit(
                     f"{stage.name}: ended by SIGTERM after update {step + 1} of {steps}, whose state is "
                     "saved; the same command continues"
                 )
-    return ""
+    return FitEnd()
+
+
+def _is_out_of_time(state: TrainState) -> bool:
+    """Return whether the next step is expected to end after the deadline; every rank gets the same answer."""
+    if state.stage.deadline is None:
+        return False
+    expected = max((record["seconds"] or 0.0 for record in state.metrics.records[-EXPECTED_FROM:]), default=0)
+    is_late = time.time() + expected > state.stage.deadline
+    return bool(state.world.sum(torch.tensor(float(is_late))) > 0)
 
 
 def finish(
@@ -93,20 +120,25 @@ def finish(
     started: float,
     figures: Figures,
     rewards: tuple[float | None, float | None] = (None, None),
+    end: FitEnd,
     stopped: str = "",
     extra: Mapping[str, dict[str, Tensor]] = MappingProxyType({}),
 ) -> StageResult:
     """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
-    `started` is the time.monotonic() at which this process began the stage. The seconds of steps that earlier
-    processes ran are added to the result. `rewards` are the mean rewards before and after training. `extra`
-    has the tensors of additional checkpoint files, by file name. `figures` must not contain times, because
-    they are part of the checkpoint's manifest, which must be the same after a resume.
+    `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end. If the deadline ended
+    the stage, its weights so far and unfinished.json are written instead. `started` is the time.monotonic()
+    at which this process began the stage. The seconds of steps that earlier processes ran are added to the
+    result. `rewards` are the mean rewards before and after training. `extra` has the tensors of additional
+    checkpoint files, by file name. `figures` must not contain times, because they are part of the
+    checkpoint's manifest, which must be the same after a resume.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
+    folder = f"{CHECKPOINT}-{end.progress[0]:04d}" if end.progress else CHECKPOINT
+    file = stage.out / (UNFINISHED if end.progress else RESULT)
     manifest = save_checkpoint(
-        stage.out / CHECKPOINT,
+        stage.out / folder,
         model,
         tokenizer,
         stage=stage.name,
@@ -122,14 +154,15 @@ def finish(
         earlier_seconds = sum(record["seconds"] or 0.0 for record in state.metrics.records[: state.start])
         result = StageResult(
             name=stage.name,
-            checkpoint=CHECKPOINT,
+            checkpoint=folder,
             digest=manifest.digest,
             reward_before=rewards[0],
             reward_after=rewards[1],
             seconds=earlier_seconds + time.monotonic() - started,
             figures=figures,
-            stopped=stopped,
+            stopped=end.reason or stopped,
+            progress=end.progress,
         )
-        write_json(stage.out / RESULT, result.model_dump())
+        write_json(file, result.model_dump())
     state.world.barrier()
-    return StageResult.model_validate(read_json(stage.out / RESULT))
+    return StageResult.model_validate(read_json(file))

@@ -1,0 +1,321 @@
+"""How a night begins and ends: its first policy, the stage that it continues, its budget and its descent.
+
+A night is one run of the pipeline in a series. What it starts from is decided once and stored in night.json
+in the run's folder, so a killed night continues from the same. If its budget ends before the last update, the
+unfinished stage is described in a file of the home, which the next night with equal training parameters and
+sources reads. The file is named by a digest of those (`line_of`).
+"""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+
+from components.core.config import flatten_values
+from components.core.errors import UserError
+from components.core.files import MANIFEST, atomic_folder, digest_json, read_json, verify_files, write_json
+from components.core.param_kinds import result_values
+from components.core.params import Params
+from components.core.records import FrozenModel
+from components.core.sources import closure_digests
+from components.evaluation.compare import SETTINGS
+from components.registry import models
+from components.registry.tracking import RUN_KEY
+from components.training.stage import STAGES, StageName
+from flows.run_context import RUN_FILE, PipelineRun
+from flows.stage_keys import READS
+from flows.steps import CheckpointRecord, Context, DatasetRecord, EvaluationRecord
+
+# File in a run's folder with its Night.
+NIGHT = "night.json"
+# Sections of the parameters that decide how the policy is trained. Nights that differ only in others, or in
+# seed and data, may continue each other's stages.
+LINE = ("device", "precision", "sandbox", "policy", "coldstart", *STAGES, "engine", "night")
+# The time after training is expected to be at most this multiple of what was measured before.
+MARGIN = 1.25
+# Stages that learn from a fixed set of trajectories. They continue with the seed and data of their beginning.
+FIXED_DATA = ("rejection", "critic")
+# Largest length of a tag that MLflow stores.
+MAX_TAG = 1000
+# Largest number of ancestors in the table of descent.
+MAX_ANCESTORS = 10
+
+
+class StartPolicy(FrozenModel):
+    """The champion that a night starts from: its version, digest, and the source of its own first policy."""
+
+    version: str
+    digest: str
+    source: str
+
+
+class Unfinished(FrozenModel):
+    """The stage at which the time budget of a night ended, and everything that was finished before it."""
+
+    run_id: str
+    stage: StageName
+    # Updates that are done and updates in all; None if the stage was not begun.
+    progress: tuple[int, int] | None
+    # Key and folder of the stage; empty if it was not begun.
+    key: str
+    folder: str
+    seed: int
+    dataset: DatasetRecord
+    # The finished stages by name, with the first policy as `coldstart`.
+    made: dict[str, CheckpointRecord]
+
+
+class Night(FrozenModel):
+    """What is decided once when a night begins. `started` is a time.time()."""
+
+    started: float
+    champion: StartPolicy | None
+    continues: Unfinished | None
+
+
+def line_of(params: Params) -> str:
+    """Return the digest of the training parameters and sources, which nights of one line have in common."""
+    sources = {name: closure_digests(*READS[name].modules) for name in STAGES}
+    return digest_json({"params": result_values(params, LINE), "sources": sources})[:12]
+
+
+def _pointer(run: PipelineRun) -> Path:
+    return run.home / "unfinished" / f"{line_of(run.params)}.json"
+
+
+def peek_night(run: PipelineRun, client: MlflowClient) -> Night:
+    """Return what was decided when this night began, or what would be decided now.
+
+    An unfinished stage is continued only by a night that has a time budget itself.
+    """
+    file, pointer = run.folder / NIGHT, _pointer(run)
+    if file.is_file():
+        return Night.model_validate(read_json(file))
+    may_continue = run.params.night.hours > 0 and run.rerun is None and pointer.is_file()
+    continues = Unfinished.model_validate(read_json(pointer)) if may_continue else None
+    return Night(started=time.time(), champion=find_champion(run, client), continues=continues)
+
+
+def open_night(run: PipelineRun, client: MlflowClient) -> Night:
+    """Return what was decided when this night began, or decide it now and store it in the run's folder."""
+    night = peek_night(run, client)
+    write_json(run.folder / NIGHT, night.model_dump(mode="json"))
+    return night
+
+
+def end_night(run: PipelineRun, night: Night, unfinished: Unfinished | None) -> None:
+    """Write or remove the description of the unfinished stage for the next night."""
+    if unfinished is not None:
+        write_json(_pointer(run), unfinished.model_dump(mode="json"))
+    elif night.continues is not None:
+        _pointer(run).unlink(missing_ok=True)
+
+
+def find_champion(run: PipelineRun, client: MlflowClient) -> StartPolicy | None:
+    """Return the champion that the run starts from, or None if it starts from something else.
+
+    The source of its own first policy is recorded in its checkpoint. It is policy.base if it is not recorded.
+    """
+    policy, model = run.params.policy, run.params.registry.model
+    version = models.aliases(client, model).get(models.CHAMPION) if policy.source == "champion" else None
+    if version is None:
+        return None
+    checkpoint = keep_checkpoint(run.home, client, model, version)
+    manifest = read_json(checkpoint / MANIFEST)
+    source = manifest["params"].get("policy", {}).get("source", policy.base)
+    return StartPolicy(version=version, digest=manifest["digest"], source=source)
+
+
+def keep_checkpoint(home: Path, client: MlflowClient, model: str, version: str) -> Path:
+    """Return the folder in the home with a copy of a version's checkpoint, which is made if it is missing.
+
+    Raises UserError if the copy is not the registered checkpoint.
+    """
+    digest = models.describe(client, model, version)["tags"]["checkpoint.digest"]
+    folder: Path = home / "champions" / digest[:12]
+    if not (folder / "checkpoint" / MANIFEST).is_file():
+        with atomic_folder(folder) as temporary:
+            shutil.copytree(
+                models.checkpoint(client, model, version, temporary / "download"), temporary / "checkpoint"
+            )
+            shutil.rmtree(temporary / "download", ignore_errors=True)
+    if verify_files(folder / "checkpoint") != digest:
+        raise UserError(
+            f"{folder}: holds another checkpoint than version {version} registered; "
+            "delete the folder and restore the artifact store."
+        )
+    return folder / "checkpoint"
+
+
+def night_params(params: Params, champion: StartPolicy | None) -> Params:
+    """Return the parameters with the source of the first policy of all, `scratch` or a folder."""
+    if params.policy.source != "champion":
+        return params
+    source = champion.source if champion else params.policy.base
+    return params.model_copy(update={"policy": params.policy.model_copy(update={"source": source})})
+
+
+def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) -> float | None:
+    """Return the time.time() at which training has to end, or None without a time budget.
+
+    What follows training is expected to last as long as in the newest finished run of the home with the same
+    profile. In the first run it is expected to last as long as three evaluations of the first policy.
+    """
+    hours = run.params.night.hours
+    if not hours:
+        return None
+    records = sorted((run.home / "runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
+    measured = [read_json(path) for path in reversed(records)]
+    earlier = [
+        record["tail_seconds"]
+        for record in measured
+        if record.get("profile") == run.profile and "tail_seconds" in record
+    ]
+    reserve = max(before.seconds, earlier[0]) if earlier else 3 * before.seconds
+    return night.started + hours * 3600 - MARGIN * reserve
+
+
+def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:
+    """Return whether a stage can be begun before the deadline.
+
+    Stage 2 samples all its trajectories before its first update. It is begun only if the whole stage took
+    less time when it was last finished in this home.
+    """
+    if deadline is None:
+        return True
+    expected = 0.0
+    if name == "rejection":
+        finished = (run.home / "stages").glob("rejection-*/stage.json")
+        newest = max(finished, key=lambda path: path.stat().st_mtime, default=None)
+        expected = read_json(newest)["seconds"] if newest else 0.0
+    return time.time() + expected < deadline
+
+
+def unfinished_stage(
+    context: Context,
+    name: StageName,
+    made: dict[str, CheckpointRecord],
+    record: CheckpointRecord | None = None,
+    continues: Unfinished | None = None,
+) -> Unfinished:
+    """Describe the stage at which the time budget ended.
+
+    `made` are the finished stages before it. `record` is None if the stage was not begun, and `continues` is
+    the stage of an earlier night that it continued.
+    """
+    began = continues if continues is not None and name in FIXED_DATA else None
+    return Unfinished(
+        run_id=context.run.run_id,
+        stage=name,
+        progress=record.progress if record else None,
+        key=record.key if record else "",
+        folder=record.folder if record else "",
+        seed=began.seed if began else context.params.seed,
+        dataset=began.dataset if began else context.dataset,
+        made=made,
+    )
+
+
+def carry_over(earlier: Path, folder: Path) -> None:
+    """Let a stage's folder begin with the states, trajectories and metrics of an unfinished stage.
+
+    Files are linked, because they are never changed. The states come last, so that a killed call is repeated.
+    """
+    if (folder / "state").is_dir() or not (earlier / "state").is_dir():
+        return
+
+    def link(source: str, target: str) -> None:
+        if not os.path.exists(target):
+            os.link(source, target)
+
+    hidden = shutil.ignore_patterns(".*")
+    shutil.copytree(
+        earlier / "trajectories",
+        folder / "trajectories",
+        copy_function=link,
+        ignore=hidden,
+        dirs_exist_ok=True,
+    )
+    shutil.copyfile(earlier / "metrics.jsonl", folder / "metrics.jsonl")
+    with atomic_folder(folder / "state") as temporary:
+        shutil.copytree(earlier / "state", temporary, copy_function=link, ignore=hidden, dirs_exist_ok=True)
+
+
+def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[str]:
+    """Return a phrase for each result parameter that differs from the run of a version, and for other code.
+
+    The result is empty if that run's folder is not in this home.
+    """
+    key = models.describe(client, run.params.registry.model, version)["tags"].get(RUN_KEY, "")
+    file = run.home / "runs" / key[:12] / SETTINGS
+    if not file.is_file():
+        return []
+    settings = read_json(file)
+    # They are not validated, because a run of another release may lack parameters.
+    before, now = flatten_values(settings["params"]), result_values(run.params)
+    found = [
+        f"{name} {before.get(name)!r} -> {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    return found + (["code"] if digest_json(settings["sources"]) != run.code else [])
+
+
+def night_lineage(context: Context, night: Night, unfinished: Unfinished | None) -> dict[str, Any]:
+    """Return what the night started from, what was new in it, and what it continued and left."""
+    run, champion = context.run, night.champion
+
+    def place(stage: Unfinished | None) -> dict[str, Any] | None:
+        return stage.model_dump(include={"run_id", "stage", "progress"}) if stage else None
+
+    return {
+        "hours": run.params.night.hours,
+        "start": f"version {champion.version}" if champion else context.params.policy.source,
+        "parent": champion.version if champion else None,
+        "continues": place(night.continues),
+        "unfinished": place(unfinished),
+        "new": changes_since(run, context.tracking.client, champion.version) if champion else [],
+    }
+
+
+def lineage_tags(lineage: dict[str, Any]) -> dict[str, str]:
+    """Return the tags of a model version and of the MLflow run that record the descent."""
+    tags = {
+        "lineage.start": lineage["start"],
+        "lineage.parent": lineage["parent"],
+        "lineage.new": "; ".join(lineage["new"])[:MAX_TAG],
+        "lineage.continues": _phrase(lineage["continues"]),
+        "lineage.unfinished": _phrase(lineage["unfinished"]),
+    }
+    return {name: text for name, text in tags.items() if text}
+
+
+def _phrase(stage: dict[str, Any] | None) -> str:
+    if stage is None:
+        return ""
+    done, total = stage["progress"] or (0, 0)
+    return f"{stage['stage']} after update {done} of {total or '?'}"
+
+
+def descent(client: MlflowClient, model: str, version: str) -> list[dict[str, Any]]:
+    """Return a row for a version and for each version that it descends from, the newest first."""
+    rows: list[dict[str, Any]] = []
+    aliases = models.aliases(client, model)
+    number: str | None = version
+    while number and len(rows) < MAX_ANCESTORS:
+        tags = models.describe(client, model, number)["tags"]
+        rows.append(
+            {
+                "version": number,
+                "started from": tags.get("lineage.start", ""),
+                "new": tags.get("lineage.new", ""),
+                **{name: tags.get(f"figure.{name}", "") for name in ("pass_rate", "faster_rate.compile")},
+                "suite": tags.get("suite.digest", "")[:12],
+                "alias": ", ".join(alias for alias, at in aliases.items() if at == number),
+            }
+        )
+        number = tags.get("lineage.parent")
+    return rows

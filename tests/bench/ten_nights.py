@@ -1,0 +1,157 @@
+"""Nights in a row, each from the champion with new tasks: reward and rates on one fixed suite, by night.
+
+    python tests/bench/ten_nights.py OUT [--profile smoke] [--nights 10] [--seeds 0,1,2] [--set KEY=VALUE]
+        [--table]
+
+Every seed has a home of its own. Its first night starts from policy.base, each later one from the champion,
+and data.seed changes from night to night while data.held_out_seed stays. All nights of all seeds are
+evaluated on the held-out tasks of one data set, which is built first. A repeated call goes on where the last
+one was stopped. The table and nights.svg are written to OUT; `--table` writes them from what there is.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from components.core.config import PROJECT
+from components.core.task import read_tasks, write_tasks
+from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
+
+SUITE = "suite.parquet"
+REFUSED = 4
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed")
+STYLE = (
+    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end }"
+    " .grid { stroke: #ddd } .axis { stroke: #444 } .line { fill: none; stroke-width: 2 }"
+    + "".join(
+        f" .line.c{place} {{ stroke: {colour} }} .dot.c{place} {{ fill: {colour} }}"
+        for place, colour in enumerate(COLOURS)
+    )
+    + " .line.promoted { stroke: none } .dot.promoted { fill: none; stroke: #111; r: 5 }"
+)
+FIGURES = {
+    "reward": lambda found: found["mean_reward"],
+    "pass rate": lambda found: found["pass_rate"],
+    "faster than eager": lambda found: found["faster_rate"]["eager"],
+    "faster than compile": lambda found: found["faster_rate"]["compile"],
+}
+
+
+def cuda_agent(*words: str, allowed: tuple[int, ...] = (0,)) -> dict[str, Any]:
+    """Run a command of cuda-agent with --json and return its record."""
+    command = [sys.executable, "-m", "components.cli", *words, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT, check=False)
+    if done.returncode not in allowed:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}; the same call goes on")
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+def make_suite(out: Path, profile: str, sets: list[str]) -> None:
+    """Write the held-out tasks of a data set of the profile to OUT/suite.parquet, unless it exists."""
+    if (out / SUITE).is_file():
+        return
+    place = ("--home", str(out / "home"), "--out", str(out / "tasks"))
+    cuda_agent("data", "build", "--profile", profile, *place, *sets)
+    tasks = read_tasks(out / "tasks" / "tasks.parquet")
+    write_tasks(out / SUITE, [task for task in tasks if task.split == "held_out"])
+
+
+def run_night(out: Path, profile: str, seed: int, night: int, sets: list[str]) -> dict[str, Any]:
+    """Run one night of a seed, or read its record if it is finished."""
+    number = 1000 * seed + night
+    fixed = {
+        "policy.source": "champion",
+        "coldstart.seed": seed,
+        "seed": number,
+        "data.seed": number,
+        "data.held_out": 1,
+        "evaluation.suite": json.dumps(str(out / SUITE)),
+    }
+    words = [word for key, value in fixed.items() for word in ("--set", f"{key}={value}")]
+    home = str(out / f"seed-{seed}")
+    return cuda_agent("run", "--profile", profile, "--home", home, *words, *sets, allowed=(0, REFUSED))
+
+
+def row_of(seed: int, night: int, record: dict[str, Any]) -> dict[str, Any]:
+    found = {name: of(record["evaluation"]) for name, of in FIGURES.items()}
+    return {
+        "seed": seed,
+        "night": night,
+        "start": record["night"]["start"],
+        "version": record["model"]["version"],
+        "verdict": record["gate"]["verdict"],
+        **found,
+        "seconds": record["seconds"],
+    }
+
+
+def write_table(out: Path, rows: list[dict[str, Any]]) -> str:
+    """Write nights.md, and return its text."""
+
+    def cell(value: object) -> str:
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    cells = [list(rows[0]), ["---"] * len(rows[0]), *([*map(cell, row.values())] for row in rows)]
+    lines = [f"| {' | '.join(line)} |" for line in cells]
+    text = "\n".join(lines) + "\n"
+    (out / "nights.md").write_text(text)
+    return text
+
+
+def series(label: str, colour: str, name: str, rows: list[dict[str, Any]]) -> Series:
+    return Series(label, colour, [row["night"] for row in rows], [row[name] for row in rows])
+
+
+def write_plot(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw each figure by night, one line for each seed, to nights.svg, with rings on champions."""
+    seeds = sorted({row["seed"] for row in rows})
+    drawn = ""
+    for place, name in enumerate(FIGURES):
+        measured = [row for row in rows if row[name] is not None]
+        by_seed = {seed: [row for row in measured if row["seed"] == seed] for seed in seeds}
+        lines = [
+            series(f"seed {seed}", f"c{index % len(COLOURS)}", name, by_seed[seed])
+            for index, seed in enumerate(seeds)
+        ]
+        promoted = [row for row in measured if row["verdict"] == "promoted"]
+        lines.append(series("promoted", "promoted", name, promoted))
+        chart = str(line_chart(lines, x_label="night", y_label=name, whole_x=True))
+        inner = chart[chart.index(">") + 1 : chart.rindex("</svg>")] if chart else ""
+        drawn += f'<g transform="translate(0 {place * HEIGHT})">{inner}</g>'
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(FIGURES) * HEIGHT}">'
+    white = '<rect width="100%" height="100%" fill="#fff"/>'
+    (out / "nights.svg").write_text(f"{frame}<style>{STYLE}</style>{white}{drawn}</svg>\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--profile", default="smoke")
+    parser.add_argument("--nights", type=int, default=10)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--set", dest="sets", action="append", default=[])
+    parser.add_argument("--table", action="store_true")
+    chosen = parser.parse_args()
+    out = chosen.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    sets = [word for item in chosen.sets for word in ("--set", item)]
+    stored = out / "nights.json"
+    rows: list[dict[str, Any]] = json.loads(stored.read_text()) if chosen.table else []
+    if not chosen.table:
+        make_suite(out, chosen.profile, sets)
+        for seed in map(int, chosen.seeds.split(",")):
+            for night in range(1, chosen.nights + 1):
+                rows.append(row_of(seed, night, run_night(out, chosen.profile, seed, night, sets)))
+                stored.write_text(json.dumps(rows, indent=1))
+    print(write_table(out, rows), end="")
+    write_plot(out, rows)
+
+
+if __name__ == "__main__":
+    main()
