@@ -162,7 +162,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     """Return the time.time() at which training has to end, or None without a time budget.
 
     What follows training is expected to last as long as in the newest finished run of the home with the same
-    profile. In the first run it is expected to last as long as three evaluations of the first policy.
+    profile. In the first run the gates are expected to last as long as an evaluation of the first policy.
     """
     hours = run.params.night.hours
     if not hours:
@@ -174,7 +174,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
         for record in measured
         if record.get("profile") == run.profile and "tail_seconds" in record
     ]
-    reserve = max(before.seconds, earlier[0]) if earlier else 3 * before.seconds
+    reserve = max(before.seconds, earlier[0]) if earlier else 2 * before.seconds
     return night.started + hours * 3600 - MARGIN * reserve
 
 
