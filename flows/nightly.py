@@ -154,6 +154,7 @@ def train_stages(
             sampled=[made[other] for other in ("warmup", "rejection") if other in made]
             if name == "critic"
             else None,
+            earlier=list(made.values()),
             deadline=deadline,
             continues=continues,
         )

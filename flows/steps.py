@@ -32,6 +32,7 @@ from components.core.progress import Progress
 from components.core.records import FrozenModel
 from components.judge.pool import JudgePool
 from components.registry.tracking import MlflowRun
+from flows.home_gc import note_use
 from flows.run_context import PipelineRun
 from flows.stage_keys import KEY_FILE, RECORD, KeyParts, key_parts
 
@@ -189,6 +190,7 @@ class Context:
         is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
         if not (folder / KEY_FILE).is_file():
             write_json(folder / KEY_FILE, parts.model_dump(mode="json"))
+        note_use(self.run.folder, folder)
         stage_task = run_in_folder.with_options(
             name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not is_kept
         )

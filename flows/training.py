@@ -101,13 +101,15 @@ def train(
     *,
     critic: CheckpointRecord | None = None,
     sampled: list[CheckpointRecord] | None = None,
+    earlier: list[CheckpointRecord] | None = None,
     deadline: float | None = None,
     continues: Unfinished | None = None,
 ) -> CheckpointRecord:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
     `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
-    the stages whose trajectories the stage reads. `deadline` is the time.time() at which the stage ends after
+    the stages whose trajectories the stage reads, and `earlier` the finished ones of this night, whose states
+    are deleted. `deadline` is the time.time() at which the stage ends after
     a whole update. `continues` is the stage of an earlier night that this one continues. Stages 2 and 3 learn
     from a fixed set of trajectories, so they continue with the seed and the data set with which they began.
     Stages 1 and 4 continue with those of the present night.
@@ -136,6 +138,7 @@ def train(
             code=context.run.code,
             critic=critic.output(home) if critic else None,
             trajectories=tuple(home / earlier.folder / "trajectories" for earlier in inputs),
+            earlier=tuple(home / finished.folder for finished in earlier or []),
             deadline=deadline,
         )
         if stage.params.pool.trainers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,14 +118,18 @@ def store_gc(
 ) -> Output:
     """List checkpoints and runs to which no alias, no unfinished run and no audit entry refers.
 
-    With --delete they are removed.
+    The same is listed of the home: stages that no such run uses, states of finished stages, and abandoned
+    temporary folders. With --delete all of it is removed, while no run works in the home.
     """
     from components.cli.models import open_promotion
     from components.registry.retention_refs import evidence, references
     from components.storage.gc import plan, reason_to_keep, remove
     from components.storage.s3 import S3Store
+    from flows.home_gc import removable
+    from flows.run_context import home_lock
 
     promotion, resolved = open_promotion(options)
+    home = home_of(resolved)
     store, age = _open_store(resolved), timedelta(days=older_than)
 
     def referenced() -> dict[str, str]:
@@ -145,13 +150,23 @@ def store_gc(
         if delete and isinstance(store, S3Store):
             store.abandon(key, upload)
         print_line(f"{verb}  unfinished upload  {key}")
-    size = sum(group["bytes"] for group in removed)
-    hint = "" if delete or not (removed or uploads) else "; nothing was removed, --delete removes them"
-    print_line(f"{len(removed)} groups, {size:,} bytes; {len(planned.keep)} kept{hint}")
+    with home_lock(home) if delete else contextlib.nullcontext():
+        found = removable(home, referenced(), age.total_seconds())
+        left_over = [{"path": str(item.path), "bytes": item.bytes, "reason": item.reason} for item in found]
+        for item, entry in zip(found, left_over, strict=True):
+            print_line(f"{verb}  {entry['bytes']:>14,}  {item.path.relative_to(home)}  {item.reason}")
+            if delete:
+                item.remove()
+    size = sum(group["bytes"] for group in (*removed, *left_over))
+    is_plan = not delete and (removed or uploads or left_over)
+    hint = "; nothing was removed, --delete removes them" if is_plan else ""
+    count = f"{len(removed)} groups and {len(left_over)} of the home"
+    print_line(f"{count}, {size:,} bytes; {len(planned.keep)} kept{hint}")
     return Output(
         {
             "deleted": delete,
             "removed": removed,
+            "home": left_over,
             "bytes": size,
             "uploads": [key for key, _ in uploads],
             "kept": planned.keep,

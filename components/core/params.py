@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 Tasks = Annotated[int, Field(ge=1, le=1_000_000)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Minutes = Annotated[str, Field(pattern=r"^[1-9][0-9]*min$")]
 
 
 def result(description: str) -> Any:
@@ -271,7 +272,9 @@ class Ppo(FrozenModel):
     min_explained_variance: float | None = result(
         "the stage stops when the critic explains less on three steps in a row; null is off"
     )
-    checkpoint_every: Count = throughput("steps between resumable states")
+    checkpoint_every: Count | Minutes = throughput(
+        "steps between resumable states, or the least time between them, such as 20min"
+    )
     solve_rate_share: Share = result(
         "share of a step's tasks drawn by how often the policy solves them, half the time "
         "most; the others come in passes over all"

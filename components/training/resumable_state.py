@@ -34,6 +34,8 @@ class StateStore:
     world: World
     # Maximum number of states on disk; `save` deletes the oldest ones if there are more.
     kept: int
+    # Folders of finished stages, whose states `save` deletes.
+    finished: tuple[Path, ...] = ()
 
     @property
     def layout(self) -> str:
@@ -51,7 +53,8 @@ class StateStore:
     def save(self, steps: int) -> None:
         """Save the engines' present state as the state after `steps` steps.
 
-        If there are then more than `kept` states, the oldest ones are deleted.
+        If there are then more than `kept` states, the oldest ones are deleted. The states of the stages in
+        `finished` are deleted too, because their checkpoints are all that this stage needs.
         """
         folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
@@ -68,6 +71,8 @@ class StateStore:
             temporary.rename(folder)
             for _, old in self.complete()[: -self.kept]:
                 shutil.rmtree(old)
+            for earlier in self.finished:
+                shutil.rmtree(earlier / "state", ignore_errors=True)
         self.world.barrier()
 
     def load(self, *, before: float = float("inf")) -> int:
@@ -113,7 +118,7 @@ def resume(
     first steps can go back to that state.
     """
     world = next(iter(engines.values())).world
-    saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states)
+    saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states, stage.earlier)
     start = saved.load()
     if rolls_back and start == 0:
         saved.save(0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from components.core.errors import StageFailed
 from components.training.demonstration_replay import demonstrations
+from components.training.disk_space import check_disk_space
 from components.training.stage import Stage, StageResult, check_critic_given, check_stages, finished_result
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
     try:
         check_stages(stage.params, (stage.name,))
         check_critic_given(stage)
-        return finished_result(stage) or _run(stage, episodes)
+        if result := finished_result(stage):
+            return result
+        check_disk_space(stage)
+        return _run(stage, episodes)
     except Exception as error:
         get_error_handler().record_exception(error)
         raise

@@ -57,6 +57,8 @@ class Stage:
     critic: Path | None = None
     # Folders with the trajectories of earlier stages; only stage 3 needs them.
     trajectories: tuple[Path, ...] = ()
+    # Folders of the finished stages before this one, whose states are deleted when this one has a state.
+    earlier: tuple[Path, ...] = ()
     # The time.time() before which the stage has to end; None if there is no limit.
     deadline: float | None = None
 

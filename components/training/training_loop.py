@@ -61,17 +61,18 @@ def fit(
     train_step: Callable[[int, StepRecord], None],
     *,
     shown: Sequence[str],
-    save_every: int = 1,
+    save_every: int | str = 1,
 ) -> FitEnd:
     """Run the remaining steps, up to `steps`, and return how training ended.
 
     A step is not begun if it is expected to end after the stage's deadline; the state is saved then. After
     each step its metrics are written and the figures named in `shown` are sent to the progress display. The
-    state is saved every `save_every` steps and after the last step. If a step raises Collapsed or NotFinite,
+    state is saved every `save_every` steps, or minutes if it is a text such as 20min, and after the last
+    step. If a step raises Collapsed or NotFinite,
     a stage that rolls back loads older weights and ends; any other stage raises that error. After SIGTERM the
     running step is finished, its state is saved, and Terminated is raised.
     """
-    stage = state.stage
+    stage, saved_at = state.stage, time.monotonic()
     with sigterm_deferred() as sigterm_received:
         for step in range(state.start, steps):
             if _is_out_of_time(state):
@@ -93,8 +94,14 @@ def fit(
             figures = {name: record.figures[name] for name in shown}
             stage.progress.update(stage.name, step + 1, steps, **figures)
             stopping = sigterm_received(state.world)
-            if stopping or (step + 1) % save_every == 0 or step + 1 == steps:
+            if isinstance(save_every, int):
+                is_due = (step + 1) % save_every == 0
+            else:
+                seconds = 60 * int(save_every.removesuffix("min"))
+                is_due = _on_any_rank(state, time.monotonic() - saved_at >= seconds)
+            if stopping or is_due or step + 1 == steps:
                 state.saved.save(step + 1)
+                saved_at = time.monotonic()
             if stopping:
                 raise Terminated(
                     f"{stage.name}: ended by SIGTERM after update {step + 1} of {steps}, whose state is "
@@ -108,8 +115,12 @@ def _is_out_of_time(state: TrainState) -> bool:
     if state.stage.deadline is None:
         return False
     expected = max((record["seconds"] or 0.0 for record in state.metrics.records[-EXPECTED_FROM:]), default=0)
-    is_late = time.time() + expected > state.stage.deadline
-    return bool(state.world.sum(torch.tensor(float(is_late))) > 0)
+    return _on_any_rank(state, time.time() + expected > state.stage.deadline)
+
+
+def _on_any_rank(state: TrainState, condition: bool) -> bool:
+    """Return whether the condition holds on any rank; every rank must call this."""
+    return bool(state.world.sum(torch.tensor(float(condition))) > 0)
 
 
 def finish(

@@ -1,0 +1,95 @@
+"""Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
+
+A stage is used if a run names it that has a version with an alias, that is not finished, or that is younger
+than the limit, or if the next night continues it.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.core.files import atomic_write
+from components.storage.gc import reason_to_keep
+from components.training.stage import RESULT
+
+# Pattern of the folder of a stage in a text, such as stages/warmup-0123456789ab.
+STAGE = re.compile(r"stages/([a-z]+-[0-9a-f]{12})")
+# File in a run's folder with the folders of the stages that the run has begun or used, one on each line.
+USED = "stages.txt"
+# Least age of a temporary file or folder that is taken for abandoned, in seconds.
+ABANDONED_SECONDS = 86_400.0
+# Folders of the home in which outputs are made beside their place and renamed.
+PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions", "unfinished")
+
+
+@dataclass(frozen=True)
+class Removable:
+    """A file or folder of the home that can be removed, and why."""
+
+    path: Path
+    reason: str
+
+    @property
+    def bytes(self) -> int:
+        paths = self.path.rglob("*") if self.path.is_dir() else [self.path]
+        return sum(path.lstat().st_size for path in paths if path.is_file())
+
+    def remove(self) -> None:
+        """Remove the file, or the folder with all that it holds."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def note_use(run_folder: Path, stage: Path) -> None:
+    """Record in a run's folder that the run uses a stage, so that the stage is kept as long as the run."""
+    file = run_folder / USED
+    line = f"stages/{stage.name}"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    if line not in lines:
+        atomic_write(file, "".join(f"{name}\n" for name in (*lines, line)))
+
+
+def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
+    """Return what can be removed from the home and is older than `seconds`.
+
+    `references` maps the keys of runs to reasons to keep them (`retention_refs.references`).
+    """
+    now = time.time()
+    used = set(_used_stages(home, references, now - seconds))
+    found = [
+        Removable(stage, "no kept run uses it")
+        for stage in sorted((home / "stages").glob("[a-z]*-*"))
+        if stage.name not in used and stage.stat().st_mtime < now - seconds
+    ]
+    gone = {item.path for item in found}
+    found += [
+        Removable(result.parent / "state", "the stage is finished")
+        for result in sorted((home / "stages").glob(f"*/{RESULT}"))
+        if result.parent not in gone
+        and (result.parent / "state").is_dir()
+        and result.stat().st_mtime < now - seconds
+    ]
+    found += [
+        Removable(path, "abandoned temporary folder")
+        for place in PLACES
+        for path in sorted(home.glob(f"{place}/.*"))
+        if path.lstat().st_mtime < now - max(seconds, ABANDONED_SECONDS) and path.parent not in gone
+    ]
+    return found
+
+
+def _used_stages(home: Path, references: Mapping[str, str], younger_than: float) -> Iterator[str]:
+    """Yield the folder names of the stages that kept runs and unfinished nights name."""
+    texts = list((home / "unfinished").glob("*.json"))
+    for run in (home / "runs").glob("*"):
+        files = [file for file in (*run.glob("*.json"), *run.glob(USED)) if not file.name.startswith(".")]
+        newest = max((file.stat().st_mtime for file in files), default=0.0)
+        if newest >= younger_than or reason_to_keep(run.name, dict(references)):
+            texts += files
+    for file in texts:
+        yield from STAGE.findall(file.read_text())

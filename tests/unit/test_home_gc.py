@@ -1,0 +1,59 @@
+"""What is removed from a home: only what no kept run, no next night and no running stage needs."""
+
+import os
+import time
+from pathlib import Path
+
+from components.core.files import write_json
+from flows.home_gc import note_use, removable
+
+DAY = 86_400.0
+KEYS = {name: f"{index:012x}" for index, name in enumerate(("champion", "forgotten", "young", "old"), 1)}
+
+
+def stage(home: Path, name: str, *, finished: bool = True) -> Path:
+    folder = home / "stages" / f"agentic-{KEYS[name]}"
+    write_json(folder / "state" / "step-0001-x" / "weights.json", [0] * 9)
+    if finished:
+        write_json(folder / "stage.json", {})
+    return folder
+
+
+def aged(home: Path, days: float) -> None:
+    for path in home.rglob("*"):
+        os.utime(path, (time.time() - days * DAY,) * 2)
+
+
+def found(home: Path, days: float = 30, references: tuple[str, ...] = (KEYS["champion"],)) -> dict[str, str]:
+    kept = dict.fromkeys((key + "f" * 52 for key in references), "version 1 is champion")
+    return {item.path.relative_to(home).as_posix(): item.reason for item in removable(home, kept, days * DAY)}
+
+
+def test_stages_of_referenced_runs_stay_and_lose_only_their_states(tmp_path: Path) -> None:
+    champion, forgotten = stage(tmp_path, "champion"), stage(tmp_path, "forgotten")
+    note_use(tmp_path / "runs" / KEYS["champion"], champion)
+    write_json(tmp_path / "runs" / KEYS["forgotten"] / "run.json", {"checkpoint": str(forgotten)})
+    aged(tmp_path, 40)
+    assert found(tmp_path) == {
+        f"stages/{forgotten.name}": "no kept run uses it",
+        f"stages/{champion.name}/state": "the stage is finished",
+    }
+    assert found(tmp_path, days=50) == {}
+
+
+def test_an_unfinished_stage_that_the_next_night_continues_stays_with_its_states(tmp_path: Path) -> None:
+    left, old = stage(tmp_path, "young", finished=False), stage(tmp_path, "old", finished=False)
+    write_json(tmp_path / "unfinished" / "0123456789ab.json", {"folder": f"stages/{left.name}"})
+    aged(tmp_path, 40)
+    assert found(tmp_path) == {f"stages/{old.name}": "no kept run uses it"}
+
+
+def test_temporary_folders_are_abandoned_after_a_day_and_what_is_removed_is_gone(tmp_path: Path) -> None:
+    write_json(tmp_path / "datasets" / ".one.abc" / "tasks.json", 1)
+    aged(tmp_path, 0.5)
+    assert found(tmp_path, days=0) == {}
+    aged(tmp_path, 2)
+    (item,) = removable(tmp_path, {}, 0)
+    assert item.reason == "abandoned temporary folder" and item.bytes == 2
+    item.remove()
+    assert not list((tmp_path / "datasets").iterdir())
