@@ -12,7 +12,7 @@ from components.training.stage import Stage
 # them and its two moments.
 STATE_BYTES = {"float32": 16, "bfloat16": 14}
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-# Number of states of a stage on disk at once: two are kept while the next is written (checkpointing.py).
+# Number of states of a stage on disk at once: two are kept while the next is written (resumable_state.py).
 STATES = 3
 
 
