@@ -19,6 +19,7 @@ import typer
 from components.cli.common import ExitCode
 from components.cli.data import data_app
 from components.cli.doctor import doctor
+from components.cli.environment import environment
 from components.cli.evaluation import evaluate, runs_app
 from components.cli.fleet import fleet
 from components.cli.judge import judge, serve
@@ -42,7 +43,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (run, judge, serve, optimize, evaluate, train, fleet, deploy, plan, params, doctor):
+for command in (
+    run,
+    judge,
+    serve,
+    environment,
+    optimize,
+    evaluate,
+    train,
+    fleet,
+    deploy,
+    plan,
+    params,
+    doctor,
+):
     app.command()(command)
 for name, group in (
     ("data", data_app),

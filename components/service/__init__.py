@@ -2,4 +2,7 @@
 
 Imports `core`, `judge` and `agent`. A remote caller sends sources and gets verdicts; it chooses no setting of
 the sandbox. Start with `jobs.py`; the routes are in `app.py`, and their client is `judge/http_pool.py`.
+
+The environment for trainers is apart: `environment.py` serves the sessions of `sessions.py` in OpenEnv's wire
+form, and `client/` is a package of its own for the other side.
 """

@@ -1,0 +1,9 @@
+"""Client of the environment that `cuda-agent environment` serves; it needs only the package websockets.
+
+`KernelEnv` is an environment for TRL's `environment_factory`, and `Session` is one episode for any program.
+"""
+
+from cuda_agent_env.session import EnvironmentFailed, Session, Step
+from cuda_agent_env.trl import KernelEnv
+
+__all__ = ["EnvironmentFailed", "KernelEnv", "Session", "Step"]

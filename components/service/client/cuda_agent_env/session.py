@@ -1,0 +1,72 @@
+"""One session of the environment, over a WebSocket in OpenEnv's wire form."""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+# Address of the server unless the environment variable CUDA_AGENT_URL names another.
+DEFAULT_URL = "http://127.0.0.1:8471"
+# Largest message in bytes.
+MESSAGE_BYTES = 16 << 20
+
+
+class EnvironmentFailed(RuntimeError):
+    """Error that the server reports, with its code, such as JUDGE_FAILED or CAPACITY_REACHED."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Step:
+    """Answer to a reset or a step; `reward` is the milestone when `done`, and None before."""
+
+    text: str
+    reward: float | None
+    done: bool
+    observation: dict[str, Any]
+
+
+class Session:
+    """Client of one session, which connects at the first reset."""
+
+    def __init__(self, url: str = ""):
+        self.url = url or os.environ.get("CUDA_AGENT_URL", DEFAULT_URL)
+        self.connection: ClientConnection | None = None
+
+    def reset(self, task_id: str = "", *, max_turns: int = 20, message: str = "full") -> Step:
+        """Begin an episode, on a random task of the server unless `task_id` names one."""
+        return self._ask("reset", {"task_id": task_id, "max_turns": max_turns, "message": message})
+
+    def step(self, tool: str, **arguments: Any) -> Step:
+        """Make one tool call; the tools are listed at the server's /metadata."""
+        return self._ask("step", {"tool": tool, "arguments": arguments})
+
+    def finish(self) -> Step:
+        """End the episode with the files as they are, and wait for the reward."""
+        return self.step("Finish")
+
+    def _ask(self, kind: str, data: dict[str, Any]) -> Step:
+        if self.connection is None:
+            address = self.url.rstrip("/").replace("http", "ws", 1) + "/ws"
+            # A judgement can take longer than any keep-alive interval.
+            self.connection = connect(address, max_size=MESSAGE_BYTES, ping_interval=None)
+        with contextlib.suppress(ConnectionClosed):  # a refused session has its error still to be read
+            self.connection.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(self.connection.recv())
+        if answer["type"] == "error":
+            raise EnvironmentFailed(answer["data"]["code"], answer["data"]["message"])
+        found = answer["data"]
+        return Step(found["observation"]["text"], found["reward"], found["done"], found["observation"])
+
+    def close(self) -> None:
+        """End the session."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None

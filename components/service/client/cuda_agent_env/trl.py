@@ -1,0 +1,71 @@
+"""Environment for TRL: `GRPOTrainer(..., environment_factory=KernelEnv)`.
+
+TRL calls the tools of a batch one rollout after another. Writing a file returns at once and the server judges
+it in the background, so that the judgements of a batch overlap although the calls do not.
+"""
+
+from cuda_agent_env.session import Session, Step
+
+
+class KernelEnv:
+    """One rollout: the public methods are the policy's tools, and the milestone is the reward."""
+
+    def __init__(self) -> None:
+        self._session = Session()
+        self._last: Step | None = None
+
+    def reset(self, task_id: str = "", max_turns: int = 20, message: str = "compact", **_: object) -> str:
+        """Begin an episode on the task of the row, or on a random one, and return its message."""
+        self._last = self._session.reset(task_id, max_turns=max_turns, message=message)
+        text: str = self._last.text
+        return text
+
+    def write(self, file_path: str, content: str) -> str:
+        """Write a whole file of the candidate: model_new.py or kernels/NAME.
+
+        Args:
+            file_path: path in the workspace, for instance kernels/forward.cpp
+            content: the file's whole text
+
+        Returns:
+            What was written, or why it was not.
+        """
+        return self._call("Write", file_path=file_path, content=content)
+
+    def read(self, file_path: str) -> str:
+        """Read a file of the workspace with its line numbers.
+
+        Args:
+            file_path: path in the workspace, for instance SKILL.md or model.py
+
+        Returns:
+            The file's text.
+        """
+        return self._call("Read", file_path=file_path)
+
+    def run(self, command: str) -> str:
+        """Run a command in the workspace, such as `bash utils/compile.sh` or `python3 -m utils.profiling`.
+
+        Args:
+            command: the shell command
+
+        Returns:
+            What it printed.
+        """
+        return self._call("Bash", command=command)
+
+    def _call(self, tool: str, **arguments: str) -> str:
+        if self._last is None or self._last.done:
+            return "The episode has ended."
+        self._last = self._session.step(tool, **arguments)
+        observation: str = self._last.text
+        return observation
+
+    def get_reward(self) -> float:
+        """End the episode if it has not ended, and return the milestone: -1, 1, 2 or 3."""
+        if self._last is None:
+            raise RuntimeError("reset begins an episode")
+        if not self._last.done:
+            self._last = self._session.finish()
+        reward: float = self._last.reward
+        return reward
