@@ -23,6 +23,7 @@ from components.cli.environment import environment
 from components.cli.evaluation import evaluate, runs_app
 from components.cli.fleet import fleet
 from components.cli.judge import judge, serve
+from components.cli.mcp import mcp, skill_app
 from components.cli.models import models_app
 from components.cli.optimize import optimize
 from components.cli.params import params, plan
@@ -47,6 +48,7 @@ for command in (
     run,
     judge,
     serve,
+    mcp,
     environment,
     optimize,
     evaluate,
@@ -62,6 +64,7 @@ for name, group in (
     ("data", data_app),
     ("models", models_app),
     ("runs", runs_app),
+    ("skill", skill_app),
     ("store", store_app),
     ("token", token_app),
     ("trajectory", trajectory_app),

@@ -1,5 +1,7 @@
 """The prompt of a policy, which is one user message for each task."""
 
+import re
+
 from components.core.config import PROJECT
 from components.core.params import Device, Policy
 
@@ -16,7 +18,8 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
-    skill = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
+    text = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
+    skill = re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.DOTALL)  # without the frontmatter
     ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
     return (
         f"{skill}\n\nThe device is {KERNELS[device]}. "

@@ -1,0 +1,186 @@
+"""Tools for coding agents by the Model Context Protocol, which ask the HTTP service.
+
+No call takes longer than `CALL_SECONDS`, because clients end calls after 60 seconds: `judge` answers with a
+verdict or with the id of a job, for which `wait` waits further.
+"""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from mcp.server.mcpserver import Context, MCPServer
+from pydantic import BaseModel, Field
+
+from components.core.config import PROJECT
+from components.core.errors import UserError
+from components.judge.candidate_folder import read_candidate
+
+# Longest call of a tool, and seconds between two progress notifications.
+CALL_SECONDS, PROGRESS_SECONDS = 45.0, 5.0
+INSTRUCTIONS = (
+    "Judges CUDA and C++ kernels for PyTorch modules: builds them, checks outputs on secret inputs, and "
+    "times them against eager PyTorch and torch.compile. Figures are measured; nothing printed counts."
+)
+# Row of the table of reasons in SKILL.md: statuses with reasons, and what to do.
+REASON_ROW = re.compile(r"^\| (`\w+: .*?) \| (.*) \|$", re.MULTILINE)
+
+
+class Answer(BaseModel):
+    """A verdict in short, or the job to wait for."""
+
+    job: str
+    state: str
+    status: str = ""
+    reason: str = ""
+    milestone: int | None = Field(default=None, description="1 right, 2 beats eager, 3 torch.compile too")
+    speedup: dict[str, str] = Field(
+        default_factory=dict, description="times as fast as each baseline, with 95 % interval"
+    )
+    log: str = ""
+    measurements: int = Field(default=1, description="how often this candidate was measured for you")
+    next: str = Field(default="", description="what to call next")
+
+
+def make_mcp_server(client: httpx.AsyncClient, *, reads_folders: bool) -> MCPServer[Any]:
+    """Return the server, whose tools send requests by `client`.
+
+    With `reads_folders` the server runs on the machine of the agent, and `judge` takes the path of a
+    workspace; otherwise it takes the texts of the files.
+    """
+    server: MCPServer[Any] = MCPServer("cuda-agent-judge", instructions=INSTRUCTIONS, log_level="ERROR")
+
+    async def ask(method: str, path: str, context: Context[Any, Any], **options: Any) -> Any:
+        request = context.request_context.request
+        token = request.headers.get("authorization") if request is not None else None
+        headers = {"Authorization": token} if token else {}
+        try:
+            answer = await client.request(method, path, headers=headers, timeout=CALL_SECONDS, **options)
+        except httpx.HTTPError as error:
+            raise ValueError(
+                f"no judge answers at {client.base_url} ({error}); start one: cuda-agent serve --http 8470"
+            ) from error
+        record = answer.json()
+        if answer.is_error:
+            raise ValueError(record["error"])
+        return record
+
+    async def ended(job: dict[str, Any], context: Context[Any, Any]) -> Answer:
+        began = time.monotonic()
+        while job["state"] in ("queued", "running"):
+            elapsed = time.monotonic() - began
+            if elapsed > CALL_SECONDS - PROGRESS_SECONDS:
+                break
+            await context.report_progress(elapsed, CALL_SECONDS, job["progress"] or job["state"])
+            path = f"/v1/jobs/{job['id']}"
+            job = await ask("GET", path, context, params={"wait": PROGRESS_SECONDS})
+        return _short(job)
+
+    @server.tool()
+    async def tasks(context: Context[Any, Any]) -> list[dict[str, Any]]:
+        """List the tasks of the judge: task_id, name, level."""
+        return [
+            {name: task[name] for name in ("task_id", "name", "level")}
+            for task in await ask("GET", "/v1/tasks", context)
+        ]
+
+    @server.tool()
+    async def task(task_id: str, context: Context[Any, Any]) -> dict[str, Any]:
+        """Return the source of a task, the PyTorch module to make faster."""
+        record: dict[str, Any] = await ask("GET", f"/v1/tasks/{_plain(task_id)}", context)
+        return record
+
+    async def send(
+        files: dict[str, str], task_id: str, code: str, measurement: int, context: Context[Any, Any]
+    ) -> Answer:
+        body = {"files": files, "task": task_id, "code": code, "measurement": measurement}
+        return await ended(await ask("POST", "/v1/judgements", context, json=body), context)
+
+    if reads_folders:
+
+        @server.tool(name="judge")
+        async def judge_folder(
+            workspace: str, context: Context[Any, Any], task_id: str = "", measurement: int = 1
+        ) -> Answer:
+            """Judge a workspace's candidate (model_new.py, kernels/) on its model.py or on a listed task.
+
+            Give the absolute path. Equal files get the verdict that is known; `measurement` 2 measures anew.
+            """
+            folder = Path(workspace)
+            try:
+                files = read_candidate(folder)
+                code = "" if task_id else (folder / "model.py").read_text()
+            except (UserError, OSError, UnicodeDecodeError) as error:
+                raise ValueError(str(error)) from error
+            return await send(files, task_id, code, measurement, context)
+
+    else:
+
+        @server.tool(name="judge")
+        async def judge_files(
+            files: dict[str, str],
+            context: Context[Any, Any],
+            task_id: str = "",
+            code: str = "",
+            measurement: int = 1,
+        ) -> Answer:
+            """Judge a candidate: the texts of model_new.py and kernels/NAME, on a listed task or a source.
+
+            Equal files get the verdict that is known; `measurement` 2 measures anew.
+            """
+            return await send(files, task_id, code, measurement, context)
+
+    @server.tool()
+    async def wait(job: str, context: Context[Any, Any]) -> Answer:
+        """Wait for a job of `judge`, up to 45 seconds."""
+        return await ended(await ask("GET", f"/v1/jobs/{_plain(job)}", context), context)
+
+    @server.tool()
+    def explain(reason: str) -> str:
+        """Explain a verdict's status or reason, such as `wrong_output` or `max_error:scaled`."""
+        return explain_reason(reason)
+
+    return server
+
+
+def explain_reason(reason: str) -> str:
+    """Return the rows of the table of reasons in SKILL.md that name `reason` or the part before its colon."""
+    rows = REASON_ROW.findall((PROJECT / "agent_workdir" / "SKILL.md").read_text())
+    for word in filter(None, (reason.strip(), reason.partition(":")[0].strip())):
+        pattern = re.compile(rf"\b{re.escape(word)}\b")
+        if found := [f"{codes}: {text}" for codes, text in rows if pattern.search(codes)]:
+            return "\n".join(found)
+    return "No such reason; the statuses are: " + ", ".join(
+        sorted({codes.split(":")[0] for codes, _ in rows})
+    )
+
+
+def _plain(identifier: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{1,64}", identifier):
+        raise ValueError(f"{identifier[:100]!r} is no id; ids are hexadecimal digits")
+    return identifier
+
+
+def _short(job: dict[str, Any]) -> Answer:
+    verdict = job["verdict"]
+    if verdict is None:
+        following = f"wait(job={job['id']})" if job["state"] in ("queued", "running") else ""
+        return Answer(job=job["id"], state=job["state"], next=following)
+    ratios = {name: ratio for name, ratio in verdict["speedup"].items() if ratio is not None}
+    return Answer(
+        job=job["id"],
+        state=job["state"],
+        status=verdict["status"],
+        reason=verdict["reason"],
+        milestone=verdict["milestone"],
+        speedup={
+            name: f"{ratio['estimate']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+            for name, ratio in ratios.items()
+        },
+        log=verdict["log"],
+        measurements=job["measurements"],
+        next=""
+        if verdict["status"] == "correct"
+        else "explain(reason), then change the files and judge again",
+    )
