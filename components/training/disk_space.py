@@ -40,9 +40,9 @@ def needed_bytes(stage: Stage) -> int:
 
 def check_disk_space(stage: Stage) -> None:
     """Raise UserError, with the needed and the free bytes, unless the stage's disk has space for it."""
-    stage.out.mkdir(parents=True, exist_ok=True)
+    place = next(folder for folder in (stage.out, *stage.out.absolute().parents) if folder.is_dir())
     there = sum(path.stat().st_size for path in (stage.out / "state").rglob("*") if path.is_file())
-    needed, free = max(0, needed_bytes(stage) - there), shutil.disk_usage(stage.out).free
+    needed, free = max(0, needed_bytes(stage) - there), shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
             f"{stage.out}: stage {stage.name} needs {needed:,} bytes for its states and its checkpoint, and "
