@@ -7,9 +7,10 @@ can give other tokens than the policy sampled.
 import itertools
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -115,12 +116,14 @@ class TokenFile:
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
-def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
+def save_trajectories(
+    folder: Path, trajectories: Sequence[Trajectory], more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Write trajectories to trajectories.jsonl and tokens.safetensors in `folder`.
 
     trajectories.jsonl has one line for each trajectory, without the sequences of tokens. tokens.safetensors
     has the sequences of all trajectories one after the other, and the `offsets` at which each trajectory
-    begins.
+    begins. `more` has the values of further JSON files by their names.
     """
     lines = []
     for trajectory in trajectories:
@@ -138,6 +141,8 @@ def save_trajectories(folder: Path, trajectories: list[Trajectory]) -> None:
         # A lone surrogate cannot be encoded as UTF-8, so it is written as an escape sequence of JSON.
         text = "".join(lines).encode(errors="backslashreplace")
         (temporary / "trajectories.jsonl").write_bytes(text)
+        for name, value in more.items():
+            (temporary / name).write_text(json.dumps(value))
         save_file(tokens | {"offsets": np.array(offsets, dtype=np.int64)}, temporary / "tokens.safetensors")
 
 

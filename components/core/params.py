@@ -275,6 +275,10 @@ class Ppo(FrozenModel):
     checkpoint_every: Count | Minutes = throughput(
         "steps between resumable states, or the least time between them, such as 20min"
     )
+    staleness: Natural = result(
+        "steps by which the weights that sampled a token may be older than those that are "
+        "trained; 0 samples and trains in turn, more samples while the policy is trained"
+    )
     solve_rate_share: Share = result(
         "share of a step's tasks drawn by how often the policy solves them, half the time "
         "most; the others come in passes over all"

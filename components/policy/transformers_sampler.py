@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,9 +71,9 @@ class _Sequence:
 class TransformersSampler:
     """A sampler of a transformers model in this process.
 
-    A caller that changes the weights of `model` while sequences are sampled must do so within `paused`, and
-    must also set `version`. The class has its own sampling loop, because the overhead of transformers'
-    `generate` is larger than the arithmetic of a small model.
+    A caller that changes the weights of `model` while sequences are sampled must do so between `pause` and
+    `resume`, and must also set `version`. The class has its own sampling loop, because the overhead of
+    transformers' `generate` is larger than the arithmetic of a small model.
     """
 
     def __init__(
@@ -130,11 +130,12 @@ class TransformersSampler:
         finally:
             sequence.is_cancelled = True
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Return a context in which no forward pass runs, so that the weights may be changed."""
-        with self.weights:
-            yield
+    def pause(self) -> None:
+        """Wait for the end of the running forward pass, and begin no other one until `resume` is called."""
+        self.weights.acquire()
+
+    def resume(self) -> None:
+        self.weights.release()
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -200,7 +201,7 @@ class TransformersSampler:
     def _step(self, running: Sequence[_Sequence], cache: RowCache) -> dict[int, str]:
         """Sample one token for each sequence, and return the reasons of the ends by row."""
         empty = self._rows(len(running)) - len(running)
-        ids = torch.tensor([one.ids[-1] for one in running] + [self.stop[0]] * empty, device=self.device)
+        ids = torch.tensor([one.ids[-1] for one in running] + [0] * empty, device=self.device)
         positions = torch.tensor([len(one.ids) - 1 for one in running] + [0] * empty, device=self.device)
         output = self.model(
             input_ids=ids[:, None],

@@ -31,6 +31,10 @@ def policy_loss_sum(
 
     The loss of a token is max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, where A is the
     advantage and rho = pi_actor / pi_old. `importance` holds the weights from `importance_weights`.
+
+    This is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5): pi_old is
+    the proximal policy, which the trainer evaluates before the step's updates, and only it bounds the update.
+    The behaviour policy mu, with which tokens were sampled some steps earlier, occurs in the weights alone.
     """
     mask = action_mask.bool()
     # Set the difference to 0 at masked positions before exp, so that neither the loss nor its gradient can
@@ -83,8 +87,8 @@ def importance_weights(
     """Return min(pi_old / mu, cap) for each token that the policy sampled, [batch, seq], without gradient.
 
     The weight of all other tokens, where `action_mask` is 0, is 1. These weights of truncated importance
-    sampling correct for the sampler, which computes slightly different probabilities (mu) than the trainer
-    (pi_old) from the same weights.
+    sampling correct for the behaviour policy mu: the sampler computes slightly different probabilities than
+    the trainer (pi_old) from the same weights, and it may have had weights that are some steps older.
     """
     difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.params import Ppo
+from components.core.task import KernelTask
 from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint
 from components.training.advantages import explained_variance, row_gae, whiten
@@ -46,13 +47,14 @@ from components.training.microbatching import Loss, MetricSums, evaluate, train_
 from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
 from components.training.ranks import sharded_loading
 from components.training.resumable_state import resume
+from components.training.rollout_metrics import reward_figures
 from components.training.rollouts import (
-    RunEpisodes,
+    RunEpisode,
     SolveRateTracker,
     TrainedPolicy,
     choose_tasks,
     derived_seed,
-    reward_figures,
+    sampling,
     trainable,
 )
 from components.training.stage import Stage, StageResult
@@ -97,25 +99,25 @@ class Networks:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
 
-def warmup(stage: Stage, episodes: RunEpisodes) -> StageResult:
-    """Train the policy of the checkpoint `stage.actor` (stage 1); `episodes` runs the agent loop.
+def warmup(stage: Stage, episode: RunEpisode) -> StageResult:
+    """Train the policy of the checkpoint `stage.actor` (stage 1); `episode` runs the agent loop.
 
     The critic starts as a copy of the actor. During the first `warmup.critic_warmup_steps` steps only the
     critic is trained.
     """
-    return run_ppo(stage, stage.params.warmup, stage.actor, episodes)
+    return run_ppo(stage, stage.params.warmup, stage.actor, episode)
 
 
-def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
+def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
     """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic` (stage 4).
 
-    `episodes` runs the agent loop. `stage.critic` must be None if and only if agentic.advantages needs no
+    `episode` runs the agent loop. `stage.critic` must be None if and only if agentic.advantages needs no
     critic (`stage.check_critic_given`). Raises UserError if it is no critic, or if its tokenizer differs from
     the actor's.
     """
     critic = stage.critic
     if critic is None:
-        return run_ppo(stage, stage.params.agentic, stage.actor, episodes)
+        return run_ppo(stage, stage.params.agentic, stage.actor, episode)
     tokenizers = [verify_checkpoint(folder).files.get(TOKENIZER) for folder in (stage.actor, critic)]
     if tokenizers[0] != tokenizers[1]:
         raise UserError(
@@ -123,7 +125,7 @@ def agentic(stage: Stage, episodes: RunEpisodes) -> StageResult:
             "give the critic that was made from this actor."
         )
     check_critic(critic)
-    return run_ppo(stage, stage.params.agentic, critic, episodes)
+    return run_ppo(stage, stage.params.agentic, critic, episode)
 
 
 def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: Path) -> Networks:
@@ -174,15 +176,25 @@ def _reference(
     return evaluated
 
 
-def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) -> StageResult:
+def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) -> StageResult:
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
-    `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episodes` runs
+    `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` runs
     the agent loop.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
     tasks = stage.tasks()
-    policy = TrainedPolicy(stage, rollouts, episodes)
+    tracker: SolveRateTracker | None = None
+
+    def choose(wave: int) -> list[KernelTask]:
+        chosen = choose_tasks(
+            tasks, rollouts.tasks, seed=params.seed, step=wave, tracker=tracker, share=ppo.solve_rate_share
+        )
+        return [task for task in chosen for _ in range(rollouts.samples)]
+
+    # Advantages without a critic compare all samples of a task.
+    group = 1 if ppo.advantages == "critic" else rollouts.samples
+    policy = TrainedPolicy(stage, rollouts, episode, choose, staleness=ppo.staleness, group=group)
     networks = load_networks(stage, ppo, policy, critic_folder)
     actor, critic = networks.actor, networks.critic
     state = resume(stage, networks.trained, rolls_back=True)
@@ -191,10 +203,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
     def ppo_step(step: int, record: StepRecord) -> None:
         policy.publish(actor, step)
         record.end_phase("publish")
-        chosen = choose_tasks(
-            tasks, rollouts.tasks, seed=params.seed, step=step, tracker=tracker, share=ppo.solve_rate_share
-        )
-        sampled = policy.sample(chosen, rollouts.samples, step=step, steps=ppo.steps)
+        sampled, figures = policy.sample(rollouts.tasks * rollouts.samples, step=step, steps=ppo.steps)
+        record.figures |= figures
         trajectories = trainable(sampled)
         if tracker is not None:
             tracker.add(trajectories)
@@ -229,7 +239,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episodes: RunEpisodes) 
             record.figures |= update_actor(batch, experience, actor, ppo, seed, updates)
             record.end_phase("actor", tokens * ppo.epochs)
 
-    end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
+    with sampling(policy):
+        end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
     metrics, stopped = state.metrics, ""
     if metrics.records and all(record["equal_rewards"] for record in metrics.records):
         stopped = (

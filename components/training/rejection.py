@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from components.agent.trajectory import Trajectory
 from components.core.files import digest_json
 from components.core.params import Rejection
+from components.core.task import KernelTask
 from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine
 from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
 from components.training.resumable_state import resume
+from components.training.rollout_metrics import reward_figures
 from components.training.rollouts import (
-    RunEpisodes,
+    RunEpisode,
     TrainedPolicy,
     choose_tasks,
     derived_seed,
-    reward_figures,
+    sampling,
     trainable,
 )
 from components.training.stage import Stage, StageResult, replayed_rows
@@ -40,14 +42,35 @@ Row = tuple[Sequence[int], Sequence[int]]
 MAX_TASKS_AFTER = 32
 
 
-def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
+def run(stage: Stage, episode: RunEpisode, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on the good ones.
 
-    `episodes` runs the agent loop. `replay` takes a count and returns that many cold-start
+    `episode` runs the agent loop. `replay` takes a count and returns that many cold-start
     demonstrations, the same ones at every call.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
-    policy = TrainedPolicy(stage, rejection.rollouts, episodes)
+    rollouts = rejection.rollouts
+    chosen = choose_tasks(stage.tasks(), rollouts.tasks, seed=params.seed, step=0)
+    # The attempts before the fine-tuning, and those after it.
+    waves = ([task for task in chosen for _ in range(rollouts.samples)], chosen[:MAX_TASKS_AFTER])
+    policy = TrainedPolicy(stage, rollouts, episode, lambda wave: waves[wave])
+    with sampling(policy):
+        return tune(stage, policy, waves, replay, started=started)
+
+
+def tune(
+    stage: Stage,
+    policy: TrainedPolicy,
+    waves: Sequence[Sequence[KernelTask]],
+    replay: Callable[[int], list[Row]] | None,
+    *,
+    started: float,
+) -> StageResult:
+    """Sample the first wave with the policy, fine-tune it on the good ones, and sample the second wave.
+
+    `started` is the time.monotonic() at which this process began the stage; `replay` is that of `run`.
+    """
+    params, rejection = stage.params, stage.params.rejection
     actor = DeepSpeedEngine(
         Actor(policy.model, rejection.rollouts.temperature),
         params.engine,
@@ -55,9 +78,8 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
         gradient_clip=params.warmup.gradient_clip,
     )
 
-    tasks = choose_tasks(stage.tasks(), rejection.rollouts.tasks, seed=params.seed, step=0)
     policy.publish(actor, 0)
-    sampled = trainable(policy.sample(tasks, rejection.rollouts.samples, step=0, steps=1))
+    sampled = trainable(policy.sample(len(waves[0]), step=0, steps=1)[0])
     kept, reasons = select(sampled, rejection)
     batches = schedule(kept, rejection, replay, seed=params.seed)
 
@@ -75,7 +97,7 @@ def run(stage: Stage, episodes: RunEpisodes, replay: Callable[[int], list[Row]] 
     before = after = reward_figures(sampled)
     if batches and not end.progress:
         policy.publish(actor, len(batches))
-        after = reward_figures(trainable(policy.sample(tasks[:MAX_TASKS_AFTER], 1, step=1, steps=1)))
+        after = reward_figures(trainable(policy.sample(len(waves[1]), step=1, steps=1)[0]))
     return finish(
         state,
         policy.model,

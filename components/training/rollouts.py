@@ -1,19 +1,21 @@
-"""This module chooses the tasks of a training step, publishes the newest weights and samples trajectories.
+"""This module chooses the tasks of a training step, publishes the newest weights and gets trajectories.
 
 The trajectories are stored, so a step that is repeated after a kill does not sample them again.
 """
 
+import contextlib
 import itertools
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from components.agent.episode import RolloutRequest
-from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.agent.trajectory import Trajectory, load_trajectories
 from components.core import params
 from components.core.errors import UserError
 from components.core.files import atomic_folder, digest_json
@@ -34,11 +36,15 @@ from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics_file import Figures
 from components.training.networks import load_policy
 from components.training.ranks import join_world, sharded_loading
+from components.training.rollout_metrics import IdleTimes, ages
 from components.training.stage import Stage
+from components.training.trajectory_queue import TrajectoryQueue
 
-# Type of functions such as `components.agent.token_rollout.run_episodes`, the agent loop. They return one
-# trajectory for each task of the request, in order.
-RunEpisodes = Callable[[RolloutRequest, Sampler, PreTrainedTokenizerBase], list[Trajectory]]
+# Type of functions such as `components.agent.token_rollout.run_episode`, the agent loop. They return the
+# trajectory of the task with an index in the request.
+RunEpisode = Callable[
+    [RolloutRequest, int, Sampler, PreTrainedTokenizerBase], Coroutine[Any, Any, Trajectory]
+]
 
 
 def derived_seed(*parts: object) -> int:
@@ -118,24 +124,43 @@ def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: i
 
 
 class TrainedPolicy:
-    """The policy that a stage trains, with its tokenizer and the sampler of its newest weights.
+    """The policy that a stage trains, with its tokenizer, its sampler and the trajectories that it samples.
 
-    With the backend transformers, the sampler uses the trained weights themselves. Under ZeRO 3, which shards
-    the weights, the sampler of rank 0 has a full copy of them instead. With vLLM, rank 0 sends the weights to
-    the sampler after every update. The other ranks have no sampler and only help to gather the weights.
+    With the backend transformers, the sampler uses the trained weights themselves, and pauses while they are
+    trained. Under ZeRO 3, which shards the weights, the sampler of rank 0 has a full copy of them instead.
+    With vLLM, rank 0 sends the weights to the sampler after every update. The other ranks have no sampler and
+    only help to gather the weights.
     """
 
-    def __init__(self, stage: Stage, rollouts: params.Rollouts, run_episodes: RunEpisodes):
-        """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights."""
+    def __init__(
+        self,
+        stage: Stage,
+        rollouts: params.Rollouts,
+        run_episode: RunEpisode,
+        choose: Callable[[int], Sequence[KernelTask]],
+        *,
+        staleness: int = 0,
+        group: int = 1,
+    ):
+        """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
+
+        `choose(wave)` returns the tasks of a wave of attempts, one for each attempt. For `staleness` and
+        `group` see `TrajectoryQueue`.
+        """
         params = stage.params
         settings, device, dtype = params.engine, params.device, DTYPES[params.engine.dtype]
         self.digest = verify_checkpoint(stage.actor, device).digest
-        self.stage, self.rollouts, self.run_episodes = stage, rollouts, run_episodes
+        self.stage, self.rollouts, self.choose = stage, rollouts, choose
         self.world = join_world(device, settings)
         self.tokenizer = load_tokenizer(stage.actor)
         with sharded_loading(settings, device):
             self.model = load_policy(stage.actor, settings, params.policy.adapter, dtype)
+        self.staleness = staleness
         self.sampler: TransformersSampler | VllmSampler | None = None
+        self.queue: TrajectoryQueue | None = None
+        # Number of the step, of all steps, and of its trajectories, for the progress display.
+        self.shown = (0, 0, 0)
+        self.is_paused = False
         if self.world.rank > 0:
             return
         if params.policy.backend == "transformers":
@@ -149,6 +174,36 @@ class TrainedPolicy:
             )
         else:
             self.sampler = open_vllm_sampler(params, stage.actor, self.tokenizer, version=self.digest)
+        sampler = self.sampler
+        self.queue = TrajectoryQueue(
+            stage.out,
+            self._request,
+            lambda request, index: run_episode(request, index, sampler, self.tokenizer),
+            sampler.capacity,
+            pool=stage.pool,
+            staleness=staleness,
+            group=group,
+            on_finished=self._show,
+        )
+        self.idle = IdleTimes(self.queue.sampling, self.queue.judging)
+
+    def _request(self, wave: int) -> RolloutRequest:
+        """Return the request of a wave of attempts."""
+        stage, rollouts = self.stage, self.rollouts
+        return RolloutRequest(
+            tasks=self.choose(wave),
+            params=stage.params,
+            pool=stage.pool,
+            epoch=f"{stage.out.name}/{wave}",
+            seed=derived_seed(stage.params.seed, stage.name, wave),
+            max_turns=rollouts.max_turns,
+            max_new_tokens=rollouts.max_new_tokens,
+            temperature=rollouts.temperature,
+        )
+
+    def _show(self, finished: int) -> None:
+        step, steps, count = self.shown
+        self.stage.progress.update(self.stage.name, step, steps, episodes=min(finished, count), of=count)
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
         """Give the sampler the present weights of `engine`; every rank must call this.
@@ -161,9 +216,11 @@ class TrainedPolicy:
         policy = self.stage.params.policy
         if policy.backend == "transformers":
             if engine.settings.zero_stage == 3:
+                self._pause()
                 self._copy_to_sampler(engine)
             if self.sampler is not None:
                 self.sampler.version = version
+            self._resume()
         else:
             folder = self.stage.out / "published"
             if policy.weight_transfer == "disk":
@@ -196,39 +253,65 @@ class TrainedPolicy:
                     for parameter, own in module.named_parameters(recurse=False):
                         copy.get_parameter(parameter).data.copy_(own.data)
 
-    def sample(self, tasks: Sequence[KernelTask], samples: int, *, step: int, steps: int) -> list[Trajectory]:
-        """Return the trajectories of step `step` of `steps`; every rank must call this.
+    def _pause(self) -> None:
+        """Pause a sampler of this process, whose weights are about to change."""
+        if isinstance(self.sampler, TransformersSampler) and not self.is_paused:
+            self.sampler.pause()
+            self.is_paused = True
+            self.idle.pause()
 
-        If they are not on disk yet, rank 0 samples `samples` trajectories for each task and stores them.
-        Raises UserError if no trajectory is trainable. Nothing is stored then, so the next run samples the
-        step again.
+    def _resume(self) -> None:
+        if isinstance(self.sampler, TransformersSampler) and self.is_paused:
+            self.idle.resume()
+            self.is_paused = False
+            self.sampler.resume()
+
+    def sample(self, count: int, *, step: int, steps: int) -> tuple[list[Trajectory], Figures]:
+        """Return the `count` trajectories of step `step` of `steps`, with metrics; every rank must call this.
+
+        If they are not on disk yet, rank 0 waits for them and stores them. Raises UserError if no trajectory
+        is trainable. Nothing is stored then, so the next run samples the step again. With the metrics of
+        `IdleTimes` come `idle_trainer`, the seconds of this wait, `dropped_for_age`, the share of the
+        trajectories that were dropped since the last step, and the ages of `ages`. No forward pass may use
+        the weights of a sampler of this process until `publish`.
         """
-        stage, rollouts = self.stage, self.rollouts
-        folder = step_folder(stage.out, step)
-        if self.world.rank == 0 and not folder.is_dir():
-            assert self.sampler is not None, "rank 0 has a sampler"
-            request = RolloutRequest(
-                tasks=[task for task in tasks for _ in range(samples)],
-                params=stage.params,
-                pool=stage.pool,
-                epoch=f"{stage.out.name}/{step}",
-                seed=derived_seed(stage.params.seed, stage.name, step),
-                max_turns=rollouts.max_turns,
-                max_new_tokens=rollouts.max_new_tokens,
-                temperature=rollouts.temperature,
-                on_progress=lambda done, of: stage.progress.update(
-                    stage.name, step, steps, episodes=done, of=of
-                ),
-            )
-            sampled = self.run_episodes(request, self.sampler, self.tokenizer)
-            trainable(sampled)
-            save_trajectories(folder, sampled)
+        folder, figures = step_folder(self.stage.out, step), Figures()
+        if self.queue is not None and not folder.is_dir():
+            self.shown = (step, steps, count)
+            dropped, started = self.queue.dropped, time.monotonic()
+            self.queue.begin(step, count)
+            self.queue.take(folder, count, trainable)
+            dropped = self.queue.dropped - dropped
+            figures |= self.idle.since_last()
+            figures["idle_trainer"] = time.monotonic() - started
+            figures["dropped_for_age"] = dropped / (dropped + count)
         self.world.barrier()
-        if isinstance(self.sampler, VllmSampler):
-            self.sampler.sleep()
+        if self.staleness == 0:
+            if isinstance(self.sampler, VllmSampler):
+                self.sampler.sleep()
+        elif self.stage.params.engine.zero_stage < 3:
+            self._pause()
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.
-        return load_trajectories(folder)
+        trajectories = load_trajectories(folder)
+        return trajectories, figures | ages(trajectories, step)
+
+    def close(self, *, is_complete: bool) -> None:
+        """End the sampling; trajectories that wait are removed if the stage is complete, and kept if not."""
+        if self.queue is not None:
+            self._resume()
+            self.queue.close(is_complete=is_complete)
+
+
+@contextlib.contextmanager
+def sampling(policy: TrainedPolicy) -> Iterator[None]:
+    """Return a context at whose end the sampling ends."""
+    is_complete = False
+    try:
+        yield
+        is_complete = True
+    finally:
+        policy.close(is_complete=is_complete)
 
 
 def step_folder(out: Path, step: int) -> Path:
@@ -252,26 +335,3 @@ def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
             f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor."
         )
     return kept
-
-
-def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
-    """Return metrics of the trajectories of a step.
-
-    They are the mean reward, the share of each milestone (m_-1 to m_3), the share of trajectories cut off at
-    the length limit, the share of tasks whose trajectories all have the same reward, and the mean number of
-    turns.
-    """
-    count = len(trajectories)
-    by_task: dict[str, set[float]] = {}
-    for trajectory in trajectories:
-        by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
-    return {
-        "reward": sum(trajectory.reward for trajectory in trajectories) / count,
-        **{
-            f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count
-            for m in (-1, 1, 2, 3)
-        },
-        "truncated": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
-        "equal_reward_tasks": sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task),
-        "turns": sum(len(trajectory.turns) for trajectory in trajectories) / count,
-    }

@@ -11,7 +11,7 @@ from components.training.disk_space import check_disk_space
 from components.training.stage import Stage, StageResult, check_critic_given, check_stages, finished_result
 
 if TYPE_CHECKING:
-    from components.training.rollouts import RunEpisodes
+    from components.training.rollouts import RunEpisode
 
 # Pattern of torch's error messages when a collective fails because another process has ended.
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
@@ -21,10 +21,10 @@ class RankLost(StageFailed):
     """Error of a rank that lost the connection to another rank; the message is one sentence."""
 
 
-def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
+def run_stage(stage: Stage, episode: RunEpisode | None = None) -> StageResult:
     """Run the stage that `stage.name` names, and return its result; every rank calls this function.
 
-    If the stage is finished already, its stored result is returned. `episodes` replaces the agent loop in
+    If the stage is finished already, its stored result is returned. `episode` replaces the agent loop in
     tests. If this rank raises an error, the error is also written to the file that the environment variable
     TORCHELASTIC_ERROR_FILE names; torchrun and `launcher` set this variable. The states and trajectories in
     `stage.out` are complete even after an error, and the next call continues from them.
@@ -37,30 +37,30 @@ def run_stage(stage: Stage, episodes: RunEpisodes | None = None) -> StageResult:
         if result := finished_result(stage):
             return result
         check_disk_space(stage)
-        return _run(stage, episodes)
+        return _run(stage, episode)
     except Exception as error:
         get_error_handler().record_exception(error)
         raise
 
 
-def _run(stage: Stage, episodes: RunEpisodes | None) -> StageResult:
+def _run(stage: Stage, episode: RunEpisode | None) -> StageResult:
     # Imported here because the imports take seconds, and a pipeline run does not need them if all of its
     # stages are cached.
-    from components.agent.token_rollout import run_episodes
+    from components.agent.token_rollout import run_episode
     from components.training import critic, ppo, rejection
     from components.training.engine import NotFinite
 
-    episodes = episodes or run_episodes
+    episode = episode or run_episode
     try:
         match stage.name:
             case "warmup":
-                return ppo.warmup(stage, episodes)
+                return ppo.warmup(stage, episode)
             case "rejection":
-                return rejection.run(stage, episodes, demonstrations(stage.params, stage.actor))
+                return rejection.run(stage, episode, demonstrations(stage.params, stage.actor))
             case "critic":
                 return critic.run(stage)
             case "agentic":
-                return ppo.agentic(stage, episodes)
+                return ppo.agentic(stage, episode)
     except NotFinite as error:
         raise StageFailed(
             f"{stage.name}: {error}; nothing of that update was kept: "

@@ -3,7 +3,8 @@
 The folder contains:
 
 checkpoint/         the trained checkpoint: a Hugging Face folder with its manifest
-trajectories/       folders step-NNNN with every trajectory that the stage sampled
+trajectories/       folders step-NNNN with the trajectories that each step has trained on
+sampling/           trajectories that no step has taken yet, while the stage runs
 metrics.jsonl       one JSON object per step
 state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
@@ -202,6 +203,11 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
             raise UserError(
                 f"{name}.advantages: {ppo.advantages} compares the trajectories of a task, and "
                 f"{name}.rollouts.samples is 1; raise it to 2 or more."
+            )
+        if name in stages and ppo.staleness and params.policy.sleep:
+            raise UserError(
+                f"{name}.staleness: {ppo.staleness} samples while the policy is trained, and policy.sleep "
+                "takes the sampler's memory then; set one of them to 0 or false."
             )
     # Only a policy that the cold start made has demonstrations.
     made = ("scratch", "champion")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_fixtures import episodes, params, stage
+from training_fixtures import episode, params, stage
 
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
@@ -68,21 +68,18 @@ def test_a_critic_that_fails_now_and_then_has_not_collapsed() -> None:
 
 
 def test_a_sampler_that_is_not_the_trainer_stops_the_stage(tmp_path: Path) -> None:
-    def other_policy(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
-        sampled = episodes(request, *rest)
+    async def other_policy(request: RolloutRequest, *rest: Any) -> Trajectory:
+        trajectory = await episode(request, *rest)
         wrong = request.epoch.endswith("/1")
-        return [
-            dataclasses.replace(
-                trajectory,
-                sampler_logprob=tuple(
-                    (5.0 * (place % 6) if own and wrong else 0.0) + p
-                    for place, (own, p) in enumerate(
-                        zip(trajectory.action_mask, trajectory.sampler_logprob, strict=True)
-                    )
-                ),
-            )
-            for trajectory in sampled
-        ]
+        return dataclasses.replace(
+            trajectory,
+            sampler_logprob=tuple(
+                (5.0 * (place % 6) if own and wrong else 0.0) + p
+                for place, (own, p) in enumerate(
+                    zip(trajectory.action_mask, trajectory.sampler_logprob, strict=True)
+                )
+            ),
+        )
 
     result = run_stage(stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=3"), other_policy)
     assert "min_effective_share" in result.stopped
@@ -103,7 +100,7 @@ def test_weights_that_are_not_numbers_give_way_to_the_last_good_ones(
         "warmup.learning_rate=1e30",
         f"warmup.minibatches={minibatches}",
     )
-    result = run_stage(made, episodes)
+    result = run_stage(made, episode)
     assert re.search(named, result.stopped), result.stopped
     assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
 
@@ -113,13 +110,13 @@ def test_a_stage_without_good_weights_to_go_back_to_fails(tmp_path: Path) -> Non
         tmp_path, "rejection", "rejection.learning_rate=1e30", "rejection.epochs=4", "rejection.batch=4"
     )
     with pytest.raises(StageFailed, match=r"rejection: .* not a number.* lower rejection\.learning_rate"):
-        run_stage(made, episodes)
+        run_stage(made, episode)
     assert not (made.out / "stage.json").exists()
 
 
 def test_batches_of_equal_rewards_teach_the_policy_nothing(tmp_path: Path) -> None:
-    def equal(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
-        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(request, *rest)]
+    async def equal(request: RolloutRequest, *rest: Any) -> Trajectory:
+        return dataclasses.replace(await episode(request, *rest), reward=1.0)
 
     made = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2", "warmup.learning_rate=0.01")
     result = run_stage(made, equal)
@@ -144,16 +141,16 @@ class Asking:
 
 def test_sigterm_ends_a_stage_after_its_update_with_the_state_saved(tmp_path: Path) -> None:
     short = (*AT_ONCE, "warmup.steps=4", "warmup.learning_rate=0.003", "warmup.checkpoint_every=4")
-    whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episodes)
+    whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episode)
     asked, before = stage(tmp_path / "asked", "warmup", *short), signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated, match="after update 2 of 4"):
-        run_stage(dataclasses.replace(asked, progress=Asking(2)), episodes)
+        run_stage(dataclasses.replace(asked, progress=Asking(2)), episode)
     assert signal.getsignal(signal.SIGTERM) == before
     assert [folder.name for folder in sorted((asked.out / "state").iterdir())] == [
         "step-0000-float32-zero1-world1",
         "step-0002-float32-zero1-world1",
     ]
-    assert run_stage(asked, episodes).digest == whole.digest
+    assert run_stage(asked, episode).digest == whole.digest
 
 
 def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -167,7 +164,7 @@ def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     manifest["digest"] = digest_json(manifest["files"])
     write_json(other / "manifest.json", manifest)
     with pytest.raises(UserError, match="reads other tokens than the actor"):
-        run_stage(dataclasses.replace(made, critic=other), episodes)
+        run_stage(dataclasses.replace(made, critic=other), episode)
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_fixtures import episodes, stage
+from training_fixtures import episode, stage
 
 from components.core.param_kinds import KINDS
 from components.core.params import Params
@@ -58,7 +58,7 @@ def test_every_stage_reads_only_parameters_of_its_key(reading: Reading, tmp_path
         reading.sections.clear()
         reading.keys.clear()
         reading.watch(watched)
-        run_stage(dataclasses.replace(made, params=watched), episodes)
+        run_stage(dataclasses.replace(made, params=watched), episode)
         read = {key for key in reading.keys if KINDS.get(key) == "result"}
         declared = READS[name].params
         missing = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_fixtures import episodes, stage
+from training_fixtures import episode, stage
 
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories
@@ -30,10 +30,10 @@ class Killed(BaseException):
 def killed_at(step: int) -> Any:
     """Episodes that die when the given step samples."""
 
-    def run(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+    async def run(request: RolloutRequest, *rest: Any) -> Trajectory:
         if request.epoch.endswith(f"/{step}"):
             raise Killed
-        return episodes(request, *rest)
+        return await episode(request, *rest)
 
     return run
 
@@ -52,7 +52,7 @@ FAST = (
 
 
 def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> None:
-    result = run_stage(stage(tmp_path, "warmup", *FAST), episodes)
+    result = run_stage(stage(tmp_path, "warmup", *FAST), episode)
     assert result.stopped == ""
     assert result.reward_before is not None and result.reward_after is not None
     assert result.reward_after > result.reward_before + 1
@@ -90,19 +90,19 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
         "warmup.checkpoint_every=2",
         "warmup.solve_rate_share=0.5",
     )
-    whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episodes)
+    whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episode)
     killed = stage(tmp_path / "killed", "warmup", *short)
     with pytest.raises(Killed):
         run_stage(killed, killed_at(3))
     assert load_result(killed.out) is None
     sampled: list[str] = []
 
-    def counting(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+    async def counting(request: RolloutRequest, *rest: Any) -> Trajectory:
         sampled.append(request.epoch)
-        return episodes(request, *rest)
+        return await episode(request, *rest)
 
     resumed = run_stage(killed, counting)
-    assert sampled == ["warmup/3"], (
+    assert sampled == ["warmup/3"] * 32, (
         "steps 0 to 2 are on disk; step 2 is trained again from there, since the state is older"
     )
     assert weights(killed.out / "checkpoint") == weights(tmp_path / "whole" / "warmup" / "checkpoint")
@@ -113,31 +113,25 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
 
 
 def test_a_collapsed_policy_stops_the_stage_at_the_last_good_weights(tmp_path: Path) -> None:
-    def truncating(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
-        sampled = episodes(request, *rest)
+    async def truncating(request: RolloutRequest, *rest: Any) -> Trajectory:
         bad = request.epoch.endswith("/2")
-        return [
-            dataclasses.replace(trajectory, finish_reason="length" if bad else "stop")
-            for trajectory in sampled
-        ]
+        return dataclasses.replace(await episode(request, *rest), finish_reason="length" if bad else "stop")
 
     collapsing = run_stage(
         stage(tmp_path / "a", "warmup", "warmup.steps=4", "warmup.critic_warmup_steps=0"), truncating
     )
     assert "max_truncated" in collapsing.stopped
     one_update = run_stage(
-        stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episodes
+        stage(tmp_path / "b", "warmup", "warmup.steps=1", "warmup.critic_warmup_steps=0"), episode
     )
     assert one_update.stopped == ""
     assert weights(tmp_path / "a/warmup/checkpoint") == weights(tmp_path / "b/warmup/checkpoint")
 
 
 def test_a_policy_that_collapses_before_its_first_state_goes_back_to_its_start(tmp_path: Path) -> None:
-    def truncating(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+    async def truncating(request: RolloutRequest, *rest: Any) -> Trajectory:
         finish = "stop" if request.epoch.endswith("/0") else "length"
-        return [
-            dataclasses.replace(trajectory, finish_reason=finish) for trajectory in episodes(request, *rest)
-        ]
+        return dataclasses.replace(await episode(request, *rest), finish_reason=finish)
 
     made = stage(
         tmp_path, "warmup", "warmup.steps=3", "warmup.critic_warmup_steps=0", "warmup.checkpoint_every=3"
@@ -156,7 +150,7 @@ def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None
             "warmup.critic_warmup_steps=0",
             f"engine.zero_stage={zero_stage}",
         )
-        result = run_stage(made, episodes)
+        result = run_stage(made, episode)
         model = load_model(made.out / "checkpoint")
         digests.add(
             round(sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters()), 2)
@@ -166,14 +160,14 @@ def test_sharded_weights_sample_and_save_like_whole_ones(tmp_path: Path) -> None
 
 
 def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Path) -> None:
-    def failing(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
+    async def failing(request: RolloutRequest, *rest: Any) -> Trajectory:
         broken = (Verdict(status="infrastructure", reason="no bubblewrap"),)
-        return [dataclasses.replace(trajectory, verdicts=broken) for trajectory in episodes(request, *rest)]
+        return dataclasses.replace(await episode(request, *rest), verdicts=broken)
 
     made = stage(tmp_path, "warmup", "warmup.steps=1")
     with pytest.raises(UserError, match="no bubblewrap"):
         run_stage(made, failing)
-    assert run_stage(made, episodes).stopped == ""
+    assert run_stage(made, episode).stopped == ""
 
 
 def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp_path: Path) -> None:
@@ -184,10 +178,10 @@ def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp
         "warmup.value_clip=0.5",
         "warmup.epochs=2",
     )
-    free = run_stage(stage(tmp_path / "free", "warmup", *fast), episodes)
-    held = run_stage(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episodes)
+    free = run_stage(stage(tmp_path / "free", "warmup", *fast), episode)
+    held = run_stage(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episode)
     replayed = run_stage(
-        stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episodes
+        stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episode
     )
     assert held.figures["kl_start"] < 0.5 * free.figures["kl_start"]
     assert replayed.figures["entropy"] < free.figures["entropy"]
@@ -205,7 +199,7 @@ def test_adapters_train_in_place_of_the_weights_through_all_stages(tmp_path: Pat
         "critic.min_explained_variance=-10",
         "rejection.learning_rate=0.003",
     )
-    run_stage(stage(tmp_path, "warmup", *small), episodes)
+    run_stage(stage(tmp_path, "warmup", *small), episode)
     records = [json.loads(line) for line in (tmp_path / "warmup" / "metrics.jsonl").read_text().splitlines()]
     # The reference is the same network without its adapter, and the sampler has the adapter.
     assert records[0]["kl_start"] == 0 and records[2]["kl_start"] > 1e-6
@@ -215,7 +209,7 @@ def test_adapters_train_in_place_of_the_weights_through_all_stages(tmp_path: Pat
         assert torch.equal(merged[name], before) == ("proj" not in name), name
     adapter = load_file(tmp_path / "warmup/checkpoint/adapter/adapter_model.safetensors")
     assert all(4 in tensor.shape for tensor in adapter.values())
-    rejection.run(stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes)
+    rejection.run(stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episode)
     actor = tmp_path / "rejection/checkpoint"
     critic.run(
         dataclasses.replace(
@@ -223,7 +217,7 @@ def test_adapters_train_in_place_of_the_weights_through_all_stages(tmp_path: Pat
         )
     )
     last = stage(tmp_path, "agentic", *small, actor=actor)
-    result = run_stage(dataclasses.replace(last, critic=tmp_path / "critic/checkpoint"), episodes)
+    result = run_stage(dataclasses.replace(last, critic=tmp_path / "critic/checkpoint"), episode)
     assert verify_checkpoint(last.out / "checkpoint").digest == result.digest
 
 
@@ -236,7 +230,7 @@ def test_the_first_policy_is_kept_only_for_a_loss_or_a_metric(zero_stage: int, t
         "left-out": ("warmup.measure_kl=false",),
     }.items():
         made[name] = stage(tmp_path / name, "warmup", *changes, *more)
-        run_stage(made[name], episodes)
+        run_stage(made[name], episode)
     kept, left_out = (
         [json.loads(line) for line in (one.out / "metrics.jsonl").read_text().splitlines()]
         for one in made.values()
@@ -253,10 +247,8 @@ def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
         "rejection.learning_rate=0.003",
         "critic.min_explained_variance=-10",
     )
-    run_stage(stage(tmp_path, "warmup", *small), episodes)
-    tuned = rejection.run(
-        stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episodes
-    )
+    run_stage(stage(tmp_path, "warmup", *small), episode)
+    tuned = rejection.run(stage(tmp_path, "rejection", *small, actor=tmp_path / "warmup/checkpoint"), episode)
     assert tuned.figures["trajectories_kept"] > 0
     assert (
         tuned.reward_after is not None
@@ -275,7 +267,7 @@ def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
         stage(tmp_path, "agentic", *small, actor=tmp_path / "rejection/checkpoint"),
         critic=tmp_path / "critic/checkpoint",
     )
-    result = run_stage(last, episodes)
+    result = run_stage(last, episode)
     assert result.name == "agentic" and verify_checkpoint(last.out / "checkpoint").digest == result.digest
     trajectory = load_trajectories(last.out / "trajectories/step-0001")[0]
     assert 0 in trajectory.action_mask[trajectory.action_mask.index(1) :], (
@@ -291,7 +283,7 @@ def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
         "critic.learning_rate=0.01",
         "critic.min_explained_variance=-10",
     )
-    run_stage(stage(tmp_path, "warmup", *small, "warmup.rollouts.samples=8"), episodes)
+    run_stage(stage(tmp_path, "warmup", *small, "warmup.rollouts.samples=8"), episode)
     made = dataclasses.replace(
         stage(tmp_path, "critic", *small), trajectories=(tmp_path / "warmup/trajectories",)
     )
@@ -314,26 +306,26 @@ def test_a_policy_for_another_device_is_refused_before_anything_is_sampled(tmp_p
         UserError,
         match=r"start: it was trained to write kernels for cpu; give --set device=cpu or another policy",
     ):
-        run_stage(made, episodes)
+        run_stage(made, episode)
     assert not made.out.exists()
 
 
 def test_a_checkpoint_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     made = stage(tmp_path, "warmup", "warmup.steps=2")
-    first = run_stage(made, episodes)
+    first = run_stage(made, episode)
     shutil.rmtree(made.out / "checkpoint")
-    assert run_stage(made, episodes).digest == first.digest
+    assert run_stage(made, episode).digest == first.digest
 
 
 def test_a_critic_that_explains_too_little_fails_its_stage(tmp_path: Path) -> None:
-    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
+    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episode)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
     with pytest.raises(StageFailed, match="min_explained_variance"):
         critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
 
 
 def test_a_trajectory_whose_mask_does_not_fit_is_named(tmp_path: Path) -> None:
-    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episodes)
+    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episode)
     folder = tmp_path / "warmup/trajectories/step-0000"
     tensors = load_file(folder / "tokens.safetensors")
     tensors["action_mask"][tensors["offsets"][3]] = 1
@@ -345,8 +337,8 @@ def test_a_trajectory_whose_mask_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path: Path) -> None:
-    def equal(request: RolloutRequest, *rest: Any) -> list[Trajectory]:
-        return [dataclasses.replace(trajectory, reward=1.0) for trajectory in episodes(request, *rest)]
+    async def equal(request: RolloutRequest, *rest: Any) -> Trajectory:
+        return dataclasses.replace(await episode(request, *rest), reward=1.0)
 
     run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_fixtures import episodes, params, stage, tiny_policy, tiny_tokenizer
+from training_fixtures import episode, params, stage, tiny_policy, tiny_tokenizer
 from vllm_double import Engine, serving
 
 from components.agent.trajectory import load_trajectories
@@ -155,7 +155,7 @@ def test_a_stage_trains_with_a_server_that_follows_every_update(
         "warmup.learning_rate=0.01",
         "warmup.critic_warmup_steps=0",
     )
-    result = run_stage(made, episodes)
+    result = run_stage(made, episode)
     assert result.stopped == "" and engine.asleep
     records = [json.loads(line) for line in (made.out / "metrics.jsonl").read_text().splitlines()]
     # Only a sampler with the newest weights agrees with the trainer to rounding: the learning rate moves
@@ -216,4 +216,4 @@ def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(engine: Engine
 
 def test_vllm_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"policy\.backend: vLLM cannot be imported"):
-        run_stage(stage(tmp_path, "warmup", "policy.backend=vllm"), episodes)
+        run_stage(stage(tmp_path, "warmup", "policy.backend=vllm"), episode)

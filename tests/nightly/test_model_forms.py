@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_forms import FORMS, rollout_request, save_form, tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
-from training_fixtures import episodes, stage
+from training_fixtures import episode, stage
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from components.agent.episode import RolloutRequest
@@ -34,14 +34,14 @@ LOGITS_OF = torch.arange(3, 60)[None]
 
 
 class Rollouts:
-    """The episodes of training_fixtures, where a quarter of the tokens is good, and their policy."""
+    """The episode of training_fixtures, where a quarter of the tokens is good, and their policy."""
 
     policy: Any = None
 
-    def __call__(self, request: RolloutRequest, sampler: Sampler, *rest: Any) -> list[Trajectory]:
+    async def __call__(self, request: RolloutRequest, index: int, sampler: Sampler, *rest: Any) -> Trajectory:
         assert isinstance(sampler, TransformersSampler)
         self.policy = sampler.model
-        return episodes(request, sampler, *rest, is_good=lambda token: token % 4 == 3)
+        return await episode(request, index, sampler, *rest, is_good=lambda token: token % 4 == 3)
 
 
 def stages(folder: Path, form: str, zero_stage: int) -> dict[StageName, Path]:

@@ -283,7 +283,7 @@ def test_two_ranks_that_ray_train_places_make_what_one_process_makes(
         "engine.tokens_per_microbatch=64",
     )
     sampled = training_fixtures.stage(tmp_path, "warmup", "warmup.steps=1")
-    run_stage(sampled, training_fixtures.episodes)
+    run_stage(sampled, training_fixtures.episode)
     alone = dataclasses.replace(
         training_fixtures.stage(tmp_path, "critic", *sets), actor=sampled.actor, trajectories=(sampled.out,)
     )

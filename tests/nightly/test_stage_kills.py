@@ -43,6 +43,33 @@ def test_every_stage_killed_twice_ends_with_equal_bits(tmp_path: Path) -> None:
         assert figures[0] == figures[1], (name, record)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_stage_killed_ten_times_samples_no_finished_trajectory_again_and_trains_on_each_once(
+    staleness: int, tmp_path: Path
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(PROGRAM), "attempts", str(tmp_path), str(staleness)],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    report = read_json(tmp_path / "attempts.json")
+    assert report["codes"][0] == 0 and report["codes"][-1] == 0
+    assert report["codes"].count(-9) == 10, report
+    assert report["repeated"] == []
+    whole, killed = (tmp_path / kind / "warmup" for kind in ("whole", "killed"))
+    for out in (whole, killed):
+        taken = [tuple(one) for file in out.glob("trajectories/*/taken.json") for one in read_json(file)]
+        assert len(taken) == len(set(taken)) == 3 * 32
+        assert not (out / "sampling").exists()
+    if staleness == 0:
+        assert digest_tree(killed / "checkpoint") == digest_tree(whole / "checkpoint")
+        assert digest_tree(killed / "trajectories") == digest_tree(whole / "trajectories")
+
+
 def test_a_rank_that_dies_leaves_the_last_good_state_and_two_ranks_go_on_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,16 @@ def test_a_full_window_ends_a_trajectory_with_its_record_whole() -> None:
     )
 
 
+def test_a_full_window_of_one_trajectory_cuts_no_other_one() -> None:
+    def lines(index: int, turn: int) -> str:
+        return call("Read", file_path="SKILL.md" if index == 17 else "model.py")
+
+    trajectories = run(lines, count=64, turns=6, policy={"context": 2200})
+    full = [index for index, one in enumerate(trajectories) if one.finish_reason == "length"]
+    assert full == [17]
+    assert {len(one.turns) for index, one in enumerate(trajectories) if index != 17} == {6}
+
+
 def test_shortening_makes_room_and_keeps_the_record_exact() -> None:
     script = ScriptedSampler(TOKENIZER, lambda i, t: call("Read", file_path="binding_registry.h", limit=9))
     settings = params(context=1500)

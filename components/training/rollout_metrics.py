@@ -1,0 +1,78 @@
+"""Metrics of the trajectories of a step, and of the time that sampler and judge spend idle."""
+
+import time
+from collections.abc import Sequence
+
+from components.agent.in_flight import BusyMeter
+from components.agent.trajectory import Trajectory
+from components.training.metrics_file import Figures
+from components.training.trajectory_queue import updates_of
+
+
+class IdleTimes:
+    """The seconds in which no completion, and in which no verdict, was waited for (`idle_sampler`, `_judge`).
+
+    The sampler is also idle while it is paused.
+    """
+
+    def __init__(self, sampling: BusyMeter, judging: BusyMeter):
+        self.sampling, self.judging = sampling, judging
+        self.last = time.monotonic()
+        self.last_judging = self.last_sampling = self.sampled = 0.0
+
+    def pause(self) -> None:
+        self.sampled += self.sampling.seconds() - self.last_sampling
+
+    def resume(self) -> None:
+        self.last_sampling = self.sampling.seconds()
+
+    def since_last(self) -> Figures:
+        """Return the idle seconds since the last call, or since the beginning."""
+        self.pause()
+        self.resume()
+        now, judging = time.monotonic(), self.judging.seconds()
+        figures = {
+            "idle_sampler": now - self.last - self.sampled,
+            "idle_judge": now - self.last - (judging - self.last_judging),
+        }
+        self.last, self.last_judging, self.sampled = now, judging, 0.0
+        return figures
+
+
+def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
+    """Return the mean and the largest age of the own tokens, in steps since their weights were published."""
+    spans = [
+        (step - updates_of(version), tokens)
+        for trajectory in trajectories
+        for version, tokens in trajectory.versions
+    ]
+    total = sum(tokens for _, tokens in spans)
+    if not total:
+        return {}
+    return {
+        "age": sum(age * tokens for age, tokens in spans) / total,
+        "age_max": float(max(age for age, _ in spans)),
+    }
+
+
+def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
+    """Return metrics of the trajectories of a step.
+
+    They are the mean reward, the share of each milestone (m_-1 to m_3), the share of trajectories cut off at
+    the length limit, the share of tasks whose trajectories all have the same reward, and the mean number of
+    turns.
+    """
+    count = len(trajectories)
+    by_task: dict[str, set[float]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
+    return {
+        "reward": sum(trajectory.reward for trajectory in trajectories) / count,
+        **{
+            f"m_{m}": sum(trajectory.reward == m for trajectory in trajectories) / count
+            for m in (-1, 1, 2, 3)
+        },
+        "truncated": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
+        "equal_reward_tasks": sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task),
+        "turns": sum(len(trajectory.turns) for trajectory in trajectories) / count,
+    }

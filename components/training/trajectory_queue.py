@@ -1,0 +1,264 @@
+"""The trajectories between sampling and training: a thread samples them, and the trainer takes them.
+
+Attempts are numbered by wave and index; a wave is the list of attempts for which one choice of tasks was
+made. A trajectory is a folder `sampling/WWWW-IIIII` of the stage as soon as it ends. The trainer takes the
+oldest complete ones of which every token was sampled with weights that are at most `staleness` steps old, and
+older ones are dropped. The folder of a step has the trajectories that it has taken and the file `taken.json`
+with their numbers. It appears atomically, so a trajectory is trained on by one step or by none, also if the
+process is killed at any moment.
+
+The number of attempts that run or wait to be taken is at most (staleness + 1) times the trajectories of a
+step, as in AReaL (arXiv 2505.24298, section 5.1), so a trajectory that is not slower than the others is never
+too old. With a staleness of 0, each step samples its own wave with its own weights.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import shutil
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.agent.episode import RolloutRequest
+from components.agent.in_flight import BusyMeter, keep_in_flight
+from components.agent.trajectory import Trajectory, load_tokens, load_trajectories, save_trajectories
+from components.core.files import read_json
+from components.judge.pool import JudgePool
+
+TAKEN = "taken.json"
+# Wave and index of an attempt.
+Attempt = tuple[int, int]
+
+
+def updates_of(version: str) -> int:
+    """Return the number of steps that the weights with this name were trained, such as 3 for 0123+3."""
+    number = version.rpartition("+")[2]
+    return int(number) if number.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A trajectory that waits to be taken."""
+
+    task_id: str
+    # The number of updates of the oldest weights that sampled a token of it.
+    oldest: int
+    # The trajectory itself if the judge failed on it; it is not stored then, so that a later run repeats it.
+    unstored: Trajectory | None
+
+
+@dataclass
+class _Running:
+    begun: int
+    task: asyncio.Task[Any] | None = None
+
+
+class TrajectoryQueue:
+    """Samples trajectories in a thread of its own, from the first `begin` until `close`."""
+
+    def __init__(
+        self,
+        out: Path,
+        request_of: Callable[[int], RolloutRequest],
+        run: Callable[[RolloutRequest, int], Coroutine[Any, Any, Trajectory]],
+        capacity: Callable[[], int],
+        *,
+        pool: JudgePool,
+        staleness: int,
+        group: int,
+        on_finished: Callable[[int], None],
+    ):
+        """Continue with the trajectories in the folder of the stage, `out`.
+
+        `request_of(wave)` makes the request of a wave, and `run(request, index)` samples a trajectory of it;
+        at most `capacity()` run at a time. Each `group` consecutive attempts of a wave are taken together or
+        not at all. `on_finished` is called with the number of trajectories that wait to be taken, while the
+        trainer waits for them. The waiting jobs of `pool` are cancelled when the sampling ends early.
+        """
+        self.out, self.folder = out, out / "sampling"
+        self.request_of, self.run, self.capacity = request_of, run, capacity
+        self.pool, self.staleness, self.group, self.on_finished = pool, staleness, group, on_finished
+        self.condition = threading.Condition()
+        self.step = self.budget = self.dropped = 0
+        self.is_waiting = False
+        self.error: BaseException | None = None
+        self.running: dict[Attempt, _Running] = {}
+        self.finished: dict[Attempt, _Finished] = {}
+        self.dropped_groups: set[Attempt] = set()
+        self.taken = set(_taken(out))
+        # Those of all requests.
+        self.stopped, self.sampling, self.judging = threading.Event(), BusyMeter(), BusyMeter()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.main: asyncio.Task[Any] | None = None
+        self.changed = asyncio.Event()
+        self.thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
+        self._read_finished()
+        self.attempts = self._attempts()
+
+    def begin(self, step: int, count: int) -> None:
+        """Let the attempts start that step `step`, and later ones, may take; a step takes `count`.
+
+        Drops what would be too old for `step`. The weights of `step` must have been published.
+        """
+        with self.condition:
+            self.step, self.is_waiting = step, True
+            waiting = {attempt: one.oldest for attempt, one in self.finished.items()}
+            running = {attempt: one.begun for attempt, one in self.running.items()}
+            for attempt, oldest in (waiting | running).items():
+                if step - oldest > self.staleness:
+                    self.dropped_groups.add(self._group(attempt))
+            for attempt in [one for one in waiting | running if self._group(one) in self.dropped_groups]:
+                self.dropped += 1
+                if attempt in self.running:
+                    task = self.running.pop(attempt).task
+                    if task is not None and self.loop is not None:
+                        self.loop.call_soon_threadsafe(task.cancel)
+                else:
+                    del self.finished[attempt]
+                    shutil.rmtree(self._path(attempt), ignore_errors=True)
+            outstanding = len(self.finished) + len(self.running)
+            self.budget = max(0, (self.staleness + 1) * count - outstanding)
+        if not self.thread.is_alive():
+            self.thread.start()
+        elif self.loop is not None:
+            self.loop.call_soon_threadsafe(self.changed.set)
+
+    def take(self, folder: Path, count: int, check: Callable[[list[Trajectory]], object]) -> None:
+        """Wait for `count` complete trajectories, and move the oldest ones to `folder`.
+
+        `check` is called with them before they are written and may raise an error. An error of a trajectory
+        is raised here.
+        """
+        with self.condition:
+            while len(chosen := self._ready()) < count:
+                if self.error is not None:
+                    raise self.error
+                self.condition.wait()
+            self.is_waiting = False
+            chosen = sorted(chosen[:count])
+            taken = {attempt: self.finished.pop(attempt) for attempt in chosen}
+            self.taken |= set(chosen)
+        trajectories = [
+            one.unstored if one.unstored is not None else load_trajectories(self._path(attempt))[0]
+            for attempt, one in taken.items()
+        ]
+        check(trajectories)
+        save_trajectories(folder, trajectories, {TAKEN: chosen})
+        for attempt in chosen:
+            shutil.rmtree(self._path(attempt), ignore_errors=True)
+
+    def close(self, *, is_complete: bool) -> None:
+        """End the sampling; what has not been taken is removed if the stage is complete, and kept if not."""
+        if self.thread.is_alive() and self.loop is not None and self.main is not None:
+            self.loop.call_soon_threadsafe(self.main.cancel)
+            self.thread.join()
+        if is_complete:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _group(self, attempt: Attempt) -> Attempt:
+        return attempt[0], attempt[1] // self.group
+
+    def _path(self, attempt: Attempt) -> Path:
+        return self.folder / f"{attempt[0]:04d}-{attempt[1]:05d}"
+
+    def _ready(self) -> list[Attempt]:
+        """Return the attempts whose whole group is complete, beginning with the oldest group."""
+        groups: dict[Attempt, list[Attempt]] = {}
+        for attempt in self.finished:
+            groups.setdefault(self._group(attempt), []).append(attempt)
+        complete = [members for members in groups.values() if len(members) == self.group]
+        complete.sort(key=lambda members: (min(self.finished[one].oldest for one in members), min(members)))
+        return [attempt for members in complete for attempt in members]
+
+    def _read_finished(self) -> None:
+        """Read the trajectories that an earlier process finished, and remove those that were taken."""
+        for folder in sorted(self.folder.glob("*")):
+            wave, _, index = folder.name.partition("-")
+            attempt = (int(wave), int(index)) if wave.isdigit() and index.isdigit() else None
+            if attempt is None or attempt in self.taken:
+                shutil.rmtree(folder)  # It was taken by a step, or not written completely.
+            else:
+                self._add(attempt, load_trajectories(folder)[0], is_stored=True)
+
+    def _add(self, attempt: Attempt, trajectory: Trajectory, *, is_stored: bool) -> None:
+        names = [name for name, _ in trajectory.versions] or [trajectory.policy_version]
+        self.finished[attempt] = _Finished(
+            trajectory.task_id, min(map(updates_of, names)), None if is_stored else trajectory
+        )
+
+    def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
+        """Yield the attempts that no earlier process has finished, in order, without end."""
+        for wave in itertools.count():
+            request = dataclasses.replace(
+                self.request_of(wave), stopped=self.stopped, sampling=self.sampling, judging=self.judging
+            )
+            for index, task in enumerate(request.tasks):
+                attempt = (wave, index)
+                found = self.finished.get(attempt)
+                if found is not None and found.task_id != task.task_id:
+                    del self.finished[attempt]  # Another choice of tasks was made for this wave.
+                    found = None
+                is_dropped = self._group(attempt) in self.dropped_groups
+                if attempt not in self.taken and found is None and not is_dropped:
+                    yield attempt, request
+
+    def _start(self) -> Coroutine[Any, Any, None] | None:
+        """Return the coroutine of the next attempt, or None if none may start now."""
+        with self.condition:
+            if self.budget <= 0:
+                return None
+            attempt, request = next(self.attempts)
+            self.budget -= 1
+            self.running[attempt] = _Running(self.step)
+            return self._sample(attempt, request)
+
+    async def _sample(self, attempt: Attempt, request: RolloutRequest) -> None:
+        """Sample one trajectory, and store it unless the judge failed on it."""
+        with self.condition:
+            if attempt not in self.running:
+                return
+            self.running[attempt].task = asyncio.current_task()
+        trajectory = await self.run(request, attempt[1])
+        is_stored = trajectory.final.status != "infrastructure"
+        if is_stored:
+            await asyncio.to_thread(save_trajectories, self._path(attempt), [trajectory])
+        with self.condition:
+            if self.running.pop(attempt, None) is None:  # It was dropped meanwhile.
+                shutil.rmtree(self._path(attempt), ignore_errors=True)
+                return
+            self._add(attempt, trajectory, is_stored=is_stored)
+            if self.is_waiting:
+                self.on_finished(len(self.finished))
+            self.condition.notify_all()
+
+    def _serve(self) -> None:
+        async def sample_all() -> None:
+            self.loop, self.main = asyncio.get_running_loop(), asyncio.current_task()
+            try:
+                await keep_in_flight(self._start, self.capacity, self.changed)
+            except BaseException:
+                self.stopped.set()
+                self.pool.drop()
+                raise
+
+        try:
+            asyncio.run(sample_all())
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:
+            with self.condition:
+                self.error = error
+                self.condition.notify_all()
+
+
+def _taken(out: Path) -> Iterator[Attempt]:
+    """Yield the attempts that the steps of a stage have taken, and all of a step that does not name them."""
+    for folder in (out / "trajectories").glob("step-*"):
+        if (folder / TAKEN).is_file():
+            yield from ((wave, index) for wave, index in read_json(folder / TAKEN))
+        else:
+            step = int(folder.name.removeprefix("step-"))
+            yield from ((step, index) for index in range(len(load_tokens(folder).offsets) - 1))

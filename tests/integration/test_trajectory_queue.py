@@ -1,0 +1,154 @@
+"""Sampling while the policy is trained: what a step takes, what is dropped, and what the figures say."""
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fixtures import NoPool, episode, params, stage
+
+from components.agent.episode import RolloutRequest
+from components.agent.trajectory import Trajectory, load_trajectories
+from components.core.errors import UserError
+from components.core.files import read_json
+from components.core.task import KernelTask
+from components.judge.verdict import Verdict
+from components.training.run_stage import run_stage
+from components.training.trajectory_queue import TrajectoryQueue, updates_of
+
+STALE = (
+    "warmup.staleness=1",
+    "warmup.steps=10",
+    "warmup.learning_rate=0.01",
+    "warmup.critic_learning_rate=0.01",
+    "warmup.critic_warmup_steps=1",
+)
+
+
+def test_a_stage_that_samples_ahead_learns_and_no_token_is_too_old(tmp_path: Path) -> None:
+    made = stage(tmp_path, "warmup", *STALE)
+    result = run_stage(made, episode)
+    assert result.stopped == ""
+    assert result.reward_before is not None and result.reward_after is not None
+    assert result.reward_after > result.reward_before + 0.5
+    records = [json.loads(line) for line in (made.out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["age_max"] for record in records[1:]] != [0] * 9
+    assert all(0 <= record["age"] <= record["age_max"] <= 1 for record in records)
+    assert all(record["idle_trainer"] >= 0 and record["dropped_for_age"] < 0.5 for record in records)
+    for step in range(10):
+        for trajectory in load_trajectories(made.out / "trajectories" / f"step-{step:04d}"):
+            assert sum(count for _, count in trajectory.versions) == sum(trajectory.action_mask)
+            assert all(step - 1 <= updates_of(version) <= step for version, _ in trajectory.versions)
+
+
+class Line:
+    """A queue of four attempts a wave, whose trajectories end when the test says so."""
+
+    def __init__(self, out: Path, staleness: int = 1, group: int = 1):
+        self.version = "0123+0"
+        self.begun: list[str] = []
+        self.held: set[str] = set()
+        self.queue = TrajectoryQueue(
+            out,
+            self.request,
+            self.run,
+            lambda: 99,
+            pool=NoPool(),
+            staleness=staleness,
+            group=group,
+            on_finished=lambda finished: None,
+        )
+
+    def request(self, wave: int) -> RolloutRequest:
+        tasks = [KernelTask(code=f"# {wave}, {index}") for index in range(4)]
+        return RolloutRequest(
+            tasks, params(), NoPool(), f"t/{wave}", 0, max_turns=1, max_new_tokens=1, temperature=1.0
+        )
+
+    async def run(self, request: RolloutRequest, index: int) -> Trajectory:
+        name, version = request.session(index), self.version
+        self.begun.append(name)
+        while name in self.held:
+            await asyncio.sleep(0.01)
+        verdict = Verdict(status="correct", milestone=1)
+        return Trajectory(
+            request.tasks[index].task_id,
+            (1, 5),
+            (0, 1),
+            (0.0, -1.0),
+            (),
+            (verdict,),
+            1.0,
+            "stop",
+            version,
+            versions=((version, 1),),
+        )
+
+    def step(self, step: int, out: Path) -> list[list[int]]:
+        """Take four trajectories as a step, and return their wave and index."""
+        self.version = f"0123+{step}"
+        self.queue.begin(step, 4)
+        folder = out / "trajectories" / f"step-{step:04d}"
+        self.queue.take(folder, 4, lambda trajectories: None)
+        taken: list[list[int]] = read_json(folder / "taken.json")
+        return taken
+
+
+def test_the_trainer_does_not_wait_for_a_slow_trajectory_and_one_that_is_too_old_is_dropped(
+    tmp_path: Path,
+) -> None:
+    line = Line(tmp_path)
+    line.held = {"t/0/1"}
+    assert line.step(0, tmp_path) == [[0, 0], [0, 2], [0, 3], [1, 0]]
+    assert [0, 1] not in line.step(1, tmp_path)
+    assert line.queue.dropped == 0
+    assert [0, 1] not in line.step(2, tmp_path)
+    assert line.queue.dropped == 1, "its first token is two steps old"
+    assert len(line.begun) == len(set(line.begun))
+    line.queue.close(is_complete=True)
+    assert not (tmp_path / "sampling").exists()
+
+
+def test_all_samples_of_a_task_are_taken_together(tmp_path: Path) -> None:
+    line = Line(tmp_path, group=2)
+    line.held = {"t/0/1"}
+    assert line.step(0, tmp_path) == [[0, 2], [0, 3], [1, 0], [1, 1]]
+    line.held = set()
+    assert line.step(1, tmp_path)[:2] == [[0, 0], [0, 1]]
+    line.queue.close(is_complete=True)
+
+
+def test_nothing_is_sampled_ahead_without_staleness(tmp_path: Path) -> None:
+    line = Line(tmp_path, staleness=0)
+    for step in range(3):
+        assert line.step(step, tmp_path) == [[step, index] for index in range(4)]
+        assert len(line.begun) == 4 * (step + 1)
+    line.queue.close(is_complete=True)
+
+
+def test_an_error_of_one_trajectory_is_raised_by_the_step_and_keeps_the_finished_ones(tmp_path: Path) -> None:
+    async def failing(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
+        if index == 31:
+            await asyncio.sleep(3)
+            raise UserError("sampler: gone.")
+        return await episode(request, index, *rest)
+
+    made = stage(tmp_path, "warmup", "warmup.steps=1")
+    with pytest.raises(UserError, match="gone"):
+        run_stage(made, failing)
+    assert len(list((made.out / "sampling").glob("[0-9]*"))) == 31
+    again: list[int] = []
+
+    async def counting(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
+        again.append(index)
+        return await episode(request, index, *rest)
+
+    assert run_stage(made, counting).stopped == "" and again == [31]
+
+
+def test_sampling_ahead_with_a_sampler_that_sleeps_meanwhile_is_refused(tmp_path: Path) -> None:
+    made = stage(tmp_path, "agentic", "agentic.staleness=1", "policy.sleep=true")
+    with pytest.raises(UserError, match=r"agentic\.staleness: 1 samples while the policy is trained"):
+        run_stage(dataclasses.replace(made, critic=made.actor), episode)
