@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from training_fixtures import episodes, stage
+from training_fixtures import episode, stage
 
 from components.core.config import resolve
 from components.core.errors import UserError
@@ -28,13 +28,13 @@ def test_states_are_written_by_time_and_those_of_the_finished_stage_go_with_the_
     # Each look at the clock is six minutes after the one before: every second step is due.
     clock = SimpleNamespace(time=training_loop.time.time, monotonic=lambda: 360.0 * next(steps))
     monkeypatch.setattr(training_loop, "time", clock)
-    run_stage(first, episodes)
+    run_stage(first, episode)
     monkeypatch.undo()
     assert states(first.out)[-1] == "0004" and len(states(first.out)) == 2
     second = dataclasses.replace(
         stage(tmp_path, "critic", *sets), trajectories=(first.out / "trajectories",), earlier=(first.out,)
     )
-    run_stage(second, episodes)
+    run_stage(second, episode)
     assert not (first.out / "state").exists() and (first.out / "checkpoint").is_dir()
     assert states(second.out)
 
@@ -49,7 +49,7 @@ def test_a_stage_that_does_not_fit_on_the_disk_is_refused_with_both_sizes(
     usage = shutil.disk_usage(tmp_path)._replace(free=5)
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=rf"warmup needs {needed_bytes(one):,} bytes .* and 5 are free"):
-        run_stage(one, episodes)
+        run_stage(one, episode)
 
 
 @pytest.mark.parametrize("bad", ["0", "20 min", "min", "-1min"])

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from training_fixtures import episodes, stage
+from training_fixtures import episode, stage
 
 from components.core.files import digest_tree, read_json
 from components.training import training_loop
@@ -31,7 +31,7 @@ def test_every_stage_stopped_by_its_deadline_continues_to_equal_bits(
 ) -> None:
     for name in STAGES:
         whole = made(tmp_path / "whole", name, tmp_path / "whole")
-        run_stage(whole, episodes)
+        run_stage(whole, episode)
         cut = dataclasses.replace(made(tmp_path / "cut", name, tmp_path / "whole"), deadline=DEADLINE)
 
         def now(metrics: Path = cut.out / "metrics.jsonl") -> float:
@@ -40,13 +40,13 @@ def test_every_stage_stopped_by_its_deadline_continues_to_equal_bits(
 
         with monkeypatch.context() as patch:
             patch.setattr(training_loop.time, "time", now)
-            first = run_stage(cut, episodes)
-            again = run_stage(cut, episodes)
+            first = run_stage(cut, episode)
+            again = run_stage(cut, episode)
         total = len((whole.out / "metrics.jsonl").read_text().splitlines())
         assert first.progress == again.progress == (1, total), name
         assert first.digest == again.digest and first.checkpoint == "checkpoint-0001"
         assert load_result(cut.out) is None and load_unfinished(cut.out) == again
-        ended = run_stage(dataclasses.replace(cut, deadline=None), episodes)
+        ended = run_stage(dataclasses.replace(cut, deadline=None), episode)
         assert ended.progress is None
         assert digest_tree(cut.out / "checkpoint") == digest_tree(whole.out / "checkpoint"), name
         assert read_json(cut.out / "stage.json")["figures"] == read_json(whole.out / "stage.json")["figures"]
@@ -57,4 +57,4 @@ def test_a_step_that_would_end_after_the_deadline_is_not_begun(
 ) -> None:
     one = dataclasses.replace(stage(tmp_path, "warmup", *SHORT), deadline=DEADLINE)
     monkeypatch.setattr(training_loop.time, "time", lambda: DEADLINE - 1e-3)
-    assert run_stage(one, episodes).progress == (1, 3), "the first takes longer than the millisecond left"
+    assert run_stage(one, episode).progress == (1, 3), "the first takes longer than the millisecond left"
