@@ -28,7 +28,7 @@ def mcp(service: Service = SERVICE, token: TokenPath = None) -> None:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--token {token}: cannot be read ({error}).") from error
     client = httpx.AsyncClient(base_url=service, headers=headers)
-    make_mcp_server(client, reads_folders=True).run("stdio")
+    make_mcp_server(client).run("stdio")
 
 
 @skill_app.command()

@@ -43,20 +43,13 @@ class Answer(BaseModel):
     next: str = Field(default="", description="what to call next")
 
 
-def make_mcp_server(client: httpx.AsyncClient, *, reads_folders: bool) -> MCPServer[Any]:
-    """Return the server, whose tools send requests by `client`.
-
-    With `reads_folders` the server runs on the machine of the agent, and `judge` takes the path of a
-    workspace; otherwise it takes the texts of the files.
-    """
+def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
+    """Return the server, whose tools send requests by `client`, for an agent on this machine."""
     server: MCPServer[Any] = MCPServer("cuda-agent-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 
-    async def ask(method: str, path: str, context: Context[Any, Any], **options: Any) -> Any:
-        request = context.request_context.request
-        token = request.headers.get("authorization") if request is not None else None
-        headers = {"Authorization": token} if token else {}
+    async def ask(method: str, path: str, **options: Any) -> Any:
         try:
-            answer = await client.request(method, path, headers=headers, timeout=CALL_SECONDS, **options)
+            answer = await client.request(method, path, timeout=CALL_SECONDS, **options)
         except httpx.HTTPError as error:
             raise ValueError(
                 f"no judge answers at {client.base_url} ({error}); start one: cuda-agent serve --http 8470"
@@ -74,67 +67,44 @@ def make_mcp_server(client: httpx.AsyncClient, *, reads_folders: bool) -> MCPSer
                 break
             await context.report_progress(elapsed, CALL_SECONDS, job["progress"] or job["state"])
             path = f"/v1/jobs/{job['id']}"
-            job = await ask("GET", path, context, params={"wait": PROGRESS_SECONDS})
+            job = await ask("GET", path, params={"wait": PROGRESS_SECONDS})
         return _short(job)
 
     @server.tool()
-    async def tasks(context: Context[Any, Any]) -> list[dict[str, Any]]:
+    async def tasks() -> list[dict[str, Any]]:
         """List the tasks of the judge: task_id, name, level."""
         return [
             {name: task[name] for name in ("task_id", "name", "level")}
-            for task in await ask("GET", "/v1/tasks", context)
+            for task in await ask("GET", "/v1/tasks")
         ]
 
     @server.tool()
-    async def task(task_id: str, context: Context[Any, Any]) -> dict[str, Any]:
+    async def task(task_id: str) -> dict[str, Any]:
         """Return the source of a task, the PyTorch module to make faster."""
-        record: dict[str, Any] = await ask("GET", f"/v1/tasks/{_plain(task_id)}", context)
+        record: dict[str, Any] = await ask("GET", f"/v1/tasks/{_plain(task_id)}")
         return record
 
-    async def send(
-        files: dict[str, str], task_id: str, code: str, measurement: int, context: Context[Any, Any]
+    @server.tool()
+    async def judge(
+        workspace: str, context: Context[Any, Any], task_id: str = "", measurement: int = 1
     ) -> Answer:
+        """Judge a workspace's candidate (model_new.py, kernels/) on its model.py or on a listed task.
+
+        Give the absolute path. Equal files get the verdict that is known; `measurement` 2 measures anew.
+        """
+        folder = Path(workspace)
+        try:
+            files = read_candidate(folder)
+            code = "" if task_id else (folder / "model.py").read_text()
+        except (UserError, OSError, UnicodeDecodeError) as error:
+            raise ValueError(str(error)) from error
         body = {"files": files, "task": task_id, "code": code, "measurement": measurement}
-        return await ended(await ask("POST", "/v1/judgements", context, json=body), context)
-
-    if reads_folders:
-
-        @server.tool(name="judge")
-        async def judge_folder(
-            workspace: str, context: Context[Any, Any], task_id: str = "", measurement: int = 1
-        ) -> Answer:
-            """Judge a workspace's candidate (model_new.py, kernels/) on its model.py or on a listed task.
-
-            Give the absolute path. Equal files get the verdict that is known; `measurement` 2 measures anew.
-            """
-            folder = Path(workspace)
-            try:
-                files = read_candidate(folder)
-                code = "" if task_id else (folder / "model.py").read_text()
-            except (UserError, OSError, UnicodeDecodeError) as error:
-                raise ValueError(str(error)) from error
-            return await send(files, task_id, code, measurement, context)
-
-    else:
-
-        @server.tool(name="judge")
-        async def judge_files(
-            files: dict[str, str],
-            context: Context[Any, Any],
-            task_id: str = "",
-            code: str = "",
-            measurement: int = 1,
-        ) -> Answer:
-            """Judge a candidate: the texts of model_new.py and kernels/NAME, on a listed task or a source.
-
-            Equal files get the verdict that is known; `measurement` 2 measures anew.
-            """
-            return await send(files, task_id, code, measurement, context)
+        return await ended(await ask("POST", "/v1/judgements", json=body), context)
 
     @server.tool()
     async def wait(job: str, context: Context[Any, Any]) -> Answer:
         """Wait for a job of `judge`, up to 45 seconds."""
-        return await ended(await ask("GET", f"/v1/jobs/{_plain(job)}", context), context)
+        return await ended(await ask("GET", f"/v1/jobs/{_plain(job)}"), context)
 
     @server.tool()
     def explain(reason: str) -> str:

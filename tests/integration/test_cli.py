@@ -228,6 +228,7 @@ def test_params_tell_value_meaning_and_source() -> None:
         "value": 7,
         "meaning": "seed of sampling and of the training stages",
         "source": "--set seed=7",
+        "kind": "result",
     }
     assert rows["device"]["source"] == "params.yaml: profiles.smoke"
     assert rows["gate.regression"]["meaning"] and rows["data.operator_mix"]["value"]
