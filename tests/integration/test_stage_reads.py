@@ -15,7 +15,10 @@ from components.training.stage import STAGES
 from flows.stage_keys import READS
 
 # Read only to refuse bad parameters before a stage begins.
-CHECKED = {"warmup.steps", "warmup.rollouts.tasks", "rejection.rollouts.tasks", "agentic.advantages"}
+CHECKED = {
+    *("warmup.steps", "warmup.rollouts.tasks", "rejection.rollouts.tasks", "agentic.advantages"),
+    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance"),
+}
 
 
 class Reading:
