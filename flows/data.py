@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from components.core.config import PROJECT
@@ -33,7 +33,7 @@ from components.synthesis.dvc_stages import ERROR_PREFIX
 from flows.data_inputs import absolute_values, maker_digest
 from flows.dataset_remote import has_version, initialise_workspace, keep_pointer, run_dvc
 from flows.run_context import Busy, PipelineRun
-from flows.steps import DatasetRecord
+from flows.steps import DatasetRecord, counted
 
 OUTPUT = Path("data") / "tasks"
 LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
@@ -51,6 +51,7 @@ BAD_INPUT, NO_ISOLATION = 2, 3
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
+@counted
 def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     """Build the data set if its inputs changed, push it to the DVC remote, and keep it in the home."""
     started = time.monotonic()
@@ -68,6 +69,7 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
         atomic_write(workspace / ".dvc" / "pushed", pushed)
     folder = keep_version(run, workspace)
     keep_pointer(run.params, run.home, folder.name, workspace / "dvc.lock", OUTPUT.as_posix())
+    get_run_logger().info(f"version {folder.name[:12]}, {'up to date' if after == before else 'built'}")
     return DatasetRecord(
         version=folder.name,
         folder=folder.relative_to(run.home).as_posix(),

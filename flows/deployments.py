@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect import flow, get_run_logger, tags
+from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
@@ -72,7 +72,6 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
             with (
                 concurrency(run_context.HOME_SLOT, occupy=1, lease_duration=LEASE_SECONDS),
                 run_context.home_lock(run.home),
-                tags(run.run_id),
             ):
                 return work(progress)
 

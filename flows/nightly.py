@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, tags
+from prefect import flow
 
 from components.core.errors import StageFailed
 from components.core.files import MANIFEST, digest_file, digest_json, write_json
@@ -23,6 +23,7 @@ from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
 from components.training.stage import check_stages, stages_of_run
+from flows import run_page
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.night import (
@@ -39,7 +40,9 @@ from flows.night import (
 )
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.run_context import RUN_FILE, PipelineRun, check_training
+from flows.result_markdown import verdict
+from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit
+from flows.run_page import PageProgress
 from flows.server import Server
 from flows.steps import (
     CheckpointRecord,
@@ -63,26 +66,33 @@ def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = N
     """
 
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
-    def nightly(run_id: str, profile: str, device: str, home: str) -> RunRecord:
+    def nightly(
+        run_id: str, profile: str, sets: list[str], seed: int, start_policy: str, device: str, home: str
+    ) -> RunRecord:
         """Run every stage. The arguments are only shown on Prefect's page of the flow run."""
         try:
-            return nightly_pipeline(run, progress)
+            return nightly_pipeline(run, progress, owns_server=server is not None)
         finally:
             if server is not None:
                 server.task_runs = count_task_runs()
 
-    with tags(run.run_id):
-        return nightly(run.run_id, run.profile or "base", run.params.device, str(run.home))
+    run_page.keep_logs_off_the_console()
+    record: RunRecord = nightly(**run_page.parameters(run))
+    return record
 
 
-def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
-    """Run every stage inside the current Prefect flow, and return the run's record."""
+def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool = False) -> RunRecord:
+    """Run every stage inside the current Prefect flow, and return the run's record.
+
+    `owns_server` says whether Prefect's server has runs of this home only.
+    """
     started = time.monotonic()
     check_stages(run.params)
     check_training(run.params)
-    progress = MetricsProgress(DiskGuard(progress, run.home), run.home)
-    mark_crashed_runs(run.run_id)
-    context = open_context(run, progress, dataset(run, progress))
+    page = PageProgress(MetricsProgress(DiskGuard(progress, run.home), run.home))
+    mark_crashed_runs("" if owns_server else run.run_id)
+    run_page.show_run(run)
+    context = open_context(run, page, dataset(run, page))
     try:
         night = open_night(run, context.tracking.client)
         context.params = night_params(run.params, night.champion)
@@ -93,8 +103,8 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
             made = night.continues.made.items()
             stages = {name: record.model_copy(update={"cached": True}) for name, record in made}
         start = stages["coldstart"]
-        title = "start policy" if start.folder.startswith("stages/champion-") else "cold start"
-        before = evaluate_checkpoint(context, title, start.checkpoint, start.digest)
+        begins = "start policy" if start.folder.startswith("stages/champion-") else "cold start"
+        before = evaluate_checkpoint(context, f"evaluation ({begins})", start.checkpoint, start.digest)
         unfinished = train_stages(context, night, stages, training_deadline(run, night, before))
         policy = [record for name, record in stages.items() if name != "critic"][-1]
         if night.champion is not None and not has_updates(stages):
@@ -122,6 +132,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress) -> RunRecord:
     record["tail_seconds"] = round(time.monotonic() - trained, 3)
     end_night(run, night, unfinished)
     publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
+    run_page.show_result(record)
     return record
 
 
@@ -165,7 +176,7 @@ def train_stages(
     return None
 
 
-def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> Context:
+def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) -> Context:
     """Create the objects that all stages share, such as the MLflow run and the pool of judges."""
     if not (run.folder / "started.json").is_file():
         write_json(run.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")})
@@ -180,7 +191,15 @@ def open_context(run: PipelineRun, progress: Progress, data: DatasetRecord) -> C
     )
     tracking.describe(
         run.params.model_dump(mode="json"),
-        {"run_id": run.run_id, "profile": run.profile, "code.revision": run.code, "home": str(run.home)},
+        {
+            "run_id": run.run_id,
+            "profile": run.profile,
+            "code.revision": run.code,
+            "home": str(run.home),
+            "mlflow.source.name": f"cuda-agent run --profile {run.profile or 'base'}",
+            "mlflow.source.type": "PROJECT",
+            "mlflow.source.git.commit": source_commit(),
+        },
     )
     tracking.dataset(data.version, run.home / data.folder, data.figures)
     tracking.watch()
@@ -220,6 +239,7 @@ def run_record(
         "model": {"name": run.params.registry.model, "version": version},
         "gate": decision.model_dump(mode="json"),
         "report": str(run.folder / "report.html"),
+        "experiment": context.tracking.experiment_id,
     }
 
 
@@ -253,6 +273,7 @@ def publish(
             "gate.verdict": record["gate"]["verdict"],
             "model.version": record["model"]["version"],
             "artifacts": record["artifacts"],
+            "mlflow.note.content": verdict(record),
         }
     )
     tracking.end("FINISHED")

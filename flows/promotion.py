@@ -4,9 +4,10 @@ Each task can be repeated after the run was killed: a registered version is foun
 is written again with the same content, and a version that is already the champion stays the champion.
 """
 
+import logging
 from dataclasses import dataclass
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from components.core.files import (
@@ -23,10 +24,11 @@ from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
 from flows.evaluation import evaluate_checkpoint, load
 from flows.night import descent, keep_checkpoint
-from flows.steps import CheckpointRecord, Context, EvaluationRecord
+from flows.steps import CheckpointRecord, Context, EvaluationRecord, counted
 
 
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
+@counted
 def register(
     context: Context, policy: CheckpointRecord, evaluation: EvaluationRecord, lineage: dict[str, str]
 ) -> str:
@@ -58,6 +60,7 @@ def register(
         figures=numbers(evaluation.figures),
     )
     tracking.client.set_registered_model_alias(run.params.registry.model, models.CANDIDATE, version)
+    get_run_logger().info(f"{run.params.registry.model} version {version}, checkpoint {policy.digest[:12]}")
     return version
 
 
@@ -70,6 +73,7 @@ class Champion:
 
 
 @task(name="gate", task_run_name="gate", persist_result=False, cache_policy=NO_CACHE)
+@counted
 def decide(
     context: Context,
     version: str,
@@ -109,10 +113,13 @@ def decide(
         epoch=run.run_id,
     )
     write_run_report(context, stages, before, evaluation, decision, version)
+    for gate in decision.gates:
+        get_run_logger().log(logging.INFO if gate.passed else logging.WARNING, gate.sentence)
     return decision
 
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
+@counted
 def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
     """Apply the decision to the model registry, with an audit entry.
 
@@ -129,6 +136,7 @@ def promote(context: Context, version: str, decision: Decision, champion: Champi
         approval_seconds=run.params.gate.approval_seconds,
         key=digest_json([run.key, decision.model_dump(mode="json")]),
     )
+    get_run_logger().info(f"version {version}: {decision.verdict}; {' '.join(decision.reasons)}")
     if decision.verdict == "refused":
         write_json(run.folder / "refusal.json", decision.model_dump(mode="json"))
 
@@ -147,7 +155,7 @@ def evaluate_champion(context: Context, version: str) -> Champion | None:
     folder = keep_checkpoint(context.run.home, client, model, champion)
     digest = read_json(folder / MANIFEST)["digest"]
     checkpoint = folder.relative_to(context.run.home).as_posix()
-    return Champion(champion, evaluate_checkpoint(context, "champion", checkpoint, digest))
+    return Champion(champion, evaluate_checkpoint(context, "evaluation (champion)", checkpoint, digest))
 
 
 def write_run_report(

@@ -19,17 +19,19 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from components.core.config import Resolved, check_policy_source
+from components.core.config import PROJECT, Resolved, check_policy_source
 from components.core.errors import UserError
 from components.core.files import (
     DISK_FULL,
@@ -53,6 +55,17 @@ LEAST_FREE_BYTES = 256 * 2**20
 # Longest wait for the lock of the home. If a run was killed, its children are killed a moment later and may
 # hold the lock until then.
 LOCK_SECONDS = 3.0
+
+
+@functools.cache
+def source_commit() -> str:
+    """Return the Git commit of the project, with `-dirty` if files differ from it, or "" without Git."""
+    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,10 @@ class PipelineRun:
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
         self.code = digest_json(project_digests())
+        # The `--set` options, for people. The home is not one of them, because it is shown for itself.
+        options = (origin for origin in resolved.sources.values() if origin.startswith("--set "))
+        sets = dict.fromkeys(option.removeprefix("--set ") for option in options)
+        self.sets = tuple(item for item in sets if not item.startswith("home="))
         self.rerun = rerun
         self.base_key = digest_json({"params": result_values(self.params), "code": self.code})
         redo = None if rerun is None else [rerun.stage, rerun.number]
@@ -273,12 +290,17 @@ def check_environment(run: PipelineRun) -> None:
     EvaluationPrograms(params.data.against)
 
 
-def interface_commands(run: PipelineRun) -> dict[str, str]:
-    """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name."""
+def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name.
+
+    Without `workflowType` in the address, MLflow's pages begin with the traces of applications.
+    """
     programs = Path(sys.executable).parent
     tracking = run.params.registry.tracking_uri or f"sqlite:///{run.home / 'mlflow' / 'mlflow.db'}"
+    page = f"#/experiments/{record['experiment']}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     return {
-        "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri {tracking}   then http://127.0.0.1:5000",
+        "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri {tracking}   "
+        f"then http://127.0.0.1:5000/{page}",
         "prefect": f"PREFECT_HOME={run.home / 'prefect'} {programs / 'prefect'} server start   "
         "then http://127.0.0.1:4200",
     }
@@ -290,6 +312,8 @@ def prepare_environment(home: Path) -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",
+        "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "INFO",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "prefect" / "results"),
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",

@@ -74,10 +74,10 @@ class Server:
             # end the server first, and the run would retry its last calls for a minute.
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "prefect", "server", "start", "--no-ui"),
+                    *(sys.executable, "-m", "prefect", "server", "start", "--ui"),
                     *("--host", "127.0.0.1", "--port", str(port)),
                 ],
-                env=os.environ | SERVER_SETTINGS,
+                env=os.environ | SERVER_SETTINGS | {"PREFECT_UI_API_URL": self.url},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -113,7 +113,9 @@ class Server:
         if not self.task_runs or self.process.poll() is not None:
             return
         from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
 
+        APILogWorker.drain_all(timeout=RECORD_SECONDS)
         EventsWorker.drain_all(timeout=RECORD_SECONDS)
         deadline = time.monotonic() + RECORD_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:

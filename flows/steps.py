@@ -6,11 +6,13 @@ running. If the files of a stored record are missing, the task runs again. If th
 names the file.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
 
-from prefect import runtime, task
+from prefect import get_run_logger, runtime, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -23,17 +25,16 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType
-from prefect.context import FlowRunContext
 from prefect.states import Crashed
 
 from components.core.errors import UserError
 from components.core.files import digest_file, read_json, verify_files, write_json
-from components.core.progress import Progress
 from components.core.records import FrozenModel
 from components.judge.pool import JudgePool
 from components.registry.tracking import MlflowRun
 from flows.home_gc import note_use
 from flows.run_context import PipelineRun
+from flows.run_page import PageProgress
 from flows.stage_keys import KEY_FILE, RECORD, KeyParts, key_parts
 
 
@@ -114,15 +115,40 @@ class EvaluationRecord(StageRecord):
 
 
 R = TypeVar("R", CheckpointRecord, EvaluationRecord)
+T = TypeVar("T")
+P = ParamSpec("P")
+# The names of the task runs that this process has started. Prefect itself does not count them.
+_started: list[str] = []
+
+
+def counted(work: Callable[P, T]) -> Callable[P, T]:
+    """Return the function of a Prefect task so that `count_task_runs` counts its runs."""
+
+    @functools.wraps(work)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        _started.append(work.__name__)
+        return work(*args, **kwargs)
+
+    return call
+
+
+def count_task_runs() -> int:
+    """Return the number of task runs that this process has started."""
+    return len(_started)
 
 
 @task(persist_result=True, result_serializer="json")
-def run_in_folder(folder: Path, work: Callable[[Path], R]) -> dict[str, Any]:
+def run_in_folder(folder: Path, upstream: dict[str, str], work: Callable[[Path], R]) -> dict[str, Any]:
     """Call `work` with the stage's folder, and return the record that it makes as JSON for Prefect's cache.
 
-    Each stage calls this task with a name and a cache key of its own.
+    Each stage calls this task with a name and a cache key of its own. `upstream` is only logged.
     """
-    return work(folder).cacheable()
+    log = get_run_logger()
+    inputs = ", ".join(f"{name} {digest[:12]}" for name, digest in upstream.items())
+    log.info(f"begins in stages/{folder.name} with {inputs}")
+    record = work(folder)
+    log.info(f"made {record.digest[:12]} in stages/{folder.name}")
+    return record.cacheable()
 
 
 class Context:
@@ -135,7 +161,7 @@ class Context:
     def __init__(
         self,
         run: PipelineRun,
-        progress: Progress,
+        progress: PageProgress,
         pool: JudgePool,
         tracking: MlflowRun,
         dataset: DatasetRecord,
@@ -194,14 +220,19 @@ class Context:
         stage_task = run_in_folder.with_options(
             name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not is_kept
         )
-        state: State[Any] = stage_task(folder, work, return_state=True)
-        record = record_type.model_validate(state.result())
+        with self.tracking.follow(title, key, folder):
+            # A cached run does not call the function of its task, so it is counted here.
+            _started.append(title)
+            state: State[Any] = stage_task(folder, upstream, work, return_state=True)
+            record = record_type.model_validate(state.result())
         cached = state.name == "Cached"
         if cached:
             record.verify(home)
             self.progress.update(title, 1, 1)
+            get_run_logger().info(f"{title} is cached: {record.digest[:12]} in stages/{folder.name}")
         elif record.progress is None:
             write_json(file, record.cacheable())
+            self.progress.finish(title)
         self.tracking.stage(
             title,
             key,
@@ -211,36 +242,27 @@ class Context:
         return record.model_copy(update={"cached": cached, "key": key, "folder": f"stages/{folder.name}"})
 
 
-def count_task_runs() -> int:
-    """Return the number of task runs that the present flow run has started in this process."""
-    context = FlowRunContext.get()
-    assert context is not None, "called inside a flow"
-    # Prefect numbers the runs of each task from 0.
-    return sum(int(newest) + 1 for newest in context.task_run_dynamic_keys.values())
-
-
 def mark_crashed_runs(tag: str) -> None:
-    """Set unfinished flow runs with the tag `tag`, except the present one, to the state Crashed.
+    """Set unfinished flow runs of earlier processes, and their unfinished task runs, to the state Crashed.
 
-    Unfinished means that Prefect has them as RUNNING or PENDING; their unfinished task runs are set too. They
-    are earlier attempts of the same pipeline run whose process was killed and could not report its end.
+    Unfinished means that Prefect has them as RUNNING or PENDING. If `tag` is "", these are all flow runs of
+    the server except the present one. Otherwise they are those with this tag. The unfinished task runs of the
+    present flow run are of an earlier attempt, so the caller has not started any task yet.
     """
     crashed: State[None] = Crashed(message="killed; continued by a later attempt")
     unfinished = [StateType.RUNNING, StateType.PENDING]
+    is_unfinished = FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished))
+    tags = FlowRunFilterTags(all_=[tag]) if tag else None
+    present = UUID(runtime.flow_run.id)
     with get_client(sync_client=True) as client:
-        for flow_run in client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(
-                tags=FlowRunFilterTags(all_=[tag]),
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
-            )
-        ):
-            if str(flow_run.id) == runtime.flow_run.id:
-                continue
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=tags, state=is_unfinished))
+        for number in {present, *(flow_run.id for flow_run in found)}:
             for task_run in client.read_task_runs(
-                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])),
+                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[number])),
                 task_run_filter=TaskRunFilter(
                     state=TaskRunFilterState(type=TaskRunFilterStateType(any_=unfinished))
                 ),
             ):
                 client.set_task_run_state(task_run.id, crashed, force=True)
-            client.set_flow_run_state(flow_run.id, crashed, force=True)
+            if number != present:
+                client.set_flow_run_state(number, crashed, force=True)

@@ -82,9 +82,10 @@ def run(
                 if server is not None:
                     import_store(pipeline_run.params.registry)
                     server.wait()
+                    print_line(f"prefect {server.url.removesuffix('/api')} until the run ends")
                 with ProgressView(console) as view:
                     record = run_pipeline(pipeline_run, view, server)
-    final_table(record, run_context.interface_commands(pipeline_run), console)
+    final_table(record, run_context.interface_commands(pipeline_run, record), console)
     refused = record["gate"]["verdict"] == "refused"
     return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)
 

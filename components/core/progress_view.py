@@ -125,7 +125,7 @@ def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, show_h
     return table
 
 
-def _number(value: float | None, pattern: str = "{:.3g}") -> str:
+def format_number(value: float | None, pattern: str = "{:.3g}") -> str:
     return "–" if value is None else pattern.format(value)
 
 
@@ -139,10 +139,11 @@ FIGURES = (
 )
 
 
-def _figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
+def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one evaluation in the columns FIGURES, of which `name` is the first."""
     rate, mean = found["faster_rate"], found["geomean"]
-    cells = [_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
-    return [name, *cells, _number(mean["eager"], "{:.2f}x"), _number(mean["compile"], "{:.2f}x")]
+    cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
+    return [name, *cells, format_number(mean["eager"], "{:.2f}x"), format_number(mean["compile"], "{:.2f}x")]
 
 
 def evaluation_table(overall: Any, console: Console) -> None:
@@ -151,7 +152,7 @@ def evaluation_table(overall: Any, console: Console) -> None:
     `overall` is a components.evaluation.metrics.Summary.
     """
     console.print(
-        plain_table(("tasks", *FIGURES[1:]), [_figures_row(str(overall.tasks), overall.model_dump())])
+        plain_table(("tasks", *FIGURES[1:]), [figures_row(str(overall.tasks), overall.model_dump())])
     )
 
 
@@ -175,9 +176,9 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
     stages = [
         (
             stage["name"],
-            _number(stage["reward_before"]),
-            _number(stage["reward_after"]),
-            "cached" if stage["cached"] else _number(stage["seconds"], "{:.1f}"),
+            format_number(stage["reward_before"]),
+            format_number(stage["reward_after"]),
+            "cached" if stage["cached"] else format_number(stage["seconds"], "{:.1f}"),
             "/".join(stage["checkpoint"].split("/")[-2:]),
         )
         for stage in record["stages"]
@@ -187,7 +188,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         soft_wrap=True,
     )
     evaluations = (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"]))
-    figures = [_figures_row(name, found) for name, found in evaluations if found is not None]
+    figures = [figures_row(name, found) for name, found in evaluations if found is not None]
     console.print(plain_table(FIGURES, figures))
 
     gate, model = record["gate"], record["model"]
@@ -222,7 +223,9 @@ def comparison_tables(found: Any, console: Console) -> None:
     changes = []
     for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile"):
         change, pattern = found.changes[name], "x{:.3f}" if name.startswith("geomean") else "{:+.1%}"
-        value, low, high = (_number(number, pattern) for number in (change.value, change.low, change.high))
+        value, low, high = (
+            format_number(number, pattern) for number in (change.value, change.low, change.high)
+        )
         changes.append((name, value, f"{low} to {high}"))
     console.print(plain_table(("figure", "change", "95 % interval"), changes))
     tests = [

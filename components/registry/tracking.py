@@ -1,17 +1,19 @@
 """MLflow runs: one for each pipeline run, with a child run for each stage.
 
 Every call can be repeated after the pipeline run was killed. A run is found by its tag `cuda_agent.run_key`,
-so no second one is created. The child run of a finished stage is not changed. The points of a curve have the
-time of their file, so that MLflow recognises repeated points as duplicates.
+so no second one is created. The child run of a finished stage is not changed. The child run of an unfinished
+stage has the number of steps that it has already received in a tag, so that no step is logged twice.
 """
 
+import contextlib
 import importlib
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracing.client import TracingClient
@@ -34,9 +36,18 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 
 RUN_KEY = "cuda_agent.run_key"
 KIND = "cuda_agent.kind"
+STAGE_KEY = "cuda_agent.stage_key"
 STAGE = "cuda_agent.stage"
+# Tag with the number of steps whose figures a stage's child run has.
+LOGGED_STEPS = "cuda_agent.logged_steps"
+# The file of a stage's curves.
+CURVES = "metrics.jsonl"
 # Seconds between two measurements of the machine's load.
 LOAD_SECONDS = 30
+# Seconds between two reads of the curves of a stage that is running.
+CURVE_SECONDS = 15.0
+# Kind of experiment for which MLflow's pages show runs and charts first, and not traces of applications.
+EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
 def import_store(params: Registry) -> None:
@@ -143,38 +154,40 @@ class MlflowRun:
         self.tags({"dataset.version": version})
         self.figures({"data": figures})
 
+    @contextlib.contextmanager
+    def follow(self, name: str, key: str, folder: Path) -> Iterator[None]:
+        """Log the curves of a stage every CURVE_SECONDS while the block, which runs the stage, runs."""
+        done = threading.Event()
+
+        def log_curves() -> None:
+            while not done.wait(CURVE_SECONDS):
+                if (folder / CURVES).is_file():
+                    # What a fault of the tracking server leaves out is logged later.
+                    with contextlib.suppress(MlflowException):
+                        self._log_curves(self._stage_run(name, key, folder), folder)
+
+        thread = threading.Thread(target=log_curves, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
-        """Log the curves, figures, folder and trajectories of one stage as a child run.
+        """Log the curves, figures, folder and trajectories of one stage as a child run, and end that run.
 
         The figures are the numbers in `record`. Does nothing if a finished child run with this name and `key`
         exists.
         """
-        child = self._find("stage", name)
-        if (
-            child is not None
-            and child.info.status == "FINISHED"
-            and child.data.tags.get("cuda_agent.stage_key") == key
-        ):
+        child = self._stage_run(name, key, folder)
+        if child.info.status == "FINISHED":
             return
-        tags = {
-            RUN_KEY: self.run_key,
-            KIND: "stage",
-            STAGE: name,
-            "cuda_agent.stage_key": key,
-            "mlflow.parentRunId": self.run_id,
-            "folder": str(folder),
-        }
-        child = child or self.client.create_run(self.experiment_id, tags=tags, run_name=name)
-        run_id = child.info.run_id
-        curves = folder / "metrics.jsonl"
-        metrics = [
-            *(_curve(curves) if curves.is_file() else ()),
-            *(
-                Metric(figure, value, int(folder.stat().st_mtime * 1000), 0)
-                for figure, value in numbers(record).items()
-            ),
-        ]
-        self.client.log_batch(run_id, metrics, tags=[RunTag(key, value) for key, value in tags.items()])
+        self._log_curves(child, folder)
+        run_id, time = child.info.run_id, int(folder.stat().st_mtime * 1000)
+        # The prefix tells the figures of the whole stage from the curves.
+        figures = [Metric(f"stage.{figure}", value, time, 0) for figure, value in numbers(record).items()]
+        self.client.log_batch(run_id, figures)
         from components.registry.traces import (
             log_traces,  # imports torch, which most commands of the registry do not need
         )
@@ -209,7 +222,35 @@ class MlflowRun:
             self.load.finish()
         self.client.set_terminated(self.run_id, status)
 
-    def _find(self, kind: str, stage: str = "") -> Any:
+    def _stage_run(self, name: str, key: str, folder: Path) -> Run:
+        """Return the child run of a stage, which is created, or begun again if it has another key."""
+        child = self._find("stage", name)
+        if child is not None and child.data.tags.get(STAGE_KEY) == key:
+            return child
+        tags = {
+            RUN_KEY: self.run_key,
+            KIND: "stage",
+            STAGE: name,
+            STAGE_KEY: key,
+            LOGGED_STEPS: "0",
+            "mlflow.parentRunId": self.run_id,
+            "folder": str(folder),
+        }
+        if child is None:
+            return self.client.create_run(self.experiment_id, tags=tags, run_name=name)
+        self.client.log_batch(child.info.run_id, tags=[RunTag(tag, value) for tag, value in tags.items()])
+        self.client.update_run(child.info.run_id, status="RUNNING")
+        return self.client.get_run(child.info.run_id)
+
+    def _log_curves(self, child: Run, folder: Path) -> None:
+        """Log the points of the stage's curves from the first step that the child run does not have yet."""
+        path = folder / CURVES
+        points = list(_curve(path, int(child.data.tags[LOGGED_STEPS]))) if path.is_file() else []
+        if points:
+            steps = RunTag(LOGGED_STEPS, str(max(point.step for point in points) + 1))
+            self.client.log_batch(child.info.run_id, points, tags=[steps])
+
+    def _find(self, kind: str, stage: str = "") -> Run | None:
         """Return the oldest MLflow run with this run key, kind and stage, or None if there is none."""
         rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (
             f" and tags.`{STAGE}` = '{stage}'" if stage else ""
@@ -230,7 +271,9 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     if found is None:
         location = None if params.tracking_uri else (home / "mlflow" / "artifacts").as_uri()
         try:
-            return str(client.create_experiment(params.experiment, artifact_location=location))
+            return str(
+                client.create_experiment(params.experiment, artifact_location=location, tags=EXPERIMENT_KIND)
+            )
         except MlflowException:
             # Another run may have created the experiment in between.
             found = client.get_experiment_by_name(params.experiment)
@@ -244,14 +287,15 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     return str(found.experiment_id)
 
 
-def _curve(path: Path) -> Iterable[Metric]:
-    """Yield the points of all curves in a stage's metrics.jsonl.
+def _curve(path: Path, first_step: int) -> Iterable[Metric]:
+    """Yield the points of all curves in a stage's metrics.jsonl from the step `first_step` on.
 
-    Each point has the modification time of the file, so that logging it again changes nothing.
+    Each point has the modification time of the file, which is about the time at which it was made.
     """
     time = int(path.stat().st_mtime * 1000)
     for index, line in enumerate(path.read_text().splitlines()):
         point = json.loads(line)
         step = int(point.pop("step", index))
-        for key, value in numbers(point).items():
-            yield Metric(key, value, time, step)
+        if step >= first_step:
+            for key, value in numbers(point).items():
+                yield Metric(key, value, time, step)

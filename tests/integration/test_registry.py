@@ -122,7 +122,7 @@ def test_a_stage_logged_twice_has_each_point_once(client: Any, home: Path) -> No
     night.stage("warmup", "k", folder, {"reward_after": 1.5})
     history = client.get_metric_history(child.info.run_id, "reward")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    assert client.get_run(child.info.run_id).data.metrics["reward_after"] == 1.5
+    assert client.get_run(child.info.run_id).data.metrics["stage.reward_after"] == 1.5
     assert client.get_run(child.info.run_id).data.tags["mlflow.parentRunId"] == night.run_id
 
 

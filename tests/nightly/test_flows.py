@@ -8,11 +8,15 @@ import json
 import shutil
 import sqlite3
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import boto3
+import httpx
 import pytest
 from moto.server import ThreadedMotoServer
+from prefect_fixtures import prefect_server
 from run_fixtures import REDUCED, Done, Survivor, manifest, run
 
 from components.core.config import resolve
@@ -31,6 +35,58 @@ def home(survivor: Survivor) -> Path:
 @pytest.fixture(scope="module")
 def first(survivor: Survivor) -> Done:
     return survivor.done
+
+
+TASKS = [
+    "dataset",
+    "coldstart",
+    "evaluation (cold start)",
+    "warmup",
+    "rejection",
+    "critic",
+    "agentic",
+    "evaluation",
+    "register",
+    "gate",
+    "promote",
+]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What Prefect's API has about a home, and the task runs and logs of the newest flow run."""
+
+    flow_runs: list[dict[str, Any]]
+    task_runs: list[dict[str, Any]]
+    artifacts: list[dict[str, Any]]
+    newest_task_runs: list[dict[str, Any]]
+    newest_logs: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def page(home: Path, first: Done) -> Page:
+    """Ask a server on the home's database; the tests that use it stand before those that change the home."""
+    with prefect_server(home / "prefect") as environment:
+
+        def ask(kind: str, sort: str, **more: Any) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = []
+            while True:
+                body = {"sort": sort, "limit": 200, "offset": len(found)} | more
+                url = f"{environment['PREFECT_API_URL']}/{kind}/filter"
+                answer = httpx.post(url, json=body, timeout=120).raise_for_status().json()
+                found += answer
+                if len(answer) < 200:
+                    return found
+
+        flow_runs = ask("flow_runs", "START_TIME_ASC")
+        newest = {"any_": [flow_runs[-1]["id"]]}
+        return Page(
+            flow_runs,
+            ask("task_runs", "EXPECTED_START_TIME_ASC"),
+            ask("artifacts", "KEY_ASC"),
+            ask("task_runs", "EXPECTED_START_TIME_ASC", flow_runs={"id": newest}),
+            ask("logs", "TIMESTAMP_ASC", logs={"flow_run_id": newest}),
+        )
 
 
 @pytest.mark.timeout(1800)
@@ -106,7 +162,7 @@ def test_mlflow_shows_one_finished_run_with_the_same_figures(first: Done, home: 
     assert len(evaluated) == first.record["evaluation"]["tasks"], "every episode of the evaluation is a trace"
     assert set(children) == {
         "coldstart",
-        "cold start",
+        "evaluation (cold start)",
         "warmup",
         "rejection",
         "critic",
@@ -121,6 +177,15 @@ def test_mlflow_shows_one_finished_run_with_the_same_figures(first: Done, home: 
     assert [item.dataset.digest for item in nights[0].inputs.dataset_inputs] == [
         first.record["dataset"]["version"][:36]
     ]
+    tags = nights[0].data.tags
+    assert f"version {first.record['model']['version']}: promoted" in tags["mlflow.note.content"]
+    assert "| after |" in tags["mlflow.note.content"]
+    assert tags["mlflow.source.name"] == "cuda-agent run --profile ci" and "mlflow.source.git.commit" in tags
+    experiment = client.get_experiment(first.record["experiment"])
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    for stage, steps in (("warmup", REDUCED["warmup.steps"]), ("agentic", REDUCED["agentic.steps"])):
+        curve = client.get_metric_history(children[stage].run_id, "reward")
+        assert [point.step for point in curve] == list(range(steps)), "one point for each update"
 
 
 def test_the_promotion_stands_in_the_audit_chain_once_with_its_evidence(first: Done, home: Path) -> None:
@@ -182,9 +247,7 @@ def test_mlflow_shows_one_run_and_one_version_after_ten_kills(survivor: Survivor
         item for item in found if item.data.tags["cuda_agent.run_key"].startswith(survivor.record["run_id"])
     ]
     names = sorted(item.data.tags.get("cuda_agent.stage", "night") for item in own)
-    assert names == sorted(
-        ["night", "coldstart", "cold start", "warmup", "rejection", "critic", "agentic", "evaluation"]
-    )
+    assert names == sorted([*TASKS[1:8], "night"])
     versions = client.search_model_versions("name = 'cuda-agent'")
     assert [
         str(item.version)
@@ -194,46 +257,70 @@ def test_mlflow_shows_one_run_and_one_version_after_ten_kills(survivor: Survivor
 
 
 @pytest.mark.timeout(1800)
-def test_prefect_keeps_no_run_that_pretends_to_go_on(survivor: Survivor) -> None:
-    with sqlite3.connect(survivor.home / "prefect" / "prefect.db") as database:
-        for table in ("flow_run", "task_run"):
-            states = {state for (state,) in database.execute(f"select state_type from {table}")}
-            assert "COMPLETED" in states and not states & {"RUNNING", "PENDING"}, table
+def test_prefect_keeps_no_run_that_pretends_to_go_on(page: Page) -> None:
+    assert [run["state_type"] for run in page.flow_runs].count("COMPLETED") == 1
+    assert {run["state_type"] for run in page.flow_runs[:-1]} == {"CRASHED"}
+    assert {run["state_type"] for run in page.task_runs} == {"COMPLETED", "CRASHED"}
+    names = [run["name"] for run in page.newest_task_runs]
+    assert len(names) == len(set(names)), "no step twice"
 
 
-TASKS = [
-    "dataset",
-    "coldstart",
-    "cold start",
-    "warmup",
-    "rejection",
-    "critic",
-    "agentic",
-    "evaluation",
-    "register",
-    "gate",
-    "promote",
-]
-
-
-def newest_flow_run(home: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Parameters of the newest flow run in Prefect's database, and name and state of its tasks in order."""
+def newest_tasks(home: Path) -> list[tuple[str, str]]:
+    """Name and state of the tasks of the newest flow run in Prefect's database, in order."""
     with sqlite3.connect(home / "prefect" / "prefect.db") as database:
-        number, parameters = database.execute(
-            "select id, parameters from flow_run order by start_time desc"
-        ).fetchone()
         tasks = database.execute(
-            "select name, state_name from task_run where flow_run_id = ? order by start_time", (number,)
+            "select name, state_name from task_run where flow_run_id = "
+            "(select id from flow_run order by start_time desc limit 1) order by start_time"
         ).fetchall()
-    return json.loads(parameters), tasks
+    return [(str(name), str(state)) for name, state in tasks]
 
 
-def test_prefect_shows_the_parameters_and_the_state_of_every_stage(first: Done, home: Path) -> None:
-    parameters, tasks = newest_flow_run(home)
-    run_id = first.record["run_id"]
-    assert parameters == {"run_id": run_id, "profile": "ci", "device": "cpu", "home": str(home)}
-    assert [name for name, _ in tasks] == TASKS
-    assert {state for _, state in tasks} <= {"Completed", "Cached"}
+def test_prefect_shows_the_parameters_and_the_state_of_every_stage(
+    first: Done, home: Path, page: Page
+) -> None:
+    newest, run_id = page.flow_runs[-1], first.record["run_id"]
+    sets = newest["parameters"].pop("sets")
+    assert {item.partition("=")[0] for item in sets} == set(REDUCED)
+    assert newest["parameters"] == {
+        "run_id": run_id,
+        "profile": "ci",
+        "seed": 0,
+        "start_policy": "scratch",
+        "device": "cpu",
+        "home": str(home),
+    }
+    assert newest["name"] == f"ci-{run_id}" and newest["tags"] == [run_id]
+    tasks = sorted(page.newest_task_runs, key=lambda run: str(run["start_time"]))
+    assert [run["name"] for run in tasks] == TASKS
+    assert {run["state_name"] for run in tasks} <= {"Completed", "Cached"}
+
+
+def test_prefect_shows_the_events_of_every_step_with_its_ids(first: Done, page: Page) -> None:
+    lines = {run["name"]: "" for run in page.newest_task_runs} | {"": ""}
+    names = {run["id"]: run["name"] for run in page.newest_task_runs}
+    for line in page.newest_logs:
+        lines[names.get(line["task_run_id"], "")] += line["message"] + "\n"
+    assert f"run_id {first.record['run_id']}, profile ci" in lines[""]
+    for stage in first.record["stages"]:
+        folder = Path(stage["checkpoint"]).parent.name
+        made = f"{stage['digest'][:12]} in stages/{folder}"
+        assert f"made {made}" in lines[stage["name"]] or f"{stage['name']} is cached: {made}" in lines[""]
+    assert f"version {first.record['dataset']['version'][:12]}" in lines["dataset"]
+    assert f"cuda-agent version {first.record['model']['version']}" in lines["register"]
+    assert "integrity.exploits is 1" in lines["gate"] and "promoted" in lines["promote"]
+
+
+def test_prefect_shows_stages_figures_report_and_progress(first: Done, page: Page) -> None:
+    newest = page.flow_runs[-1]["id"]
+    shown = {item["key"]: item["data"] for item in page.artifacts if item["flow_run_id"] == newest}
+    assert set(shown) >= {"parameters", "stages", "result", "report"}
+    for stage in first.record["stages"]:
+        assert f"| {stage['name']} |" in shown["stages"] and stage["digest"][:12] in shown["stages"]
+    assert "version 1: promoted" in shown["result"] and "| pass_rate | passed |" in shown["result"]
+    assert Path(first.record["report"]).as_uri() in shown["report"]
+    progress = {item["key"]: item["data"] for item in page.artifacts if item["type"] == "progress"}
+    assert set(progress) >= {f"progress-{stage['name']}" for stage in first.record["stages"]}
+    assert all(0 <= share <= 100 for share in progress.values())
 
 
 def test_a_second_run_only_says_that_there_is_nothing_to_do(first: Done, home: Path) -> None:
@@ -249,8 +336,8 @@ def test_a_stricter_gate_trains_nothing_again_and_refuses_with_the_figure(first:
     assert done.code == 4 and done.record["gate"]["verdict"] == "refused"
     assert all(stage["cached"] for stage in done.record["stages"]) and done.record["dataset"]["cached"]
     assert any("geomean.eager" in reason and "100" in reason for reason in done.record["gate"]["reasons"])
-    _, tasks = newest_flow_run(home)
-    made_again = {"dataset", "champion", "register", "gate", "promote"}
+    tasks = newest_tasks(home)
+    made_again = {"dataset", "evaluation (champion)", "register", "gate", "promote"}
     assert {name: state for name, state in tasks if name not in made_again} == {
         name: "Cached" for name in TASKS if name not in made_again
     }
@@ -325,7 +412,7 @@ def test_without_a_critic_stage_3_is_left_out(first: Done, home: Path) -> None:
         "agentic": False,
     }
     assert "checkpoint.critic" not in manifest(home, done.record)
-    assert "critic" not in [name for name, _ in newest_flow_run(home)[1]]
+    assert "critic" not in [name for name, _ in newest_tasks(home)]
     assert run(home, group).record == done.record
 
 

@@ -15,9 +15,10 @@ from flows.server import prefect_server
 with prefect_server(Path(sys.argv[1])) as server:
     from prefect import flow, task
 
-    from flows.steps import count_task_runs
+    from flows.steps import count_task_runs, counted
 
     @task
+    @counted
     def stage() -> None:
         pass
 
@@ -26,6 +27,7 @@ with prefect_server(Path(sys.argv[1])) as server:
         for _ in range(3):
             stage()
         server.task_runs = count_task_runs()
+        assert server.task_runs == 3
 
     server.wait()
     stages()
@@ -44,3 +46,44 @@ def test_a_server_that_records_late_is_waited_for(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "prefect" / "prefect.db") as database:
         states = [state for (state,) in database.execute("select state_name from task_run")]
     assert states == ["Completed"] * 3
+
+
+PROGRESS = """
+import os
+import sys
+import time
+from pathlib import Path
+
+from flows.server import prefect_server
+
+with prefect_server(Path(sys.argv[1])) as server:
+    from prefect import flow, task
+
+    from components.core.progress import Quiet
+    from flows.run_page import EVENT_SECONDS, PageProgress
+
+    @task
+    def stage() -> None:
+        page = PageProgress(Quiet())
+        page.update("stage", 1, 3)
+        assert page.artifacts, "the server shows the progress"
+        server.process.kill()
+        server.process.wait()
+        started = time.monotonic()
+        for step in (2, 3):
+            page.events.clear()
+            page.update("stage", step, 3)
+        assert page.paused_until > time.monotonic() and time.monotonic() - started < 2 * EVENT_SECONDS
+        os._exit(0)
+
+    server.wait()
+    flow(lambda: stage(), name="stages")()
+"""
+
+
+def test_a_server_that_is_gone_ends_no_stage(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    home = {"PREFECT_HOME": str(tmp_path / "prefect")}
+    subprocess.run(
+        [sys.executable, "-c", PROGRESS, str(tmp_path)], env=environment | home, check=True, timeout=300
+    )

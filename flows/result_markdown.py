@@ -1,0 +1,67 @@
+"""The record of a finished run as Markdown, which Prefect's page and MLflow's description of the run show."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from components.core.progress_view import FIGURES, duration, figures_row, format_number
+
+
+def stages_table(record: Mapping[str, Any]) -> str:
+    """Return the data set and the stages of a run as a Markdown table."""
+    data = record["dataset"]
+    rows = [("dataset", _yes(data["cached"]), duration(data["seconds"]), "", "", data["version"][:12])]
+    rows += [
+        (
+            stage["name"],
+            _yes(stage["cached"]),
+            duration(stage["seconds"]),
+            format_number(stage["reward_before"]),
+            format_number(stage["reward_after"]),
+            f"`{stage['digest'][:12]}` in {Path(stage['checkpoint']).parent.name}",
+        )
+        for stage in record["stages"]
+    ]
+    return markdown_table(
+        ("stage", "cached", "duration", "reward before", "reward after", "checkpoint"), rows
+    )
+
+
+def verdict(record: Mapping[str, Any]) -> str:
+    """Return the verdict on a run's version with its reasons and both evaluations, as Markdown."""
+    model, gate = record["model"], record["gate"]
+    evaluations = (("before (cold start)", record["cold_start"]), ("after", record["evaluation"]))
+    return "\n".join(
+        [
+            f"**{model['name']} version {model['version']}: {gate['verdict']}**",
+            "",
+            *(f"- {reason}" for reason in gate["reasons"]),
+            "",
+            markdown_table(FIGURES, [figures_row(name, figures) for name, figures in evaluations]),
+        ]
+    )
+
+
+def gates_table(record: Mapping[str, Any]) -> str:
+    """Return the gates of a run's version as a Markdown table."""
+    rows = [
+        (
+            gate["name"],
+            "passed" if gate["passed"] else "**failed**",
+            format_number(gate["value"]),
+            "" if gate["low"] is None else f"{gate['low']:.3g} to {gate['high']:.3g}",
+            format_number(gate["threshold"]),
+        )
+        for gate in record["gate"]["gates"]
+    ]
+    return markdown_table(("gate", "", "figure", "95 % interval", "threshold"), rows)
+
+
+def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(columns)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

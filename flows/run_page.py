@@ -1,0 +1,139 @@
+"""What Prefect's page of a flow run shows besides parameters and states: logs, progress and tables.
+
+Prefect itself records only the states of runs and tasks. This module adds one line in the log for each event,
+a progress artifact for each stage, and Markdown and link artifacts with the results. A fault of Prefect's
+server in between delays a run by seconds and never ends it.
+"""
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect import get_run_logger, runtime
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.objects import TaskRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from components.core.progress import Progress
+from components.core.progress_view import figures_text
+from flows.result_markdown import gates_table, markdown_table, stages_table, verdict
+from flows.run_context import PipelineRun, source_commit
+
+# Least number of seconds between two log lines, or two updates of the artifact, of one stage.
+EVENT_SECONDS = 5.0
+# Seconds after which a request to show progress is given up, and seconds without requests after that.
+REQUEST_SECONDS = 5.0
+PAUSE_SECONDS = 60.0
+
+
+def keep_logs_off_the_console() -> None:
+    """Let the logs of flow and task runs go to Prefect's server only, because a run has its own display."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).propagate = False
+
+
+def parameters(run: PipelineRun) -> dict[str, Any]:
+    """Return what distinguishes this run from others, by the names that Prefect's page shows."""
+    return {
+        "run_id": run.run_id,
+        "profile": run.profile or "base",
+        "sets": list(run.sets),
+        "seed": run.params.seed,
+        "start_policy": run.params.policy.source,
+        "device": run.params.device,
+        "home": str(run.home),
+    }
+
+
+def show_run(run: PipelineRun) -> None:
+    """Name and tag the current flow run after the pipeline run, and show the run's parameters."""
+    shown = parameters(run) | {"code": run.code[:12], "commit": source_commit()}
+    tags = {*runtime.flow_run.tags, run.run_id}
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(
+            UUID(runtime.flow_run.id), name=f"{shown['profile']}-{run.run_id}", tags=sorted(tags)
+        )
+    rows = [(name, f"`{value}`") for name, value in shown.items()]
+    create_markdown_artifact(markdown_table(("parameter", "value"), rows), "parameters", run.run_id)
+    get_run_logger().info(", ".join(f"{name} {shown[name]}" for name in shown if name != "sets"))
+
+
+@dataclass
+class PageProgress:
+    """A `Progress` that also shows each report in the log and in the progress artifact of its stage."""
+
+    progress: Progress
+    # The artifact of each stage, and the time.monotonic() of its last event.
+    artifacts: dict[str, UUID] = field(default_factory=dict)
+    events: dict[str, float] = field(default_factory=dict)
+    paused_until: float = float("-inf")
+    # The run that reported last, because a thread that reports for it may not know it.
+    context: FlowRunContext | TaskRunContext | None = None
+
+    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
+        self.progress.update(stage, step, total, **figures)
+        self.context = TaskRunContext.get() or FlowRunContext.get() or self.context
+        now = time.monotonic()
+        if self.context is None or (
+            step < total and now - self.events.get(stage, float("-inf")) < EVENT_SECONDS
+        ):
+            return
+        self.events[stage] = now
+        text = f"{stage} {step}/{total}  {figures_text(figures)}".rstrip()
+        get_run_logger(self.context).info(text)
+        if isinstance(self.context, TaskRunContext):
+            self.show(self.context.task_run, stage, 100.0 * step / max(1, total), text)
+
+    def show(self, task_run: TaskRun, stage: str, percent: float, text: str) -> None:
+        """Create or update the progress artifact of a stage."""
+        if stage in self.artifacts:
+            update = ArtifactUpdate(data=percent, description=text)
+            self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
+            return
+        new = ArtifactCreate(
+            type="progress",
+            key=f"progress-{re.sub(r'[^a-z0-9]+', '-', stage.lower()).strip('-')}",
+            description=text,
+            data=percent,
+            task_run_id=task_run.id,
+            flow_run_id=task_run.flow_run_id,
+        )
+        self.request(lambda client: self.artifacts.update({stage: client.create_artifact(new).id}))
+
+    def finish(self, stage: str) -> None:
+        """Show a finished stage as done, also if it ended before its last step."""
+        if stage in self.artifacts:
+            update = ArtifactUpdate(data=100.0)
+            self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
+
+    def request(self, send: Callable[[SyncPrefectClient], object]) -> None:
+        """Call `send` with a client, unless the server did not answer shortly before."""
+        if time.monotonic() < self.paused_until:
+            return
+        try:
+            with (
+                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+                get_client(sync_client=True, httpx_settings={"timeout": REQUEST_SECONDS}) as client,
+            ):
+                send(client)
+        except httpx.HTTPError:
+            self.paused_until = time.monotonic() + PAUSE_SECONDS
+
+
+def show_result(record: Mapping[str, Any]) -> None:
+    """Show the record of a finished run as artifacts: its stages, figures and verdict, and its report."""
+    report = Path(record["report"])
+    with contextlib.suppress(httpx.HTTPError):
+        create_markdown_artifact(stages_table(record), "stages", "What each stage made")
+        create_markdown_artifact(f"{verdict(record)}\n\n{gates_table(record)}", "result", "Figures and gates")
+        create_link_artifact(report.as_uri(), report.name, "report", f"On the machine of the run: `{report}`")
