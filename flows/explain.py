@@ -160,7 +160,7 @@ def explain(run: PipelineRun) -> list[Explanation]:
     if explainer.dataset or params.evaluation.suite != "held-out":
         tasks = load_suite(params, run.home / "datasets" / explainer.dataset)
         suite = digest_json([kernel.task_id for kernel in tasks])
-    title = "cold start" if champion is None else "start policy"
+    title = f"evaluation ({'cold start' if champion is None else 'start policy'})"
     explainer.stage("evaluation", "evaluation", {"policy": start.digest, "suite": suite}, title)
     made: dict[str, Known] = {"coldstart": start}
     policy = start
