@@ -66,8 +66,9 @@ def build_candidate(
     With sandbox.rules=any only the names and sizes of files are screened, and a candidate may have no
     library. Raises Rejected if a file is refused, or if the candidate does not compile in the time limit.
     """
-    is_screened, digest = rules.rules == "kernel-only", digest_json(sorted(files.items()))
+    is_screened = rules.rules == "kernel-only"
     tree = _parsed(files)
+    digest = digest_json(sorted(files.items()))
     model = files["model_new.py"]
     has_extensions = uses_extensions(tree)
     if is_screened:

@@ -3,7 +3,9 @@
 tests/nightly/test_placements.py judges in the other placements.
 """
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import judge_fixtures as corpus
 import pytest
@@ -70,9 +72,10 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     monkeypatch.setattr(TaskReference, "departures", lambda self, ours, eager, calls: [2.0] * calls)
     honest, compared = ExactRunner.outputs, []
 
-    def living() -> set[int]:
-        pidfds = list(cold_judge.runner_factory.pidfds)
-        return {pidfd for pidfd in pidfds if not has_ended(pidfd, 0)}
+    def living() -> set[str]:
+        pidfds = [pidfd for pidfd in list(cold_judge.runner_factory.pidfds) if not has_ended(pidfd, 0)]
+        # By process, because the numbers of closed descriptors are used again.
+        return {re.findall(r"Pid:\t(.*)", Path(f"/proc/self/fdinfo/{fd}").read_text())[0] for fd in pidfds}
 
     others = living()  # runners of other tests' tasks
 
