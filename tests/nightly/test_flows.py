@@ -17,7 +17,7 @@ import httpx
 import pytest
 from moto.server import ThreadedMotoServer
 from prefect_fixtures import prefect_server
-from run_fixtures import REDUCED, Done, Survivor, manifest, run
+from run_fixtures import REDUCED, Done, Survivor, manifest, run, run_and_kill_when
 
 from components.core.config import resolve
 from components.core.errors import UserError
@@ -259,8 +259,9 @@ def test_mlflow_shows_one_run_and_one_version_after_ten_kills(survivor: Survivor
 @pytest.mark.timeout(1800)
 def test_prefect_keeps_no_run_that_pretends_to_go_on(page: Page) -> None:
     assert [run["state_type"] for run in page.flow_runs].count("COMPLETED") == 1
-    assert {run["state_type"] for run in page.flow_runs[:-1]} == {"CRASHED"}
-    assert {run["state_type"] for run in page.task_runs} == {"COMPLETED", "CRASHED"}
+    # On a busy machine the kills may all come before there is a flow run.
+    assert {run["state_type"] for run in page.flow_runs[:-1]} <= {"CRASHED"}
+    assert {run["state_type"] for run in page.task_runs} <= {"COMPLETED", "CRASHED"}
     names = [run["name"] for run in page.newest_task_runs]
     assert len(names) == len(set(names)), "no step twice"
 
@@ -347,6 +348,20 @@ def test_a_stricter_gate_trains_nothing_again_and_refuses_with_the_figure(first:
         alias: str(version) for alias, version in client.get_registered_model("cuda-agent").aliases.items()
     } == {"champion": "1"}
     assert done.record["model"]["version"] == "2"
+
+
+@pytest.mark.timeout(600)
+def test_the_next_run_marks_a_run_that_was_killed_in_a_stage_as_crashed(first: Done, home: Path) -> None:
+    killed = REDUCED | {"agentic.steps": 3}
+    run_and_kill_when(home, killed, lambda: ("agentic", "Running") in newest_tasks(home))
+    assert run(home, REDUCED | {"gate.geomean_eager": 200.0}).code == 4
+    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
+        (states,) = database.execute(
+            "select f.state_name, t.state_name from task_run t join flow_run f on f.id = t.flow_run_id "
+            "where t.name = 'agentic' and t.state_type = 'CRASHED' order by t.start_time desc limit 1"
+        ).fetchall()
+        left = database.execute("select count(*) from task_run where state_type in ('RUNNING', 'PENDING')")
+        assert states == ("Crashed", "Crashed") and left.fetchone() == (0,)
 
 
 @pytest.mark.timeout(600)
