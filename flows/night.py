@@ -232,14 +232,14 @@ def carry_over(earlier: Path, folder: Path) -> None:
             os.link(source, target)
 
     hidden = shutil.ignore_patterns(".*")
-    shutil.copytree(
-        earlier / "trajectories",
-        folder / "trajectories",
-        copy_function=link,
-        ignore=hidden,
-        dirs_exist_ok=True,
-    )
-    shutil.copyfile(earlier / "metrics.jsonl", folder / "metrics.jsonl")
+    # A stage that ended before its first update has a state, but neither trajectories nor metrics.
+    trajectories, metrics = earlier / "trajectories", earlier / "metrics.jsonl"
+    if trajectories.is_dir():
+        shutil.copytree(
+            trajectories, folder / "trajectories", copy_function=link, ignore=hidden, dirs_exist_ok=True
+        )
+    if metrics.is_file():
+        shutil.copyfile(metrics, folder / "metrics.jsonl")
     with atomic_folder(folder / "state") as temporary:
         shutil.copytree(earlier / "state", temporary, copy_function=link, ignore=hidden, dirs_exist_ok=True)
 

@@ -155,8 +155,6 @@ def train_stages(
         if name in made:
             continue
         continues = night.continues if night.continues and night.continues.stage == name else None
-        if not may_begin(run, name, deadline):
-            return continues or unfinished_stage(context, name, made)
         record = train(
             context,
             name,
@@ -168,7 +166,10 @@ def train_stages(
             earlier=list(made.values()),
             deadline=deadline,
             continues=continues,
+            may_begin=may_begin(run, name, deadline),
         )
+        if record is None:
+            return continues or unfinished_stage(context, name, made)
         stages[name] = record
         if record.progress is not None:
             return unfinished_stage(context, name, made, record, continues)

@@ -47,7 +47,7 @@ READS = {
     "adopted": Reads((), ("components.policy.checkpoint",)),
     "champion": Reads((), ("components.policy.checkpoint",)),
     "warmup": Reads(
-        (*SAMPLING, *TRAINING, "warmup", "data.weigh_by_headroom"),
+        (*SAMPLING, *TRAINING, "warmup", "data.weigh_by_headroom", "policy.push_pause"),
         ("components.training.ppo", *SAMPLING_SOURCES),
     ),
     # Stage 2 adds demonstrations of the cold start to the policy's own trajectories.
@@ -63,7 +63,7 @@ READS = {
         ("components.training.critic",),
     ),
     "agentic": Reads(
-        (*SAMPLING, *TRAINING, "agentic", "data.weigh_by_headroom"),
+        (*SAMPLING, *TRAINING, "agentic", "data.weigh_by_headroom", "policy.push_pause"),
         ("components.training.ppo", *SAMPLING_SOURCES),
     ),
     "evaluation": Reads(

@@ -8,7 +8,7 @@ from components.core.files import MANIFEST, atomic_folder, digest_json, digest_t
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.demonstration_replay import training_sources
 from components.training.run_stage import run_stage
-from components.training.stage import Stage, StageName, StageResult
+from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
 from flows.night import FIXED_DATA, StartPolicy, Unfinished, carry_over, keep_checkpoint
 from flows.steps import CheckpointRecord, Context
 
@@ -104,8 +104,11 @@ def train(
     earlier: list[CheckpointRecord] | None = None,
     deadline: float | None = None,
     continues: Unfinished | None = None,
-) -> CheckpointRecord:
+    may_begin: bool = True,
+) -> CheckpointRecord | None:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
+
+    Without `may_begin`, a stage that no earlier attempt of this night has begun returns None.
 
     `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
     the stages whose trajectories the stage reads, and `earlier` the finished ones of this night, whose states
@@ -123,6 +126,9 @@ def train(
     is_continued = continues is not None and continues.key != context.parts(name, name, upstream).key
     if continues is not None and is_continued and continues.progress is not None:
         upstream |= {"continues": f"{continues.key}@{continues.progress[0]}"}
+    folder = context.parts(name, name, upstream).folder(home)
+    if not may_begin and not any((folder / file).exists() for file in ("state", RESULT, UNFINISHED)):
+        return None
 
     def work(folder: Path) -> CheckpointRecord:
         if continues is not None and is_continued and continues.folder:

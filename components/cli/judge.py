@@ -123,7 +123,7 @@ def serve(
             file = TokenFile(tokens) if tokens is not None else None
 
             def beside(judges: Judges) -> AbstractContextManager[object]:
-                return serving(judges, params, home / "service", listed, listener, file)
+                return serving(judges, params, home / "service" / params.device, listed, listener, file)
 
         from components.judge.resident import serve as serve_judge
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from components.core.files import atomic_write, digest_json
 from components.core.params import Sandbox
@@ -22,17 +22,30 @@ from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, 
 from components.sandbox.compiler_flags import refused_flag
 from components.sandbox.inline_extension import BuiltExtension, Extension, extension_digest
 
+# Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
+SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 # Modules whose kernels are compiled by processes, which a candidate may not start, while it runs.
 COMPILED_AT_RUN_TIME = ("triton", "tilelang", "cutlass", "cupy", "numba")
-Flags = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
+
+
+def _check_unicode(text: str) -> str:
+    text.encode()  # UnicodeEncodeError is a ValueError, which pydantic reports.
+    return text
+
+
+# Text that can be written to a file; a string of Python may hold half of a surrogate pair.
+Text = Annotated[str, AfterValidator(_check_unicode)]
+
+
+Flags = Annotated[list[Annotated[Text, Field(max_length=200)]], Field(max_length=64)]
 
 
 class CheckedExtension(FrozenModel):
     """Extension whose fields are checked, because the candidate may have sent anything."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
-    sources: dict[FileName, str] = Field(min_length=1, max_length=16)
+    sources: dict[FileName, Annotated[Text, Field(max_length=1 << 20)]] = Field(min_length=1, max_length=16)
     cflags: Flags
     cuda_cflags: Flags
     ldflags: Flags
@@ -71,16 +84,21 @@ def build_candidate(
     digest = digest_json(sorted(files.items()))
     model = files["model_new.py"]
     has_extensions = uses_extensions(tree)
-    if is_screened:
-        if has_extensions:
+    found = None
+    try:
+        if is_screened and has_extensions:
             model = ast.unparse(without_unused_parts(tree))
+        if not is_screened:
+            _refuse_run_time_compilers(tree)
+        if has_extensions:
+            found = extensions_in(tree)
+    except SYNTAX_ERRORS as error:
+        raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
+    if is_screened:
         _screen(model)
-    else:
-        _refuse_run_time_compilers(tree)
     sources = {name: text for name, text in files.items() if name.endswith((".cpp", ".cu", *HEADER_SUFFIXES))}
     if has_extensions:
         runner_files = {"model_new.py": model, **sources}
-        found = extensions_in(tree)
         extensions = _checked(record(runner_files)) if found is None else _validated(found)
         if extensions:
             library, built_extensions = _build_extensions(extensions, builder, is_screened=is_screened)
@@ -105,15 +123,14 @@ def _parsed(files: dict[str, str]) -> ast.Module:
         )
     try:
         return ast.parse(files["model_new.py"])
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        # Deep nesting raises the last two.
+    except SYNTAX_ERRORS as error:
         raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
 
 
 def _screen(model: str) -> None:
     try:
         reason = screen_python(model)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except SYNTAX_ERRORS as error:
         raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
     if reason is not None:
         raise Rejected(
@@ -136,12 +153,16 @@ def _refuse_run_time_compilers(tree: ast.Module) -> None:
                     f"{name} compiles kernels while the candidate runs, which may start no process; "
                     "only load_inline, load and kernels/ are judged.",
                 )
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.compile":
+        if isinstance(node, ast.Attribute) and _is_torch_compile(node):
             raise Rejected(
                 "load_failed",
                 "unsupported:torch.compile",
                 "torch.compile starts compilers while the candidate runs, which may start no process.",
             )
+
+
+def _is_torch_compile(node: ast.Attribute) -> bool:
+    return node.attr == "compile" and isinstance(node.value, ast.Name) and node.value.id == "torch"
 
 
 def _validated(extensions: Sequence[Extension]) -> list[CheckedExtension]:

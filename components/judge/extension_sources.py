@@ -16,9 +16,9 @@ IGNORED = frozenset(
     """sycl_sources extra_sycl_cflags extra_include_paths build_directory verbose with_cuda with_sycl
     is_python_module keep_intermediates use_pch""".split()
 )
-# Largest number of expressions that are evaluated in one file, and of characters of one value.
+# Largest number of expressions that are evaluated in one file, and of characters of one value and of all.
 MAX_STEPS = 100_000
-MAX_CHARACTERS = 1 << 20
+MAX_CHARACTERS, MAX_ALL_CHARACTERS = 1 << 20, 1 << 24
 MODULE = "torch.utils.cpp_extension"
 
 
@@ -98,12 +98,17 @@ class _Constants:
 
     def __init__(self, names: dict[str, ast.expr]):
         self.names = names
-        self.steps = 0
+        self.steps = self.characters = 0
 
     def value(self, node: ast.expr) -> Any:
         self.steps += 1
-        if self.steps > MAX_STEPS:
+        value = self._value(node)
+        self.characters += len(value) if isinstance(value, str) else 0
+        if self.steps > MAX_STEPS or self.characters > MAX_ALL_CHARACTERS:
             raise NotConstant
+        return value
+
+    def _value(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=value):
                 return value

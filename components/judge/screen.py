@@ -9,7 +9,7 @@ other candidate.
 
 import ast
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from components.judge.extension_sources import called_function, uses_extensions
@@ -72,15 +72,27 @@ def _dotted_name(node: ast.expr) -> str:
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names that the file assigns extensions to, and nothing else."""
-    assigned: dict[str, bool] = {}
+    """Return the names that are bound to extensions in the whole file, and to nothing else."""
+    bound, extensions = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            is_extension = isinstance(node.value, ast.Call) and bool(called_function(node.value))
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    assigned[target.id] = is_extension and assigned.get(target.id, True)
-    return frozenset(name for name, is_extension in assigned.items() if is_extension)
+        match node:
+            case ast.Assign(value=ast.Call() as call, targets=targets) if called_function(call):
+                extensions.update(target.id for target in targets if isinstance(target, ast.Name))
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                bound[name] += 1
+            case ast.alias(name=name, asname=other):
+                bound[other or name.partition(".")[0]] += 1
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound[name] += 1
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
+                bound[name] += 1
+            case ast.MatchMapping(rest=str(name)):
+                bound[name] += 1
+    return frozenset(name for name, count in extensions.items() if bound[name] == count)
 
 
 def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> str | None:

@@ -92,6 +92,7 @@ class TransformersSampler:
         self.device = torch.device(device)
         self.context = int(model.config.max_position_embeddings)
         self.stop = stop_ids(tokenizer, model.generation_config)
+        RowCache(model.config, batch)  # Raises UserError here, and not in the sampler's thread.
         self.weights = threading.Lock()
         self.lock = threading.Lock()
         self.waiting: deque[_Sequence] = deque()

@@ -197,9 +197,14 @@ def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
 
 
 def write_files(files: Mapping[str, str]) -> None:
-    """Write a candidate's files to the working folder, from which they can be imported."""
+    """Write a candidate's files to the working folder, from which they can be imported.
+
+    Python files begin with a byte order mark, with which Python refuses an encoding declaration (PEP 263)
+    other than UTF-8. Otherwise the imported code could differ from the text that was screened.
+    """
     sys.path.insert(0, str(Path.cwd()))
     for name, text in files.items():
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        mark = "\ufeff" if name.endswith(".py") else ""
+        path.write_text(mark + text.removeprefix("\ufeff"), encoding="utf-8")

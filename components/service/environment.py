@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from pydantic import Field, ValidationError
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from components.core.errors import InfrastructureError
 from components.core.params import Params
@@ -22,6 +23,7 @@ from components.core.records import FrozenModel
 from components.core.task import KernelTask
 from components.judge.pool import JudgePool
 from components.judge.version import VERSION
+from components.service.app import LOOPBACK_HOSTS
 from components.service.sessions import Observation, Session, tools
 
 # Sessions that may be open at the same time; each step of a session occupies a thread.
@@ -134,7 +136,7 @@ async def _serve(socket: WebSocket, session: Session, sessions: Sessions) -> Non
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 answer = _error("INVALID_JSON", "send a JSON object with type and data")
             await socket.send_json(answer)
-    except (WebSocketDisconnect, TimeoutError):
+    except (WebSocketDisconnect, TimeoutError, KeyError):  # The last: a message of bytes.
         return
     finally:
         await in_thread(session.close)
@@ -143,9 +145,13 @@ async def _serve(socket: WebSocket, session: Session, sessions: Sessions) -> Non
 def make_environment(sessions: Sessions) -> FastAPI:
     """Return the application of an environment server."""
     app = FastAPI(title="CUDA Agent environment", version=VERSION)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS)
 
     @app.websocket("/ws")
     async def session(socket: WebSocket) -> None:
+        if "origin" in socket.headers:  # Browsers send it: a web page, and no trainer.
+            await socket.close(1008)
+            return
         await socket.accept()
         if sessions.open >= MAX_SESSIONS:
             await socket.send_json(_error("CAPACITY_REACHED", f"{MAX_SESSIONS} sessions are open"))

@@ -1,7 +1,8 @@
 """Durable queue of the service's jobs, in an SQLite database.
 
-A job that is queued or running when the process ends is queued when the store is opened again. The text of a
-request is deleted when its job ends; the result itself is in the journal of verdicts.
+A job that is queued or running when the process ends is queued when the store is opened again, but fails if
+the process ended three times while the job ran. The text of a request is deleted when its job ends; the
+result itself is in the journal of verdicts.
 """
 
 import sqlite3
@@ -26,12 +27,16 @@ CREATE TABLE IF NOT EXISTS jobs (
     created REAL NOT NULL,
     body TEXT NOT NULL,
     error TEXT NOT NULL DEFAULT '',
-    status INTEGER NOT NULL DEFAULT 200
+    status INTEGER NOT NULL DEFAULT 200,
+    attempts INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
 CREATE INDEX IF NOT EXISTS subjects ON jobs (subject);
 CREATE INDEX IF NOT EXISTS days ON jobs (token, created);
+UPDATE jobs SET state = 'failed', status = 503, body = '',
+    error = 'the service ended three times while it worked on this job.'
+    WHERE state = 'running' AND attempts > 2;
 UPDATE jobs SET state = 'queued' WHERE state = 'running';
 """
 
@@ -56,6 +61,8 @@ class StoredJob:
     error: str = ""
     status: int = 200
     seq: int = 0
+    # How often a process has begun the job.
+    attempts: int = 0
 
 
 class JobStore:
@@ -101,7 +108,9 @@ class JobStore:
         """Change the state of a job if it is one of `before`, and return whether it was."""
         marks = ", ".join("?" * len(before))
         rows = self._rows(
-            f"UPDATE jobs SET state = ? WHERE id = ? AND state IN ({marks}) RETURNING seq",
+            "UPDATE jobs SET state = ?1, attempts = attempts + (?1 = 'running'), "
+            "body = CASE ?1 WHEN 'cancelled' THEN '' ELSE body END "
+            f"WHERE id = ? AND state IN ({marks}) RETURNING seq",
             state,
             job_id,
             *before,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
 from components.core.params import Precision
 from components.core.records import FrozenModel
@@ -82,7 +82,7 @@ class AdmissionBody(FrozenModel):
 
     code: Source = Field(min_length=1, description="source of the task")
     headroom: bool = Field(False, description="measure torch.compile too")
-    eager_seconds: tuple[float, float] = Field(
+    eager_seconds: tuple[FiniteFloat, FiniteFloat] = Field(
         (1e-9, 1e9), description="window for the eager time of one call, seconds"
     )
     precision: Precision | None = Field(None, description="by default the service's")

@@ -101,7 +101,8 @@ class TrajectoryQueue:
     def begin(self, step: int, count: int) -> None:
         """Let the attempts start that step `step`, and later ones, may take; a step takes `count`.
 
-        Drops what would be too old for `step`. The weights of `step` must have been published.
+        Drops what would be too old for `step`. The weights of `step` must have been published. An error of a
+        trajectory is raised here.
         """
         with self.condition:
             self.step, self.is_waiting = step, True
@@ -121,6 +122,8 @@ class TrajectoryQueue:
                     shutil.rmtree(self._path(attempt), ignore_errors=True)
             outstanding = len(self.finished) + len(self.running)
             self.budget = max(0, (self.staleness + 1) * count - outstanding)
+        if self.error is not None:
+            raise self.error
         if not self.thread.is_alive():
             self.thread.start()
         elif self.loop is not None:

@@ -39,6 +39,7 @@ from components.sandbox.runner_factory import RunnerFactory
 
 SIMD = corpus.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
+INLINE = "from torch.utils.cpp_extension import load_inline\n"
 # Candidates that include torch's headers, which takes 8 to 20 s to build; the nightly tests judge them.
 SLOW_BUILDS = ("long_form_binding", "torch_types")
 
@@ -111,6 +112,20 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
         ({"kernels/" + "x" * 300 + ".cpp": ""}, "load_failed", "file_name"),
         ({"cuda_extension/__init__.py": "import torch"}, "load_failed", "file_name"),
         ({KERNEL: SIMD[KERNEL] + "// \ud800"}, "load_failed", "not_unicode"),
+        # Python would execute the comment's second line; the screening reads it as a comment.
+        ({"model_new.py": "# coding: utf-7\n# +AAo-import os\n" + corpus.MODEL_NEW}, "load_failed", "import"),
+        ({"model_new.py": INLINE + "x = 0x" + "f" * 6000 + "\n"}, "load_failed", "syntax"),
+        ({"model_new.py": INLINE + "x = 1" + " + 1" * 2000 + "\n"}, "load_failed", "syntax"),
+        ({"model_new.py": INLINE + "x" + ".x" * 900 + "()\n"}, "load_failed", "syntax"),
+        (
+            {
+                "model_new.py": INLINE
+                + 'm = load_inline(name="m", cpp_sources="\\ud800")\n'
+                + corpus.MODEL_NEW
+            },
+            "load_failed",
+            "extension_sources",
+        ),
     ],
 )
 def test_mistake_is_named(change: dict[str, str], status: str, reason: str, judge: Judge) -> None:

@@ -18,6 +18,7 @@ from components.core.params import Params
 from components.judge.pool import Candidate, Job, open_pool
 from components.service.app import BODY_BYTES, make_app
 from components.service.http_server import bind, serving
+from components.service.job_store import JobStore, StoredJob
 from components.service.jobs import JobService
 from components.service.requests import JudgementBody
 from components.service.tokens import LOCAL, TokenFile, create_token, read_tokens, write_tokens
@@ -210,6 +211,20 @@ def test_queued_jobs_survive_and_are_judged_once(tmp_path: Path, judges: TextJud
         assert sorted(judges.measured) == [("bob", str(number)) for number in range(4)]
         with pytest.raises(Exception, match="only a queued job"):
             jobs.cancel(BOB, ids[0])
+
+
+def test_a_job_that_ends_the_service_three_times_fails(tmp_path: Path) -> None:
+    job = StoredJob("a", "t", "s", "judgement", "queued", "task", 1, 0.0, "body")
+    JobStore(tmp_path / "jobs.db").put(job)
+    states = []
+    for _ in range(4):
+        store = JobStore(tmp_path / "jobs.db")
+        found = store.get("a")
+        assert found is not None
+        states.append(found.state)
+        store.move("a", "running", "queued")
+        store.close()
+    assert states == ["queued", "queued", "queued", "failed"]
 
 
 def test_a_journal_without_its_queue_is_not_measured_again(tmp_path: Path, judges: TextJudges) -> None:

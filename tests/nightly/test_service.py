@@ -24,7 +24,7 @@ def test_a_killed_service_judges_its_queue_once_after_a_restart(tmp_path: Path) 
         ]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    kept = sorted((tmp_path / "service" / "verdicts").glob("*/*.json"))
+    kept = sorted((tmp_path / "service" / "cpu" / "verdicts").glob("*/*.json"))
     before = {path: path.stat().st_mtime_ns for path in kept}
     assert len(before) < len(jobs), "some were queued"
     process, address = start(tmp_path)

@@ -89,3 +89,9 @@ def test_an_unfinished_stage_is_carried_over_once_and_the_earlier_one_stays(tmp_
         "trajectories/step-0000/one.json",
     }
     assert found["metrics.jsonl"] != before["metrics.jsonl"]
+
+
+def test_a_stage_that_ended_before_its_first_update_is_carried_over(tmp_path: Path) -> None:
+    write_json(tmp_path / "earlier" / "state" / "step-0000" / "state.json", {})
+    carry_over(tmp_path / "earlier", tmp_path / "later")
+    assert (tmp_path / "later" / "state" / "step-0000" / "state.json").is_file()

@@ -58,3 +58,15 @@ def test_a_home_with_blanks_in_its_name_builds(ci_params: Params, tmp_path: Path
 
 def test_plain_kernel_names_are_accepted() -> None:
     assert screen_files({"model_new.py": "", "kernels/forward.cpp": "", "kernels/helper_2.cuh": ""}) is None
+
+
+def test_a_name_that_is_bound_to_an_extension_elsewhere_is_no_extension() -> None:
+    extension = "load_inline(name='m', cpp_sources='int a;')"
+    code = (
+        "import torch\nfrom torch.utils.cpp_extension import load_inline\n"
+        f"def unused():\n    torch = {extension}\nx = {extension}\n"
+        "def forward(self, x):\n    return torch.from_numpy(x.numpy())\n"
+    )
+    assert screen.screen_python(code) == "call:torch.from_numpy"
+    assert screen.screen_python(code.replace("torch.from_numpy(", "(")) == "call:x.numpy"
+    assert screen.screen_python(code.partition("def unused")[0] + f"m = {extension}\nm.run(1)\n") is None

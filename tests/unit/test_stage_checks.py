@@ -44,6 +44,10 @@ def params(folder: Path, *sets: str) -> Params:
             ),
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
+        (
+            ("rejection.replay_share=0", "policy.backend=vllm", "agentic.staleness=1"),
+            r"agentic\.staleness: .* policy\.backend to vllm-server",
+        ),
         (("sandbox.rules=any",), r"sandbox\.rules: any is not for training.*sandbox\.rules=kernel-only"),
         *(
             (
