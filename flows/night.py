@@ -9,6 +9,7 @@ sources reads. The file is named by a digest of those (`line_of`).
 import os
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,21 @@ def open_night(run: PipelineRun, client: MlflowClient) -> Night:
     return night
 
 
-def end_night(run: PipelineRun, night: Night, unfinished: Unfinished | None) -> None:
-    """Write or remove the description of the unfinished stage for the next night."""
+def end_night(
+    run: PipelineRun, night: Night, unfinished: Unfinished | None, finished: Collection[str]
+) -> None:
+    """Write or remove the description of the unfinished stage for the next night.
+
+    `finished` are the keys of the stages that this night finished or found finished. A description of one of
+    them is removed too: a run without a time budget may have finished what an earlier night left.
+    """
+    pointer = _pointer(run)
     if unfinished is not None:
-        write_json(_pointer(run), unfinished.model_dump(mode="json"))
-    elif night.continues is not None:
-        _pointer(run).unlink(missing_ok=True)
+        write_json(pointer, unfinished.model_dump(mode="json"))
+    elif night.continues is not None or (
+        pointer.is_file() and Unfinished.model_validate(read_json(pointer)).key in finished
+    ):
+        pointer.unlink(missing_ok=True)
 
 
 def find_champion(run: PipelineRun, client: MlflowClient) -> StartPolicy | None:

@@ -130,7 +130,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
     record["night"] = lineage
     record["seconds"] = round(time.monotonic() - started, 3)
     record["tail_seconds"] = round(time.monotonic() - trained, 3)
-    end_night(run, night, unfinished)
+    end_night(run, night, unfinished, {stage.key for stage in stages.values()})
     publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
     run_page.show_result(record)
     return record

@@ -241,6 +241,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 
     with sampling(policy):
         end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
+        policy.is_cut = end.progress is not None
     metrics, stopped = state.metrics, ""
     if metrics.records and all(record["equal_rewards"] for record in metrics.records):
         stopped = (

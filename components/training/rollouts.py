@@ -149,6 +149,8 @@ class TrainedPolicy:
         """
         params = stage.params
         settings, device, dtype = params.engine, params.device, DTYPES[params.engine.dtype]
+        # Whether the time budget ended the stage before its last step.
+        self.is_cut = False
         self.digest = verify_checkpoint(stage.actor, device).digest
         self.stage, self.rollouts, self.choose = stage, rollouts, choose
         self.world = join_world(device, settings)
@@ -305,11 +307,14 @@ class TrainedPolicy:
 
 @contextlib.contextmanager
 def sampling(policy: TrainedPolicy) -> Iterator[None]:
-    """Return a context at whose end the sampling ends."""
+    """Return a context at whose end the sampling ends.
+
+    Trajectories that wait are kept after an error, and if the time budget ended the stage (`policy.is_cut`).
+    """
     is_complete = False
     try:
         yield
-        is_complete = True
+        is_complete = not policy.is_cut
     finally:
         policy.close(is_complete=is_complete)
 
