@@ -31,6 +31,8 @@ from components.core.files import atomic_write, user_cache
 START_SECONDS = 180.0
 # Longest wait at the end of a run until the server has recorded the states of the run's tasks.
 RECORD_SECONDS = 60.0
+# Longest wait at the end of a run until the server has received the run's log lines.
+LOG_SECONDS = 10.0
 # Environment variables that switch off all background services of the server except the task run recorder.
 # The recorder stores the states of task runs, which clients report as events. The other services are needed
 # only for deployments.
@@ -113,9 +115,7 @@ class Server:
         if not self.task_runs or self.process.poll() is not None:
             return
         from prefect.events.worker import EventsWorker
-        from prefect.logging.handlers import APILogWorker
 
-        APILogWorker.drain_all(timeout=RECORD_SECONDS)
         EventsWorker.drain_all(timeout=RECORD_SECONDS)
         deadline = time.monotonic() + RECORD_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -143,6 +143,12 @@ class Server:
         return self.process.poll() is not None
 
     def stop(self) -> None:
+        """End the server after it has received the log lines of this process, and wait for its end."""
+        if "prefect" in sys.modules and self.process.poll() is None:
+            from prefect.logging.handlers import APILogWorker
+
+            # Otherwise they would be sent at the end of this process, and the failure would be printed.
+            APILogWorker.drain_all(timeout=LOG_SECONDS)
         self.process.terminate()
         try:
             self.process.wait(timeout=10)

@@ -195,11 +195,13 @@ def test_kubernetes_templates_name_every_variable_and_take_the_pools_values() ->
         text = json.dumps(template["job_configuration"])
         for name in template["variables"]["properties"]:
             assert f"{{{{ {name} }}}}" in text, f"{name} is a variable that nothing uses"
-    h20 = base_job_template("gpu-h20", "kubernetes")["variables"]["properties"]
+    h200 = base_job_template("gpu-h200", "kubernetes")["variables"]["properties"]
     assert (
-        h20["node_selector"]["default"] == {"nvidia.com/gpu.product": "NVIDIA-H20"}
-        and h20["limits"]["default"]["nvidia.com/gpu"] == 8
+        h200["node_selector"]["default"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+        and h200["limits"]["default"]["nvidia.com/gpu"] == 8
     )
+    h20 = base_job_template("gpu-h20", "kubernetes")["variables"]["properties"]
+    assert "nvidia.com/gpu" not in h20["limits"]["default"], "the GPUs are the Ray cluster's and vLLM's"
 
 
 def test_what_is_deployed_is_checked_first() -> None:
