@@ -80,5 +80,5 @@ def test_a_client_that_goes_away_changes_nothing(client: httpx.Client) -> None:
     files = SIMD | {"kernels/forward.cpp": f"not C++ {time.time()}"}
     request = {"code": corpus.CODE, "files": files}
     with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/judgements?wait=60", json=request, timeout=0.2)
+        client.post("/v1/judgements?wait=60", json=request, timeout=httpx.Timeout(60, read=0.02))
     assert judged(client, files)["verdict"]["status"] == "build_failed"
