@@ -7,6 +7,7 @@ inputs are named by the stage that makes them.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def _decided(run: PipelineRun) -> tuple[Params, StartPolicy | None, Unfinished |
     from components.registry.tracking import connect
     from flows.night import night_params, peek_night
 
-    night = peek_night(run, connect(run.params.registry, run.home))
+    night = peek_night(run, connect(run.params.registry, run.home), time.time())
     return night_params(run.params, night.champion), night.champion, night.continues
 
 

@@ -70,7 +70,7 @@ class Unfinished(FrozenModel):
 
 
 class Night(FrozenModel):
-    """What is decided once when a night begins. `started` is a time.time()."""
+    """What is decided once when a night begins. `started`, a time.time(), is before the data set is made."""
 
     started: float
     champion: StartPolicy | None
@@ -87,7 +87,7 @@ def _pointer(run: PipelineRun) -> Path:
     return run.home / "unfinished" / f"{line_of(run.params)}.json"
 
 
-def peek_night(run: PipelineRun, client: MlflowClient) -> Night:
+def peek_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
     """Return what was decided when this night began, or what would be decided now.
 
     An unfinished stage is continued only by a night that has a time budget itself.
@@ -97,12 +97,12 @@ def peek_night(run: PipelineRun, client: MlflowClient) -> Night:
         return Night.model_validate(read_json(file))
     may_continue = run.params.night.hours > 0 and run.rerun is None and pointer.is_file()
     continues = Unfinished.model_validate(read_json(pointer)) if may_continue else None
-    return Night(started=time.time(), champion=find_champion(run, client), continues=continues)
+    return Night(started=started, champion=find_champion(run, client), continues=continues)
 
 
-def open_night(run: PipelineRun, client: MlflowClient) -> Night:
+def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
     """Return what was decided when this night began, or decide it now and store it in the run's folder."""
-    night = peek_night(run, client)
+    night = peek_night(run, client, started)
     write_json(run.folder / NIGHT, night.model_dump(mode="json"))
     return night
 

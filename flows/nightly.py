@@ -13,7 +13,7 @@ from typing import Any
 from prefect import flow
 
 from components.core.errors import StageFailed
-from components.core.files import MANIFEST, digest_file, digest_json, write_json
+from components.core.files import MANIFEST, digest_file, digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.sources import project_digests
 from components.core.task import read_tasks
@@ -92,9 +92,10 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
     page = PageProgress(MetricsProgress(DiskGuard(progress, run.home), run.home))
     mark_crashed_runs("" if owns_server else run.run_id)
     run_page.show_run(run)
+    begun = note_start(run)
     context = open_context(run, page, dataset(run, page))
     try:
-        night = open_night(run, context.tracking.client)
+        night = open_night(run, context.tracking.client, begun)
         context.params = night_params(run.params, night.champion)
         check_stages(context.params)
         if night.continues is None:
@@ -177,10 +178,16 @@ def train_stages(
     return None
 
 
+def note_start(run: PipelineRun) -> float:
+    """Store when the first attempt of this run began, and return it as a time.time()."""
+    file = run.folder / "started.json"
+    if not file.is_file():
+        write_json(file, {"created": datetime.now(UTC).isoformat(timespec="seconds")})
+    return datetime.fromisoformat(read_json(file)["created"]).timestamp()
+
+
 def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) -> Context:
     """Create the objects that all stages share, such as the MLflow run and the pool of judges."""
-    if not (run.folder / "started.json").is_file():
-        write_json(run.folder / "started.json", {"created": datetime.now(UTC).isoformat(timespec="seconds")})
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
     write_json(
         run.folder / SETTINGS,
