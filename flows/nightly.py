@@ -18,7 +18,8 @@ from components.core.progress import Progress
 from components.core.sources import project_digests
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
-from components.judge.pool import open_pool, with_any_duration
+from components.judge.open_pool import open_pool
+from components.judge.pool import with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint

@@ -199,7 +199,7 @@ def judge_session(
     With `use_resident`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
     """
     from components.core.progress_view import ProgressView
-    from components.judge.pool import open_pool
+    from components.judge.open_pool import open_pool
 
     with (
         contextlib.closing(open_pool(params, home / "verdicts", use_resident=use_resident)) as pool,

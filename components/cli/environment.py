@@ -36,7 +36,7 @@ def environment(
     import uvicorn
 
     from components.evaluation.suites import load_suite
-    from components.judge.pool import open_pool
+    from components.judge.open_pool import open_pool
     from components.judge.verdict import require_standard_labels
     from components.service.environment import Sessions, make_environment
 

@@ -19,7 +19,7 @@ def fleet(
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="number of servers")] = 1,
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs of each server")] = 1,
     host: Annotated[
-        str, typer.Option("--host", help="whoever reaches this address can run code")
+        str, typer.Option("--host", help="address to listen on; whoever can connect to it can run code")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="port of the first server")] = 8000,
 ) -> None:

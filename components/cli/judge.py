@@ -112,7 +112,7 @@ def serve(
     resolved = options.resolve_for_judging(f"device={device or default_device()}", suite)
     params, home = resolved.params, home_of(resolved)
     with contextlib.ExitStack() as resources:
-        beside: Callable[[Judges], AbstractContextManager[object]] = contextlib.nullcontext
+        http_server: Callable[[Judges], AbstractContextManager[object]] = contextlib.nullcontext
         if http:
             from components.evaluation.suites import load_suite
             from components.service.http_server import bind, serving
@@ -122,7 +122,7 @@ def serve(
             listener = resources.enter_context(bind(http, has_tokens=tokens is not None))
             file = TokenFile(tokens) if tokens is not None else None
 
-            def beside(judges: Judges) -> AbstractContextManager[object]:
+            def http_server(judges: Judges) -> AbstractContextManager[object]:
                 return serving(judges, params, home / "service" / params.device, listed, listener, file)
 
         from components.judge.resident import serve as serve_judge
@@ -133,4 +133,4 @@ def serve(
                 host, port = listener.getsockname()[:2]
                 print_line(f"serving HTTP at http://{host}:{port}")
 
-        serve_judge(params, home / "judge", started, beside)
+        serve_judge(params, home / "judge", started, http_server)

@@ -221,7 +221,7 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
         (
             samplers and policy.sleep,
             "pool.samplers",
-            "gives samplers GPUs of their own, which policy.sleep would give to nobody; "
+            "gives samplers GPUs of their own, so policy.sleep would free memory that no trainer uses; "
             "set it to 0, or policy.sleep to false",
         ),
     ]

@@ -62,7 +62,7 @@ def check_capacity(params: Params) -> None:
     """Raise UserError unless there is a Ray cluster that has the resources of all trainers and judges."""
     connect()
     pool = params.pool
-    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # not annotated
     wanted = pool.trainers + pool.judges
     for resource, each in bundle(params).items():
         if there.get(resource, 0.0) < wanted * each:
@@ -84,7 +84,7 @@ def reserve(params: Params, role: str, count: int) -> PlacementGroup:
     group: PlacementGroup = placement_group([each] * count, strategy="PACK", name=name)
     if not group.wait(RESERVE_SECONDS):
         remove_placement_group(group)
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # not annotated
         raise UserError(
             f"pool.{role}: {count} need "
             + " and ".join(f"{count} {name} ({free.get(name, 0.0):g} free)" for name in each)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from components.core import telemetry
-from components.core.errors import InfrastructureError, UserError
+from components.core.errors import InfrastructureError
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict
 from components.judge.version import protocol_digest
-from components.sandbox.preflight import check_isolation
 
 
 @dataclass(frozen=True)
@@ -283,23 +282,6 @@ class LocalPool:
             judge, self._judge = self._judge, None
         if judge is not None:
             judge.close()
-
-
-def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
-    """Return a pool, after checking that this machine can isolate runners if the pool's judge is here.
-
-    The arguments are those of `LocalPool`. Raises IsolationUnavailable if no runner can be isolated; this is
-    checked before anything is loaded or sampled.
-    """
-    if params.pool.service:
-        if params.pool.judges:
-            raise UserError("pool.service: pool.judges starts other judges; set pool.judges to 0.")
-        from components.judge.http_pool import HttpPool
-
-        return HttpPool(params, verdicts)
-    if not params.pool.judges:
-        check_isolation(params.sandbox, params.device)
-    return LocalPool(params, verdicts, use_resident=use_resident)
 
 
 def with_any_duration(params: Params) -> Params:

@@ -143,13 +143,13 @@ def serve(
     params: Params,
     folder: Path,
     started: Callable[[Path], None],
-    beside: Callable[[Judges], AbstractContextManager[object]] = nullcontext,
+    http_server: Callable[[Judges], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Run a resident judge until SIGINT or SIGTERM.
 
     `folder` is the folder of the judge, in which the socket is made. `started` is called with the path of the
-    socket when the judge can be asked. The context that `beside` makes is entered with the judges, and left
-    before they are closed. Raises UserError if another resident judge runs on this folder or this GPU.
+    socket when the judge can be asked. The context that `http_server` makes is entered with the judges,
+    and left before they are closed. Raises UserError if another resident judge runs on this folder or this GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -171,7 +171,7 @@ def serve(
         resources.callback(executor.shutdown, cancel_futures=True)
         server = uvicorn.Server(uvicorn.Config(make_app(judges, executor), log_level="warning"))
         listener.listen()
-        resources.enter_context(beside(judges))
+        resources.enter_context(http_server(judges))
         started(path)
         server.run(sockets=[listener])
 

@@ -63,7 +63,7 @@ def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
 
     `seeds` is the folder of the mined table, and `verdicts` the folder of the journal of verdicts.
     """
-    from components.judge.pool import open_pool
+    from components.judge.open_pool import open_pool
     from components.synthesis.dataset import build_dataset
 
     pool = open_pool(params, verdicts)

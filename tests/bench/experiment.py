@@ -29,7 +29,8 @@ from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import RESULTS, Evaluation, changes, load_evaluation
 from components.evaluation.suites import load_suite
-from components.judge.pool import LocalPool, open_pool
+from components.judge.open_pool import open_pool
+from components.judge.pool import LocalPool
 from components.training.demonstration_replay import training_sources
 from components.training.run_stage import run_stage
 from components.training.stage import CHECKPOINT, Stage, stages_of_run

@@ -15,7 +15,8 @@ from service_fixtures import PARAMS, TASK, TextJudges, body, service, token
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge.pool import Candidate, Job, open_pool
+from components.judge.open_pool import open_pool
+from components.judge.pool import Candidate, Job
 from components.service.app import BODY_BYTES, make_app
 from components.service.http_server import bind, serving
 from components.service.job_store import JobStore, StoredJob

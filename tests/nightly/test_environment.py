@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 from components.core.config import PROJECT
 from components.core.params import Params
-from components.judge.pool import open_pool
+from components.judge.open_pool import open_pool
 from components.service import environment
 from components.service.environment import Sessions, make_environment
 

@@ -22,7 +22,8 @@ from components.core import ray_cluster
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge.pool import Candidate, Job, LocalPool, open_pool
+from components.judge.open_pool import open_pool
+from components.judge.pool import Candidate, Job, LocalPool
 from components.judge.ray_pool import RemoteJudges
 from components.training import critic
 from components.training.ray_launcher import run_on_ray
