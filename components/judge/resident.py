@@ -149,7 +149,8 @@ def serve(
 
     `folder` is the folder of the judge, in which the socket is made. `started` is called with the path of the
     socket when the judge can be asked. The context that `http_server` makes is entered with the judges,
-    and left before they are closed. Raises UserError if another resident judge runs on this folder or this GPU.
+    and left before they are closed. Raises UserError if another resident judge runs on this folder or on
+    this GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
