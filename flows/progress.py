@@ -17,8 +17,9 @@ from prefect.events import emit_event
 from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import DISK_FULL
-from components.core.params import Params, Ppo
+from components.core.params import Params
 from components.core.progress import Progress
+from components.core.stage_params import Ppo
 from components.training.metrics_file import newest_figures
 
 # File in the home with the Prometheus metrics, which the textfile collector of node_exporter reads.

@@ -41,7 +41,8 @@ from components.core.files import (
     write_json,
 )
 from components.core.param_kinds import result_values
-from components.core.params import Params, TrainingStage
+from components.core.param_types import TrainingStage
+from components.core.params import Params
 from components.core.sources import project_digests
 from flows.stage_keys import KeyParts, key_parts
 

@@ -101,7 +101,10 @@ class ChatTemplate:
         return int(eos) if eos in ends else ends[0]
 
     def _after_turn(self, observations: Sequence[str], name: str) -> str:
-        """Return the rendered text from the placeholder of a turn to the end of the generation prompt."""
+        """Return what the template renders after a turn, from the turn's own placeholder on.
+
+        It ends with the generation prompt.
+        """
         rendered = ""
         # Some templates iterate over the arguments of a call, others join them as text.
         for arguments in ({"text": CALL_MARK}, json.dumps({"text": CALL_MARK})):

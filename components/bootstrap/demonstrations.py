@@ -14,7 +14,8 @@ from components.bootstrap import kernel_templates_cpu, kernel_templates_cuda
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.kernel_templates_cpp import CUDA_MATH, LIBM
 from components.bootstrap.tokenizer import Message
-from components.core.params import Coldstart, Device
+from components.core.param_types import Device
+from components.core.stage_params import Coldstart
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 

@@ -22,7 +22,7 @@ from components.core.errors import UserError
 
 if TYPE_CHECKING:
     from components.core.config import Resolved
-    from components.core.params import Engine
+    from components.core.stage_params import Engine
     from components.planning.capacity import Input
 
 # Number of folders of trajectories that are read, newest first, to measure turns and tokens.

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from components.core.errors import TaskError, TaskTooLarge, UserError
-from components.core.params import Device, Params
+from components.core.param_types import Device
+from components.core.params import Params
 from components.core.task import check_contract
 from components.judge.admission_bench import AdmissionBench
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from components.core.errors import InfrastructureError, TaskError
-from components.core.params import Device
+from components.core.param_types import Device
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
 from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner

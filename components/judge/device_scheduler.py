@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from components.core.params import Device
+from components.core.param_types import Device
 from components.sandbox.runner_process import Runner
 
 # Share of the device's memory that can be reserved; the rest is a margin for estimates that are too low.

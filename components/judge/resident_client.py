@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from components.core.errors import InfrastructureError, UserError
-from components.core.params import Device, Params
+from components.core.param_types import Device
+from components.core.params import Params
 from components.core.progress import Report, ignore
 from components.core.records import FrozenModel
 from components.core.task import KernelTask

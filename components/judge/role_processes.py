@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from components.core.params import Device
+from components.core.param_types import Device
 from components.judge.task_layout import TaskLayout
 from components.sandbox import shared_memory
 from components.sandbox.runner_factory import RunnerFactory

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from components.core.params import Device, Sandbox
+from components.core.param_types import Device
+from components.core.params import Sandbox
 from components.core.records import FrozenModel
 from components.sandbox import shared_memory
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from components.core.errors import UserError
-from components.core.params import Params, Ppo
+from components.core.params import Params
+from components.core.stage_params import Ppo
 from components.planning.memory_choices import memory_plan
 from components.planning.memory_model import needs_reference
 from components.planning.model_shapes import ModelShapes

@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from components.core.errors import UserError
-from components.core.params import Engine, Params
+from components.core.params import Params
+from components.core.stage_params import Engine
 from components.planning.memory_model import (
     RESERVE,
     RankMemory,

@@ -19,7 +19,8 @@ larger than the activations.
 
 from dataclasses import dataclass
 
-from components.core.params import Engine, Params, Ppo
+from components.core.params import Params
+from components.core.stage_params import Engine, Ppo
 from components.planning.model_shapes import ModelShapes
 
 # Limit in bytes of one float32 tensor of logits in the trainer (training/output_head.py).

@@ -4,7 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from components.core.params import Params, Ppo
+from components.core.params import Params
+from components.core.stage_params import Ppo
 from components.planning.capacity import Input, load_of, training_seconds
 from components.planning.memory_choices import memory_plan
 from components.planning.model_shapes import ModelShapes

@@ -3,7 +3,8 @@
 import re
 
 from components.core.config import PROJECT
-from components.core.params import Device, Policy
+from components.core.param_types import Device
+from components.core.params import Policy
 
 # End of the compact prompt of an episode with several turns. A compact prompt without this end asks for the
 # final answer in one turn.

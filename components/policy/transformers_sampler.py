@@ -53,6 +53,11 @@ class _Sequence:
         self.versions.append(version)
         return "stop" if token in stop else "length" if len(self.logprobs) == len(self.uniforms) else ""
 
+    def completion(self, finish_reason: str) -> Completion:
+        """Return the sampled part of the sequence."""
+        versions = self.versions[0] if len(set(self.versions)) == 1 else tuple(self.versions)
+        return Completion(tuple(self.ids[self.prompt :]), tuple(self.logprobs), finish_reason, versions)
+
     def resolve(self, result: Completion | BaseException) -> None:
         """Give the waiting coroutine its result, unless it has been cancelled."""
 
@@ -160,25 +165,17 @@ class TransformersSampler:
                         self._evaluate_prompt(sequence, cache, len(running))
                         running.append(sequence)
                     ends = self._step(running, cache)
+                # The last row takes the place of one that ends, so the rows in use are always the first ones.
+                for row in sorted(ends, reverse=True):
+                    if row < len(running) - 1:
+                        cache.move(len(running) - 1, row)
+                    ended, running[row] = running[row], running[-1]
+                    running.pop()
+                    ended.resolve(ended.completion(ends[row]))
             except Exception as error:
                 for sequence in {*running, *joining}:
                     sequence.resolve(error)
                 running = []
-                continue
-            # The last row takes the place of one that ends, so the rows in use are always the first ones.
-            for row in sorted(ends, reverse=True):
-                if row < len(running) - 1:
-                    cache.move(len(running) - 1, row)
-                ended, running[row] = running[row], running[-1]
-                running.pop()
-                ended.resolve(
-                    Completion(
-                        tuple(ended.ids[ended.prompt :]),
-                        tuple(ended.logprobs),
-                        ends[row],
-                        ended.versions[0] if len(set(ended.versions)) == 1 else tuple(ended.versions),
-                    )
-                )
 
     def _rows(self, running: int) -> int:
         """Return the number of rows of a forward pass in which `running` sequences take part.

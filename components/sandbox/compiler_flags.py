@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from components.core.errors import UserError
-from components.core.params import Device
+from components.core.param_types import Device
 from components.sandbox.inline_extension import Extension
 from components.sandbox.isolation import PathMap
 

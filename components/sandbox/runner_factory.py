@@ -17,7 +17,8 @@ from pathlib import Path
 
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, remove_stale, user_cache
-from components.core.params import Device, Sandbox
+from components.core.param_types import Device
+from components.core.params import Sandbox
 from components.sandbox import isolation, seccomp_filter
 from components.sandbox.runner_process import (
     EXIT_SECONDS,

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
-from components.core.params import Device, Params
+from components.core.param_types import Device
+from components.core.params import Params
 from components.core.progress import Report
 from components.core.task import KernelTask, check_contract
 from components.judge.pool import (

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
-from components.core.params import Precision
+from components.core.param_types import Precision
 from components.core.records import FrozenModel
 from components.core.task import KernelTask
 from components.judge.verdict import Labels, Verdict

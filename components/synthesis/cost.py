@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from components.core.params import Device
+from components.core.param_types import Device
 from components.synthesis.core_operators import CORE_OPERATORS, canonical
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
 

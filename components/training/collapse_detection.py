@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from components.core.errors import StageFailed
-from components.core.params import Ppo
+from components.core.stage_params import Ppo
 from components.training.launcher import TERMINATED
 from components.training.metrics_file import Figures
 from components.training.ranks import World

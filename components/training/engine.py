@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from components.core import params
+from components.core import param_types, stage_params
 from components.core.errors import UserError
 from components.training import document_attention
 from components.training.batches import Microbatch, Packed
@@ -66,7 +66,7 @@ def _sequence_groups(heads: int, kv_heads: int, head_dim: int, layers: int, size
     )
 
 
-def sequence_groups(module: nn.Module, settings: params.Engine) -> Any:
+def sequence_groups(module: nn.Module, settings: stage_params.Engine) -> Any:
     """Prepare the attention of the language model in `module` for sequence parallelism.
 
     Returns DeepSpeed's description of the groups of ranks, or None without sequence parallelism. Raises
@@ -99,7 +99,12 @@ class DeepSpeedEngine:
     """Network with its optimizer (torch's AdamW), distributed over the ranks with DeepSpeed's ZeRO 0 to 3."""
 
     def __init__(
-        self, module: nn.Module, engine: params.Engine, *, device: params.Device, gradient_clip: float
+        self,
+        module: nn.Module,
+        engine: stage_params.Engine,
+        *,
+        device: param_types.Device,
+        gradient_clip: float,
     ):
         """Move `module` to the device and prepare it for training in place.
 
@@ -225,7 +230,7 @@ class FrozenNetwork:
     With engine.reference_offload its parameters are in host memory and come to the device when needed.
     """
 
-    def __init__(self, module: nn.Module, engine: params.Engine, *, device: params.Device):
+    def __init__(self, module: nn.Module, engine: stage_params.Engine, *, device: param_types.Device):
         self.world = join_world(device, engine)
         self.is_moved = engine.reference_offload and engine.zero_stage < 3
         self.module = module.requires_grad_(False)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from components.core import params
+from components.core import params, stage_params
 from components.core.errors import UserError
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import explain_load_errors
@@ -99,7 +99,7 @@ class Critic(nn.Module):
 
 
 def load_policy(
-    folder: Path, settings: params.Engine, adapter: params.Adapter, dtype: torch.dtype
+    folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load the causal language model in `folder` for training, with an adapter if its rank is above 0.
 
@@ -108,7 +108,9 @@ def load_policy(
     return _load(AutoModelForCausalLM, folder, settings, adapter, dtype)
 
 
-def load_critic(folder: Path, settings: params.Engine, adapter: params.Adapter, dtype: torch.dtype) -> Critic:
+def load_critic(
+    folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
+) -> Critic:
     """Return a critic with the backbone in `folder`, which may be a policy's, loaded like `load_policy`.
 
     Its value head is that of the file `value_head.safetensors`, which stage 3 writes, and starts at zero if
@@ -132,7 +134,7 @@ def check_critic(folder: Path) -> None:
 
 
 def _load(
-    factory: Any, folder: Path, settings: params.Engine, adapter: params.Adapter, dtype: torch.dtype
+    factory: Any, folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
 ) -> PreTrainedModel:
     with explain_load_errors(folder, "model"):
         model: PreTrainedModel = factory.from_pretrained(
@@ -168,7 +170,7 @@ def _check_rotary_precision(model: PreTrainedModel, folder: Path) -> None:
             )
 
 
-def tile_mlps(model: PreTrainedModel, settings: params.Engine) -> None:
+def tile_mlps(model: PreTrainedModel, settings: stage_params.Engine) -> None:
     """Let the dense feed-forward layers compute `settings.mlp_tokens` tokens at a time.
 
     Their intermediate states, several times as wide as the hidden states, then exist for this many tokens

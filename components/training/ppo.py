@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
-from components.core.params import Ppo
+from components.core.stage_params import Ppo
 from components.core.task import KernelTask
 from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint

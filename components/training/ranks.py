@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import HashStore
 
-from components.core import params
+from components.core import param_types, stage_params
 from components.core.errors import UserError
 
 # Elements of a tensor that are summed over the ranks at once.
@@ -67,7 +67,7 @@ class World:
         distributed.barrier()
 
 
-def join_world(device: params.Device, settings: params.Engine) -> World:
+def join_world(device: param_types.Device, settings: stage_params.Engine) -> World:
     """Join the launcher's process group, or make a group of only this process if there is no launcher.
 
     engine.collective_seconds limits every collective. DeepSpeed's default of 10 minutes is too short, because
@@ -94,7 +94,7 @@ def join_world(device: params.Device, settings: params.Engine) -> World:
     return World(distributed.get_rank(), size, target, shared)
 
 
-def import_deepspeed(device: params.Device) -> Any:
+def import_deepspeed(device: param_types.Device) -> Any:
     """Import and return DeepSpeed, set up to log to standard error and to compile nothing."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
@@ -116,7 +116,7 @@ def import_deepspeed(device: params.Device) -> Any:
 
 
 def deepspeed_config(
-    settings: params.Engine, *, gradient_clip: float = 0.0, bucket: int = 500_000_000
+    settings: stage_params.Engine, *, gradient_clip: float = 0.0, bucket: int = 500_000_000
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration; at most `bucket` gradients are reduced at once."""
     zero: dict[str, Any] = {
@@ -147,7 +147,7 @@ def deepspeed_config(
 
 
 @contextlib.contextmanager
-def sharded_loading(settings: params.Engine, device: params.Device) -> Iterator[None]:
+def sharded_loading(settings: stage_params.Engine, device: param_types.Device) -> Iterator[None]:
     """Return a context in which transformers divides the models that it loads among the ranks, under ZeRO 3.
 
     Every rank must enter it and load the same models. Rank 0 reads the files, one tensor at a time goes to

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
 from components.core.files import digest_json
-from components.core.params import Rejection
+from components.core.stage_params import Rejection
 from components.core.task import KernelTask
 from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine

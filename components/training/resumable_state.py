@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core import params
+from components.core import stage_params
 from components.core.files import sync_tree
 from components.training.engine import DeepSpeedEngine
 from components.training.metrics_file import MetricsFile
@@ -30,7 +30,7 @@ class StateStore:
 
     stage_folder: Path
     engines: Mapping[str, DeepSpeedEngine]
-    settings: params.Engine
+    settings: stage_params.Engine
     world: World
     # Maximum number of states on disk; `save` deletes the oldest ones if there are more.
     kept: int

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories
-from components.core import params
+from components.core import stage_params
 from components.core.errors import UserError
 from components.core.files import atomic_folder, digest_json
 from components.core.task import KernelTask
@@ -135,7 +135,7 @@ class TrainedPolicy:
     def __init__(
         self,
         stage: Stage,
-        rollouts: params.Rollouts,
+        rollouts: stage_params.Rollouts,
         run_episode: RunEpisode,
         choose: Callable[[int], Sequence[KernelTask]],
         *,

@@ -20,9 +20,11 @@ from typing import get_args
 from components.core.errors import UserError
 from components.core.files import MANIFEST, read_json
 from components.core.param_kinds import KINDS
-from components.core.params import Params, Rejection, TrainingStage
+from components.core.param_types import TrainingStage
+from components.core.params import Params
 from components.core.progress import Progress
 from components.core.records import FrozenModel
+from components.core.stage_params import Rejection
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool import JudgePool
 from components.judge.verdict import require_standard_labels

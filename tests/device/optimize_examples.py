@@ -27,7 +27,7 @@ from components.agent.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import DONE, MEASURE, STYLES, SUFFIX, write_kernel
 from components.core.config import PROJECT
-from components.core.params import Device
+from components.core.param_types import Device
 
 EXAMPLES = PROJECT / "docs" / "examples"
 SECONDS = 300

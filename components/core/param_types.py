@@ -1,0 +1,32 @@
+"""Types of parameters, and the marks of what a parameter changes.
+
+Every parameter is marked as `result` or `throughput`: only the first kind enters the keys of stages and runs.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+Device = Literal["cpu", "cuda"]
+TrainingStage = Literal["warmup", "rejection", "critic", "agentic"]
+Precision = Literal["strict-fp32", "tf32"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Tasks = Annotated[int, Field(ge=1, le=1_000_000)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Minutes = Annotated[str, Field(pattern=r"^[1-9][0-9]*min$")]
+
+
+def result(description: str) -> Any:
+    """Return the field of a parameter that changes what a run computes, measures, decides or publishes."""
+    return Field(description=description, json_schema_extra={"kind": "result"})
+
+
+def throughput(description: str) -> Any:
+    """Return the field of a parameter that changes results at most by rounding.
+
+    Such a parameter says where something is computed, how fast, with how much memory, or how long its states
+    are kept.
+    """
+    return Field(description=description, json_schema_extra={"kind": "throughput"})
