@@ -46,9 +46,9 @@ def test_the_function_of_kernelbench_answers_with_its_fields() -> None:
 
 
 def test_what_the_function_does_not_have_is_named() -> None:
-    with pytest.raises(UserError, match="^backend: "):
+    with pytest.raises(UserError, match=r"^backend: "):
         eval_kernel_against_ref(corpus.CODE, HONEST, backend="triton")
-    with pytest.raises(UserError, match="^precision: "):
+    with pytest.raises(UserError, match=r"^precision: "):
         eval_kernel_against_ref(corpus.CODE, HONEST, precision=torch.float16)
     with pytest.raises(UserError, match=r"original_model_src: .*get_inputs"):
         eval_kernel_against_ref("class Model: pass", HONEST)
