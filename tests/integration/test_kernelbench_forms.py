@@ -10,30 +10,17 @@ from components.judge.kernelbench import eval_kernel_against_ref
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 
-ANSWER = """
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(1024))
-
-    def forward(self, x):
-        return F.leaky_relu(torch.sigmoid(x) * self.gain - {offset}, 0.1)
-"""
-HONEST, WRONG = ANSWER.format(offset=0.3), ANSWER.format(offset=0.31)
-
 
 def test_the_function_of_kernelbench_answers_with_its_fields() -> None:
-    result = eval_kernel_against_ref(corpus.CODE, HONEST, measure_performance=True, num_perf_trials=100)
+    result = eval_kernel_against_ref(
+        corpus.CODE, corpus.TORCH_HONEST, measure_performance=True, num_perf_trials=100
+    )
     assert result is not None and result.compiled and result.correctness, result
     assert result.runtime > 0 and result.ref_runtime > 0
     assert result.runtime_stats["min"] <= result.runtime <= result.runtime_stats["max"]
     verdict = result.metadata["verdict"]
     assert "seeds" not in verdict["evidence"] and verdict["evidence"]["labels"]["weights"] == "seed"
-    wrong = eval_kernel_against_ref(corpus.CODE, WRONG)
+    wrong = eval_kernel_against_ref(corpus.CODE, corpus.TORCH_WRONG)
     assert wrong is not None and wrong.compiled and not wrong.correctness
     assert wrong.metadata["correctness_issue"] == "max_error:given" and wrong.runtime == -1
     broken = eval_kernel_against_ref(corpus.CODE, "class ModelNew:")
@@ -47,8 +34,8 @@ def test_the_function_of_kernelbench_answers_with_its_fields() -> None:
 
 def test_what_the_function_does_not_have_is_named() -> None:
     with pytest.raises(UserError, match=r"^backend: "):
-        eval_kernel_against_ref(corpus.CODE, HONEST, backend="triton")
+        eval_kernel_against_ref(corpus.CODE, corpus.TORCH_HONEST, backend="triton")
     with pytest.raises(UserError, match=r"^precision: "):
-        eval_kernel_against_ref(corpus.CODE, HONEST, precision=torch.float16)
+        eval_kernel_against_ref(corpus.CODE, corpus.TORCH_HONEST, precision=torch.float16)
     with pytest.raises(UserError, match=r"original_model_src: .*get_inputs"):
-        eval_kernel_against_ref("class Model: pass", HONEST)
+        eval_kernel_against_ref("class Model: pass", corpus.TORCH_HONEST)

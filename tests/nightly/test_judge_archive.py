@@ -13,25 +13,10 @@ from components.core.params import Params
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 import judge_archive
 
-ANSWER = """
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(1024))
-
-    def forward(self, x):
-        return F.leaky_relu(torch.sigmoid(x) * self.gain - {offset}, 0.1)
-"""
-HONEST, WRONG = ANSWER.format(offset=0.3), ANSWER.format(offset=0.31)
-
 
 def test_an_archive_is_judged_by_every_label(ci_params: Params, tmp_path: Path) -> None:
     entry = {"level_id": 1, "ref_code": corpus.CODE, "score_default": 2.0}
-    kernels = [HONEST, WRONG, None]
+    kernels = [corpus.TORCH_HONEST, corpus.TORCH_WRONG, None]
     lines = [json.dumps({**entry, "task_id": i, "custom_code": code}) for i, code in enumerate(kernels)]
     (tmp_path / "archive.json").write_text("\n".join(lines))
     entries = judge_archive.read_archive(tmp_path)
