@@ -237,7 +237,7 @@ def test_a_journal_without_its_queue_is_not_measured_again(tmp_path: Path, judge
     assert judges.measured == [("bob", "a")]
 
 
-def test_a_caller_with_many_jobs_delays_another_by_one_measurement(
+def test_a_caller_with_many_jobs_delays_another_by_the_running_jobs_at_most(
     tmp_path: Path, judges: TextJudges
 ) -> None:
     with service(tmp_path, judges) as jobs:
