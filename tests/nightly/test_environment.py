@@ -13,7 +13,9 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 import uvicorn
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from components.core.config import PROJECT
 from components.core.params import Params
@@ -60,6 +62,13 @@ def test_the_milestone_is_given_once_at_the_end(url: str) -> None:
     assert not session.reset(max_turns=1).done
     assert session.step("Read", file_path="model.py").reward == -1.0, "the last turn ends the episode"
     session.close()
+
+
+def test_a_web_page_opens_no_session(url: str) -> None:
+    address = url.replace("http", "ws") + "/ws"
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(address, origin=Origin("https://page.example"))
+    connect(address).close()
 
 
 def test_the_judgements_of_rollouts_that_are_stepped_in_turn_overlap(
