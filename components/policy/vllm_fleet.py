@@ -213,14 +213,14 @@ class Fleet:
         """Find out whether a server that failed at the time `failed` answers and still has its weights.
 
         A server that was restarted has the weights with which it was started, so it is not used until the
-        next push.
+        next push. A pause or sleep of the server goes on.
         """
         async with replica.examining:
             if replica.examined > failed:
                 return
             try:
                 async with asyncio.timeout(EXAMINATION_SECONDS):
-                    await replica.server.open()
+                    await replica.server.probe()
                     known = replica.weights
                     if known is not None and await replica.server.workers("weight_report") != known:
                         replica.outdated = True

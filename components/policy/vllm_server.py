@@ -44,13 +44,17 @@ class VllmServer:
         self.client = client
         self.protocol = VllmProtocol("0.24")
 
+    async def probe(self) -> None:
+        """Find the server's version; raise ServerUnavailable if it does not answer."""
+        await self.call("GET", "/health")
+        self.protocol = VllmProtocol(str((await self.call("GET", "/version")).get("version", "")))
+
     async def open(self) -> None:
         """Find the server's version, and end what a killed training process may have left: sleep or a pause.
 
         Raises ServerUnavailable if the server does not answer.
         """
-        await self.call("GET", "/health")
-        self.protocol = VllmProtocol(str((await self.call("GET", "/version")).get("version", "")))
+        await self.probe()
         if (await self.call("GET", "/is_sleeping")).get("is_sleeping"):
             await self.call("POST", "/wake_up")
         if (await self.call("GET", "/is_paused")).get("is_paused"):

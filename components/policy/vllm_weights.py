@@ -6,11 +6,11 @@ server that fails in between is left out and not sampled from until the next pus
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from components.core.errors import UserError
-from components.policy.vllm_fleet import Fleet, Replica
+from components.policy.vllm_fleet import EXAMINATION_SECONDS, Fleet, Replica
 from components.policy.vllm_server import ServerUnavailable
 
 # Longest time for which a refused call is repeated, and the pause between two attempts, in seconds.
@@ -36,7 +36,11 @@ class FleetWeights:
 
         async def prepare(replica: Replica) -> list[dict[str, Any]]:
             server = replica.server
-            await server.open()
+            try:
+                async with asyncio.timeout(EXAMINATION_SECONDS):
+                    await server.open()
+            except TimeoutError as error:
+                raise ServerUnavailable(f"{server.url} does not answer") from error
             await server.call("POST", f"/pause?mode={pause}&clear_cache=true")
             try:
                 found = await server.workers("expect_weights")
@@ -121,26 +125,24 @@ class FleetWeights:
     def resume(self) -> None:
         """Let the servers of the present push sample again, also if it failed."""
         targets, self.targets = self.targets, []
+        self._post(targets, "/resume")
 
-        async def resume(replica: Replica) -> None:
+    def sleep(self) -> None:
+        self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/sleep?level=1")
+
+    def wake_up(self) -> None:
+        self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/wake_up")
+
+    def _post(self, replicas: Sequence[Replica], route: str) -> None:
+        """Call a route of servers, of which those that fail are doubted."""
+
+        async def post(replica: Replica) -> None:
             try:
-                await replica.server.call("POST", "/resume")
+                await replica.server.call("POST", route)
             except (ServerUnavailable, UserError):
                 replica.doubt(True)
 
-        self.fleet.all(targets, resume)
-
-    def sleep(self) -> None:
-        self.fleet.all(
-            [replica for replica in self.fleet.replicas if replica.is_usable()],
-            lambda replica: replica.server.call("POST", "/sleep?level=1"),
-        )
-
-    def wake_up(self) -> None:
-        self.fleet.all(
-            [replica for replica in self.fleet.replicas if replica.is_usable()],
-            lambda replica: replica.server.call("POST", "/wake_up"),
-        )
+        self.fleet.all(replicas, post)
 
     def _each(self, call: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Make a call for each target at the same time, and return the results; leave out those that fail.

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +146,30 @@ def test_a_worker_that_keeps_its_old_weights_is_noticed(weights: str) -> None:
             with pytest.raises(UserError, match=r"does not hold .* \(its parameters have other values\)"):
                 one.push(weight_buckets(tiny_policy(seed=8), 10_000), version="v1")
         assert not stale.paused, "sampling goes on after a failed push"
+
+
+def test_an_examination_ends_no_pause_and_no_sleep() -> None:
+    examined = engine()
+    with fleet_of(examined) as fleet:
+        examined.paused, examined.asleep = "keep", True
+        fleet.wait(fleet._examine(fleet.replicas[0], time.monotonic()))
+        assert examined.paused == "keep" and examined.asleep and fleet.replicas[0].is_usable()
+        examined.paused, examined.asleep = "", False
+
+
+class Lost(Engine):
+    """An engine whose server closes the connection instead of sleeping."""
+
+    def answer(self, route: str, query: dict[str, list[str]], body: Any, connection: Any) -> Any:
+        if route == "/sleep":
+            raise ConnectionAbortedError
+        return super().answer(route, query, body, connection)
+
+
+def test_a_server_that_is_lost_before_it_sleeps_does_not_end_the_stage() -> None:
+    with fleet_of(engine(), Lost(tiny_policy(seed=3), tiny_tokenizer(), CONTEXT, version="0.33.0")) as fleet:
+        sampler(fleet, "policy.sleep=true").sleep()
+        assert [replica.is_usable() for replica in fleet.replicas] == [True, False]
 
 
 def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights() -> None:
