@@ -38,6 +38,9 @@ BUILTINS = frozenset(
 FORBIDDEN_NAMES = frozenset(
     """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
 )
+# Methods that give a tensor's values to Python or to another library. The operator blocker of the runner does
+# not see what is computed with them there.
+OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
 # Modules all of whose functions may be called in `__init__`, which is the only place for most of them. They
 # compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
 CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
@@ -152,7 +155,9 @@ def screen_python(code: str) -> str | None:
                 return f"import:{node.module}"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return "operator:matmul"
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("__") and node.attr != "__init__":
+        elif isinstance(node, ast.Attribute) and (
+            node.attr in OUT_OF_TORCH or (node.attr.startswith("__") and node.attr != "__init__")
+        ):
             return f"attribute:{node.attr}"
         elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"name:{node.id}"
