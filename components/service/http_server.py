@@ -13,7 +13,8 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.service.app import make_app
-from components.service.jobs import JobService, ServiceJudges
+from components.service.jobs import JobService
+from components.service.judges import ServiceJudges
 from components.service.tokens import TokenFile
 
 # Seconds that open requests may take when the server ends.

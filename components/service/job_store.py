@@ -30,10 +30,11 @@ CREATE TABLE IF NOT EXISTS jobs (
     status INTEGER NOT NULL DEFAULT 200,
     attempts INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE IF NOT EXISTS submissions (token TEXT NOT NULL, created REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
 CREATE INDEX IF NOT EXISTS subjects ON jobs (subject);
-CREATE INDEX IF NOT EXISTS days ON jobs (token, created);
 UPDATE jobs SET state = 'failed', status = 503, body = '',
     error = 'the service ended three times while it worked on this job.'
     WHERE state = 'running' AND attempts > 2;
@@ -89,12 +90,17 @@ class JobStore:
         return StoredJob(**rows[0]) if rows else None
 
     def put(self, job: StoredJob) -> None:
-        """Add a job at the end of the queue; a job with the same id is replaced."""
+        """Add a job at the end of the queue; a job with the same id is replaced.
+
+        A queued job counts as a submission, also if it replaces one that failed.
+        """
         columns = [name for name in vars(job) if name != "seq"]
         self._rows(
             f"INSERT OR REPLACE INTO jobs ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
             *(vars(job)[name] for name in columns),
         )
+        if job.state == "queued":
+            self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.created)
 
     def waiting(self) -> dict[str, StoredJob]:
         """Return the first queued job of each token that has one."""
@@ -152,10 +158,12 @@ class JobStore:
         )
 
     def since(self, token: str, moment: float) -> tuple[int, float]:
-        """Return the number of the token's jobs since `moment`, and when the first of them was created."""
-        row = self._rows(
-            "SELECT count(*), min(created) FROM jobs WHERE token = ? AND created >= ?", token, moment
-        )[0]
+        """Return the number of the token's submissions since `moment`, and when the first of them was made.
+
+        Older ones are forgotten.
+        """
+        self._rows("DELETE FROM submissions WHERE token = ? AND created < ?", token, moment)
+        row = self._rows("SELECT count(*), min(created) FROM submissions WHERE token = ?", token)[0]
         return int(row[0]), float(row[1] or 0)
 
     def close(self) -> None:

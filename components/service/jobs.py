@@ -5,19 +5,20 @@ in this key is made here from the token and the number of the measurement.
 """
 
 import contextlib
+import functools
+import logging
+import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
-from components.core.param_types import Device
 from components.core.params import Params
-from components.core.progress import Report
 from components.core.task import KernelTask, check_contract
 from components.judge.pool import (
     Candidate,
@@ -28,10 +29,11 @@ from components.judge.pool import (
     judge_with_retries,
     verdict_key,
 )
-from components.judge.verdict import Admission, Verdict
+from components.judge.verdict import Verdict
 from components.judge.version import protocol_digest
 from components.service.errors import ServiceError
 from components.service.job_store import JobStore, State, StoredJob
+from components.service.judges import ServiceJudges
 from components.service.requests import (
     AdmissionBody,
     AdmissionView,
@@ -42,6 +44,8 @@ from components.service.requests import (
 from components.service.tokens import Token
 
 DAY = 86_400.0
+# Pause after a failure of the queue's database, in seconds.
+RETRY_SECONDS = 1.0
 # Jobs of all tokens that may be queued or running.
 CAPACITY = 20_000
 # Weight of the last job in the average of the seconds that a job takes, and its first value.
@@ -49,25 +53,7 @@ AVERAGE_WEIGHT, FIRST_SECONDS = 0.1, 2.0
 # Reasons of verdicts `infrastructure` that the task's own source causes; another attempt would not help.
 TASK_FAULTS = ("task", "too_large")
 
-
-class ServiceJudge(Protocol):
-    """Interface of a judge that reports its progress."""
-
-    def verdict(
-        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool, report: Report
-    ) -> Verdict: ...
-
-
-class ServiceJudges(Protocol):
-    """Interface of the judges of one device (`resident.Judges`)."""
-
-    device: Device
-
-    def of(self, params: Params) -> ServiceJudge: ...
-
-    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission: ...
-
-    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]: ...
+T = TypeVar("T")
 
 
 class JobService:
@@ -290,7 +276,7 @@ class JobService:
             changed()
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
+        while (job := self._stored(self._next)) is not None:
             began = time.monotonic()
             try:
                 state, error, status = self._judge(job)
@@ -300,9 +286,23 @@ class JobService:
                 self.running[job.token] -= 1
                 self.seconds_per_job += AVERAGE_WEIGHT * (time.monotonic() - began - self.seconds_per_job)
                 self.condition.notify_all()
-            self.store.finish(job.id, state, error, status)
+            self._stored(functools.partial(self.store.finish, job.id, state, error, status))
             self.progress.pop(job.id, None)
             self._notify(job.id)
+
+    def _stored(self, call: Callable[[], T]) -> T | None:
+        """Return the result of `call`, which is repeated while the database fails, for instance a full disk.
+
+        Returns None if the service closes meanwhile.
+        """
+        while True:
+            try:
+                return call()
+            except sqlite3.Error as error:
+                logging.getLogger(__name__).warning("the queue of the service: %s; it is tried again", error)
+                if self.closing:
+                    return None
+                time.sleep(RETRY_SECONDS)
 
     def _next(self) -> StoredJob | None:
         """Wait for a job, mark it as running and return it, or return None if the service is closing."""

@@ -60,8 +60,12 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
     """Add `token` to a token file, which is made if necessary, and return its secret, which is not stored.
 
     The digest and the expiry of `token` are replaced; without `days` it never expires. Raises UserError if
-    the file has a token of this name.
+    the file has a token of this name, or if the name is that of callers without a token.
     """
+    if token.name == LOCAL.name:
+        raise UserError(
+            f"{path}: {LOCAL.name} names the callers of a service without tokens; choose another name."
+        )
     tokens = read_tokens(path) if path.exists() else []
     if token.name in {other.name for other in tokens}:
         raise UserError(f"{path}: a token named {token.name} exists; revoke it or choose another name.")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from components.core.params import Params
 from components.judge.open_pool import open_pool
 from components.judge.pool import Candidate, Job
 from components.service.app import BODY_BYTES, make_app
+from components.service.errors import ServiceError
 from components.service.http_server import bind, serving
 from components.service.job_store import JobStore, StoredJob
 from components.service.jobs import JobService
@@ -212,6 +214,34 @@ def test_queued_jobs_survive_and_are_judged_once(tmp_path: Path, judges: TextJud
         assert sorted(judges.measured) == [("bob", str(number)) for number in range(4)]
         with pytest.raises(Exception, match="only a queued job"):
             jobs.cancel(BOB, ids[0])
+
+
+def test_a_job_that_fails_again_counts_again_for_the_quota(tmp_path: Path, judges: TextJudges) -> None:
+    with service(tmp_path, judges) as jobs:
+        for _ in range(3):
+            jobs.submit(token("t", per_day=3), request("fail"))
+            wait_until_idle(jobs)
+        with pytest.raises(ServiceError, match="quota: the token t may submit 3 new jobs"):
+            jobs.submit(token("t", per_day=3), request("fail"))
+
+
+def test_a_queue_whose_database_fails_for_a_while_loses_no_job(
+    tmp_path: Path, judges: TextJudges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("components.service.jobs.RETRY_SECONDS", 0.01)
+    with service(tmp_path, judges) as jobs:
+        honest, faults = jobs.store.finish, [3]
+
+        def finish(*values: Any) -> None:
+            if faults[0]:
+                faults[0] -= 1
+                raise sqlite3.OperationalError("database or disk is full")
+            honest(*values)
+
+        monkeypatch.setattr(jobs.store, "finish", finish)
+        made = [jobs.submit(BOB, request(str(number))).id for number in range(5)]
+        wait_until_idle(jobs)
+        assert [jobs.view(BOB, job).state for job in made] == ["done"] * 5 and not faults[0]
 
 
 def test_a_job_that_ends_the_service_three_times_fails(tmp_path: Path) -> None:

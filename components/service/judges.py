@@ -1,0 +1,30 @@
+"""The interface of the judges that the service needs; `judge/resident.py` has them."""
+
+import contextlib
+from typing import Protocol
+
+from components.core.param_types import Device
+from components.core.params import Params
+from components.core.progress import Report
+from components.core.task import KernelTask
+from components.judge.verdict import Admission, Verdict
+
+
+class ServiceJudge(Protocol):
+    """Interface of a judge that reports its progress."""
+
+    def verdict(
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool, report: Report
+    ) -> Verdict: ...
+
+
+class ServiceJudges(Protocol):
+    """Interface of the judges of one device (`resident.Judges`)."""
+
+    device: Device
+
+    def of(self, params: Params) -> ServiceJudge: ...
+
+    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission: ...
+
+    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]: ...
