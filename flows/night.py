@@ -37,6 +37,8 @@ NIGHT = "night.json"
 LINE = ("device", "precision", "sandbox", "policy", "coldstart", *STAGES, "engine", "night")
 # The time after training is expected to be at most this multiple of what was measured before.
 MARGIN = 1.25
+# Share of the budget of a home's first run that is kept for what follows training.
+FIRST_SHARE = 0.1
 # Stages that learn from a fixed set of trajectories. They continue with the seed and data of their beginning.
 FIXED_DATA = ("rejection", "critic")
 # Largest length of a tag that MLflow stores.
@@ -172,7 +174,8 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     """Return the time.time() at which training has to end, or None without a time budget.
 
     What follows training is expected to last as long as in the newest finished run of the home with the same
-    profile. In the first run the gates are expected to last as long as an evaluation of the first policy.
+    profile. In the first run it is expected to last twice as long as an evaluation of the first policy, and
+    at least FIRST_SHARE of the budget, because the gates judge the exploit corpus too.
     """
     hours = run.params.night.hours
     if not hours:
@@ -184,8 +187,13 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
         for record in measured
         if record.get("profile") == run.profile and "tail_seconds" in record
     ]
-    reserve = max(before.seconds, earlier[0]) if earlier else 2 * before.seconds
-    return night.started + hours * 3600 - MARGIN * reserve
+    budget = hours * 3600
+    reserve: float
+    if earlier:
+        reserve = MARGIN * max(before.seconds, earlier[0])
+    else:
+        reserve = max(MARGIN * 2 * before.seconds, FIRST_SHARE * budget)
+    return night.started + budget - reserve
 
 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:

@@ -9,8 +9,9 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import digest_tree, write_json
 from components.training.stage import check_stages
-from flows.night import carry_over, line_of, may_begin
+from flows.night import Night, carry_over, line_of, may_begin, training_deadline
 from flows.run_context import PipelineRun, open_run
+from flows.steps import EvaluationRecord
 
 
 def test_nights_of_one_line_differ_only_in_seed_data_and_what_follows_training() -> None:
@@ -69,6 +70,22 @@ def test_stage_2_is_begun_only_if_its_last_duration_fits(
     assert not may_begin(run, "warmup", 99.0)
     write_json(tmp_path / "stages" / "rejection-0123456789ab" / "stage.json", {"seconds": 50.0})
     assert not may_begin(run, "rejection", 149.0) and may_begin(run, "rejection", 151.0)
+
+
+def test_the_time_after_training_is_the_last_measured_one_or_a_tenth_of_the_budget(tmp_path: Path) -> None:
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}", "night.hours=1")))
+    night = Night(started=1000.0, champion=None, continues=None)
+
+    def left(seconds: float) -> float:
+        """Return the seconds after the deadline, if an evaluation of the first policy took `seconds`."""
+        before = EvaluationRecord(digest="", figures={}, results="", seconds=seconds)
+        deadline = training_deadline(run, night, before)
+        assert deadline is not None
+        return 1000.0 + 3600.0 - deadline
+
+    assert left(1.0) == 360.0 and left(400.0) == 1000.0
+    write_json(tmp_path / "runs" / "a" / "run.json", {"profile": run.profile, "tail_seconds": 40.0})
+    assert left(1.0) == 50.0 and left(80.0) == 100.0
 
 
 def test_an_unfinished_stage_is_carried_over_once_and_the_earlier_one_stays(tmp_path: Path) -> None:
