@@ -12,10 +12,11 @@ import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,49 +42,97 @@ from components.judge.resident_client import (
 from components.judge.verdict import Admission, with_standard_labels
 from components.judge.version import VERSION, protocol_digest
 
+# Seconds after which a judge that is not used is closed. Each has processes and warm tasks of its own.
+IDLE_SECONDS = 900.0
+
+
+@dataclass
+class SharedJudge:
+    """A judge with the number of threads that use it, and the moment at which the last one ended."""
+
+    judge: Judge
+    users: int = 0
+    last_used: float = 0.0
+
 
 class Judges:
     """The judges of one device, each for one set of parameters and started at its first use.
 
-    `folder` is where judges keep builds and caches.
+    `folder` is where judges keep builds and caches. A judge that was not used for `idle_seconds` is closed,
+    except that for `params`.
     """
 
-    def __init__(self, params: Params, folder: Path):
+    def __init__(self, params: Params, folder: Path, *, idle_seconds: float = IDLE_SECONDS):
         self.device = params.device
         self.folder = folder
+        self.idle_seconds = idle_seconds
         self.scheduler = DeviceScheduler(params.device)
         self.scheduler.release_idle_memory = self._release_idle_memory
-        self.judges: dict[str, Judge] = {}
+        self.judges: dict[str, SharedJudge] = {}
         self.lock = threading.Lock()
-        self.of(params).prepare()
+        with self.using(params) as own:
+            own.prepare()
+        self.own = protocol_digest(params)
+        self.closing = threading.Event()
+        self.closer = threading.Thread(target=self._close_idle_judges, name="idle-judges", daemon=True)
+        self.closer.start()
 
-    def of(self, params: Params) -> Judge:
-        """Return the judge for `params`. Raises UserError if they are for another device."""
+    @contextlib.contextmanager
+    def using(self, params: Params) -> Iterator[Judge]:
+        """Yield the judge for `params`, which stays open inside the context.
+
+        Raises UserError if the parameters are for another device.
+        """
         if params.device != self.device:
             raise UserError(f"device={params.device}: the resident judge measures on {self.device}.")
+        protocol = protocol_digest(params)
         with self.lock:
-            protocol = protocol_digest(params)
             if protocol not in self.judges:
-                self.judges[protocol] = Judge(params, self.folder, scheduler=self.scheduler)
-            return self.judges[protocol]
+                self.judges[protocol] = SharedJudge(Judge(params, self.folder, scheduler=self.scheduler))
+            shared = self.judges[protocol]
+            shared.users += 1
+        try:
+            yield shared.judge
+        finally:
+            with self.lock:
+                shared.users -= 1
+                shared.last_used = time.monotonic()
+
+    def _close_idle_judges(self) -> None:
+        """Close the judges that were not used for long, until all are closed."""
+        while not self.closing.wait(self.idle_seconds / 4):
+            limit = time.monotonic() - self.idle_seconds
+            with self.lock:
+                idle = [
+                    protocol
+                    for protocol, shared in self.judges.items()
+                    if protocol != self.own and shared.users == 0 and shared.last_used < limit
+                ]
+                closed = [self.judges.pop(protocol) for protocol in idle]
+            for shared in closed:
+                shared.judge.close()
 
     def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
         """Return the admission of a task, whose eager time has to be in the window of `params`."""
         params = with_standard_labels(params)
-        judge = self.of(params)
-        return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
+        with self.using(params) as judge:
+            return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
 
     def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
         """Count this thread's measurements as those of `caller` (`DeviceScheduler.on_behalf_of`)."""
         return self.scheduler.on_behalf_of(caller)
 
     def _release_idle_memory(self) -> None:
-        for judge in list(self.judges.values()):
+        with self.lock:
+            judges = [shared.judge for shared in self.judges.values()]
+        for judge in judges:
             judge.bench_cache.close_unused()
 
     def close(self) -> None:
-        for judge in self.judges.values():
-            judge.close()
+        self.closing.set()
+        self.closer.join()
+        for shared in self.judges.values():
+            shared.judge.close()
 
 
 def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
@@ -122,9 +171,10 @@ def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
     @app.post("/v1/judgements")
     def judgement(request: JudgementRequest) -> StreamingResponse:
         def measure(report: Report) -> dict[str, Any]:
-            verdict = judges.of(request.params).verdict(
-                request.task, request.files, compare_compile=request.compare_compile, report=report
-            )
+            with judges.using(request.params) as judge:
+                verdict = judge.verdict(
+                    request.task, request.files, compare_compile=request.compare_compile, report=report
+                )
             # Later candidates of the task get the same correctness sets, so their seeds stay secret.
             return verdict.model_dump(mode="json", exclude={"evidence": {"seeds"}})
 

@@ -350,16 +350,16 @@ class JobService:
                 write_json(path, asdict(admission))
                 return "done", "", 200
             body = JudgementBody.model_validate_json(job.body)
-            judge = self.judges.of(self.params_of(body))
-            verdict = judge_with_retries(
-                self.params,
-                lambda: judge.verdict(
-                    KernelTask(code=body.code),
-                    dict(Candidate.of(body.files).files),
-                    compare_compile=body.compare_compile,
-                    report=report,
-                ),
-            )
+            with self.judges.using(self.params_of(body)) as judge:
+                verdict = judge_with_retries(
+                    self.params,
+                    lambda: judge.verdict(
+                        KernelTask(code=body.code),
+                        dict(Candidate.of(body.files).files),
+                        compare_compile=body.compare_compile,
+                        report=report,
+                    ),
+                )
         if verdict.status == "infrastructure":
             return "failed", verdict.log, 422 if verdict.reason in TASK_FAULTS else 503
         write_json(path, verdict.model_dump())
