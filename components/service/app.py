@@ -6,6 +6,7 @@ itself could not make is answered with the status 503, and never with a verdict.
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import math
 import time
@@ -45,10 +46,29 @@ Wait = Annotated[
 
 def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
     """Return the application of the service; without `tokens` every caller has the rights of `LOCAL`."""
+
+    def authenticate(secret: str | None) -> Token:
+        if tokens is None:
+            return LOCAL
+        if secret is None:
+            raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
+        return tokens.find(secret)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if importlib.util.find_spec("mcp") is None:  # the extra serve is not installed
+            yield
+            return
+        from components.service.mcp_route import serving_mcp
+
+        async with serving_mcp(app, authenticate):
+            yield
+
     app = FastAPI(
         title="CUDA Agent judge",
         version=VERSION,
         description="Judges CUDA and C++ kernels: secret inputs, a clock outside, an interval.",
+        lifespan=lifespan,
     )
     app.add_middleware(BodyLimit, limit=BODY_BYTES)
     if tokens is None:
@@ -59,11 +79,7 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
     def caller(
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
     ) -> Token:
-        if tokens is None:
-            return LOCAL
-        if credentials is None:
-            raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
-        return tokens.find(credentials.credentials)
+        return authenticate(None if credentials is None else credentials.credentials)
 
     Caller = Annotated[Token, Depends(caller)]
 

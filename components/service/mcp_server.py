@@ -1,7 +1,8 @@
 """Tools for coding agents by the Model Context Protocol, which ask the HTTP service.
 
-No call takes longer than `CALL_SECONDS`, because clients end calls after 60 seconds: `judge` answers with a
-verdict or with the id of a job, for which `wait` waits further.
+They are served on standard input and output (`cuda-agent mcp`) and over HTTP (`mcp_route.py`). No call takes
+longer than `CALL_SECONDS`, because clients end calls after 60 seconds: `judge` answers with a verdict or with
+the id of a job, for which `wait` waits further.
 """
 
 import re
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 from components.core.config import PROJECT
@@ -43,20 +45,26 @@ class Answer(BaseModel):
     next: str = Field(default="", description="what to call next")
 
 
-def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
-    """Return the server, whose tools send requests by `client`, for an agent on this machine."""
+def make_mcp_server(client: httpx.AsyncClient, *, is_remote: bool = False) -> MCPServer[Any]:
+    """Return the server, whose tools send requests by `client`.
+
+    An agent on this machine names the folder of its workspace. With `is_remote` it sends the files, and its
+    requests carry the token that its own request came with.
+    """
     server: MCPServer[Any] = MCPServer("cuda-agent-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 
-    async def ask(method: str, path: str, **options: Any) -> Any:
+    async def ask(context: Context[Any, Any], method: str, path: str, **options: Any) -> Any:
+        token = (context.headers or {}).get("authorization")
+        headers = {} if token is None else {"Authorization": token}
         try:
-            answer = await client.request(method, path, timeout=CALL_SECONDS, **options)
+            answer = await client.request(method, path, headers=headers, timeout=CALL_SECONDS, **options)
         except httpx.HTTPError as error:
-            raise ValueError(
+            raise ToolError(
                 f"no judge answers at {client.base_url} ({error}); start one: cuda-agent serve --http 8470"
             ) from error
         record = answer.json()
         if answer.is_error:
-            raise ValueError(record["error"])
+            raise ToolError(record["error"])
         return record
 
     async def ended(job: dict[str, Any], context: Context[Any, Any]) -> Answer:
@@ -67,25 +75,30 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
                 break
             await context.report_progress(elapsed, CALL_SECONDS, job["progress"] or job["state"])
             path = f"/v1/jobs/{job['id']}"
-            job = await ask("GET", path, params={"wait": PROGRESS_SECONDS})
+            asked = time.monotonic()
+            job = await ask(context, "GET", path, params={"wait": PROGRESS_SECONDS})
+            if time.monotonic() - asked < PROGRESS_SECONDS / 2:  # it has ended, or the service is ending
+                break
         return _short(job)
 
+    async def submitted(context: Context[Any, Any], **body: Any) -> Answer:
+        return await ended(await ask(context, "POST", "/v1/judgements", json=body), context)
+
     @server.tool()
-    async def tasks() -> list[dict[str, Any]]:
+    async def tasks(context: Context[Any, Any]) -> list[dict[str, Any]]:
         """List the tasks of the judge: task_id, name, level."""
         return [
             {name: task[name] for name in ("task_id", "name", "level")}
-            for task in await ask("GET", "/v1/tasks")
+            for task in await ask(context, "GET", "/v1/tasks")
         ]
 
     @server.tool()
-    async def task(task_id: str) -> dict[str, Any]:
+    async def task(task_id: str, context: Context[Any, Any]) -> dict[str, Any]:
         """Return the source of a task, the PyTorch module to make faster."""
-        record: dict[str, Any] = await ask("GET", f"/v1/tasks/{_plain(task_id)}")
+        record: dict[str, Any] = await ask(context, "GET", f"/v1/tasks/{_plain(task_id)}")
         return record
 
-    @server.tool()
-    async def judge(
+    async def judge_workspace(
         workspace: str, context: Context[Any, Any], task_id: str = "", measurement: int = 1
     ) -> Answer:
         """Judge a workspace's candidate (model_new.py, kernels/) on its model.py or on a listed task.
@@ -97,14 +110,29 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
             files = read_candidate(folder)
             code = "" if task_id else (folder / "model.py").read_text()
         except (UserError, OSError, UnicodeDecodeError) as error:
-            raise ValueError(str(error)) from error
-        body = {"files": files, "task": task_id, "code": code, "measurement": measurement}
-        return await ended(await ask("POST", "/v1/judgements", json=body), context)
+            raise ToolError(str(error)) from error
+        return await submitted(context, files=files, task=task_id, code=code, measurement=measurement)
+
+    async def judge_files(
+        files: dict[str, str],
+        context: Context[Any, Any],
+        task_id: str = "",
+        code: str = "",
+        measurement: int = 1,
+    ) -> Answer:
+        """Judge a candidate on a listed task, or on the task whose source is `code`.
+
+        `files` has the text of model_new.py and of each kernels/NAME. Equal files get the verdict that is
+        known; `measurement` 2 measures anew.
+        """
+        return await submitted(context, files=files, task=task_id, code=code, measurement=measurement)
+
+    server.add_tool(judge_files if is_remote else judge_workspace, name="judge")
 
     @server.tool()
     async def wait(job: str, context: Context[Any, Any]) -> Answer:
         """Wait for a job of `judge`, up to 45 seconds."""
-        return await ended(await ask("GET", f"/v1/jobs/{_plain(job)}"), context)
+        return await ended(await ask(context, "GET", f"/v1/jobs/{_plain(job)}"), context)
 
     @server.tool()
     def explain(reason: str) -> str:
@@ -128,7 +156,7 @@ def explain_reason(reason: str) -> str:
 
 def _plain(identifier: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{1,64}", identifier):
-        raise ValueError(f"{identifier[:100]!r} is no id; ids are hexadecimal digits")
+        raise ToolError(f"{identifier[:100]!r} is no id; ids are hexadecimal digits")
     return identifier
 
 
