@@ -109,6 +109,8 @@ class JobService:
         with self.condition:
             job = self.store.get(made.id)
             if job is None or job.state in ("failed", "cancelled"):
+                if job is None or job.state == "cancelled":
+                    self._check_measurements(token, made)
                 job = made
                 if journal_path(self.verdicts, made.id).exists():
                     job = StoredJob(**asdict(made) | {"state": "done", "body": ""})
@@ -119,12 +121,6 @@ class JobService:
         return self.view(token, made.id)
 
     def _judgement(self, token: Token, body: JudgementBody) -> StoredJob:
-        if body.measurement > token.measurements:
-            raise ServiceError(
-                403,
-                f"measurement: the token {token.name} may measure an equal candidate {token.measurements} "
-                "times; use one of those measurements, or ask the service's operator for more.",
-            )
         task = self.task(token, body)
         candidate = Candidate.of(body.files)
         epoch = f"service/{token.name}/{body.measurement}/{body.compare_compile}"
@@ -193,6 +189,14 @@ class JobService:
             data = params.data.model_copy(update={"eager_seconds": body.eager_seconds})
             params = params.model_copy(update={"data": data})
         return params
+
+    def _check_measurements(self, token: Token, job: StoredJob) -> None:
+        if max(job.measurement, self.store.measurements(job.subject) + 1) > token.measurements:
+            raise ServiceError(
+                403,
+                f"measurement: the token {token.name} may measure an equal candidate {token.measurements} "
+                "times; use one of those measurements, or ask the service's operator for more.",
+            )
 
     def _check_quota(self, token: Token) -> None:
         active = self.store.active(token.name)

@@ -5,7 +5,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from components.service.http_server import bind, serving
 from components.service.job_store import JobStore, StoredJob
 from components.service.jobs import JobService
 from components.service.requests import JudgementBody
-from components.service.tokens import LOCAL, TokenFile, create_token, read_tokens, write_tokens
+from components.service.tokens import LOCAL, Token, TokenFile, create_token, read_tokens, write_tokens
 
 BOB, EVE = token("bob"), token("eve")
 
@@ -294,6 +294,49 @@ def test_equal_requests_at_once_are_one_measurement(tmp_path: Path, judges: Text
             thread.join()
         wait_until_idle(jobs)
     assert judges.measured == [("bob", "a")]
+
+
+def test_a_caller_learns_nothing_of_the_jobs_of_others(tmp_path: Path, judges: TextJudges) -> None:
+    with service(tmp_path, judges, workers=0) as jobs:
+        before = jobs.submit(EVE, request("a"))
+        others = [jobs.submit(BOB, request(text)).id for text in ("a", "b", "c")]
+        jobs.store.move(others[0], "running", "queued")
+        assert jobs.submit(EVE, request("a")) == before == jobs.view(EVE, before.id)
+
+        def refusal(ask: Callable[[Token, str], object], job_id: str) -> str:
+            with pytest.raises(ServiceError) as error:
+                ask(EVE, job_id)
+            return f"{error.value.status} {error.value}".replace(job_id, "JOB")
+
+        for ask in (jobs.view, jobs.find, jobs.cancel):
+            assert refusal(ask, others[0]) == refusal(ask, others[1]) == refusal(ask, "0" * 64)
+        assert jobs.store.active() == 4
+
+
+def test_no_wording_of_a_request_measures_an_equal_candidate_more_often(
+    tmp_path: Path, judges: TextJudges
+) -> None:
+    """Who measures often enough is lucky once, so every measurement counts for the token's limit."""
+    eve = token("eve", measurements=3)
+    wordings: list[dict[str, Any]] = [
+        {"measurement": number, "compare_compile": compare, "labels": labels, "precision": precision} | task
+        for number in (3, 2, 1, 4)
+        for compare in (False, True)
+        for labels in (None, {"rules": "kernel-only", "weights": "state_dict", "tolerance": "strict"})
+        for precision in (None, PARAMS.precision)
+        for task in ({}, {"task": "", "code": f"# mine\n{TASK.code}\n\n"})
+    ]
+    with service(tmp_path, judges) as jobs:
+        answered, refused = 0, 0
+        for wording in wordings:
+            try:
+                jobs.submit(eve, request("a", **wording))
+                answered += 1
+            except ServiceError as error:
+                assert error.status == 403 and "3 times" in str(error)
+                refused += 1
+        wait_until_idle(jobs)
+    assert judges.measured == [("eve", "a")] * 3 and answered > 3 and refused > 3
 
 
 def test_other_machines_are_served_with_tokens_only() -> None:
