@@ -21,6 +21,7 @@ from components.cli.data import data_app
 from components.cli.doctor import doctor
 from components.cli.environment import environment
 from components.cli.evaluation import evaluate, runs_app
+from components.cli.export import export_app
 from components.cli.fleet import fleet
 from components.cli.judge import judge, serve
 from components.cli.mcp import mcp, skill_app
@@ -62,6 +63,7 @@ for command in (
     app.command()(command)
 for name, group in (
     ("data", data_app),
+    ("export", export_app),
     ("models", models_app),
     ("runs", runs_app),
     ("skill", skill_app),

@@ -12,6 +12,12 @@ IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
 KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 
+def skill() -> str:
+    """Return SKILL.md, which says how a kernel is written, without its frontmatter."""
+    text = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
+    return re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.DOTALL)
+
+
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
     """Return the content of the user message for a task with the source `code`.
 
@@ -19,10 +25,8 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
-    text = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
-    skill = re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.DOTALL)  # without the frontmatter
     ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
     return (
-        f"{skill}\n\nThe device is {KERNELS[device]}. "
+        f"{skill()}\n\nThe device is {KERNELS[device]}. "
         f"The task, model.py:\n```python\n{code.rstrip()}\n```\n{ending}"
     )
