@@ -7,6 +7,7 @@ its own, so that one set of connections serves every caller.
 
 import asyncio
 import dataclasses
+import logging
 import random
 import threading
 import time
@@ -37,6 +38,7 @@ READ_SECONDS = 2.0
 EXAMINATION_SECONDS = 60.0
 ROOM, FULL = 0.6, 0.9
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -129,7 +131,8 @@ class Fleet:
 
         `context` is the largest number of tokens of a sequence, and `version` the name of the weights that
         the servers have. `patience` and `loyal` are described at `PATIENCE_SECONDS` and `LOYAL_SECONDS`.
-        Raises UserError if a server does not answer.
+        A server that does not answer is asked again while others are sampled from, and used after the first
+        push that it takes part in. Raises UserError if none answers.
         """
         if not urls:
             raise UserError(
@@ -146,7 +149,20 @@ class Fleet:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self.replicas = [Replica(VllmServer(url, client), version) for url in urls]
-        self.all(self.replicas, self._open)
+        faults = [fault for fault in self.all(self.replicas, self._open) if fault is not None]
+        if len(faults) == len(urls):
+            raise UserError(
+                f"policy.servers: {faults[0]}; start the server with cuda-agent fleet, then run the same "
+                "command again."
+            ) from faults[0]
+        if faults:
+            LOG.warning(
+                "policy.servers: %d of %d servers cannot be used (%s); the others are, and these are asked "
+                "again and used after the next push of weights.",
+                len(faults),
+                len(urls),
+                "; ".join(map(str, faults)),
+            )
         self.reading: asyncio.Task[None] | None = None
         # Load of each server at the last call of `figures`.
         self.before: dict[int, Load] = {}
@@ -157,13 +173,7 @@ class Fleet:
         async def every() -> list[T]:
             return await asyncio.gather(*(call(replica) for replica in replicas))
 
-        try:
-            return self.wait(every())
-        except ServerUnavailable as error:
-            raise UserError(
-                f"policy.servers: {error}; start the server with cuda-agent fleet, then run the same command "
-                "again."
-            ) from error
+        return self.wait(every())
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine, which runs in the thread of the fleet."""
@@ -205,15 +215,22 @@ class Fleet:
         self.retries = self.moves = 0
         return found
 
-    async def _open(self, replica: Replica) -> None:
-        await replica.server.open()
-        replica.read(await replica.server.load(), self.context)
+    async def _open(self, replica: Replica) -> ServerUnavailable | None:
+        """Prepare a server for sampling; return the fault of one that fails, which is not used."""
+        try:
+            await replica.server.open(EXAMINATION_SECONDS)
+            replica.read(await replica.server.load(), self.context)
+        except ServerUnavailable as error:
+            replica.outdated = True  # Its weights are unknown until a push.
+            replica.doubt(True)
+            return error
+        return None
 
     async def _examine(self, replica: Replica, failed: float) -> None:
         """Find out whether a server that failed at the time `failed` answers and still has its weights.
 
         A server that was restarted has the weights with which it was started, so it is not used until the
-        next push. A pause or sleep of the server goes on.
+        next push. A pause or sleep of the server goes on; a server that sleeps was not restarted.
         """
         async with replica.examining:
             if replica.examined > failed:
@@ -222,7 +239,11 @@ class Fleet:
                 async with asyncio.timeout(EXAMINATION_SECONDS):
                     await replica.server.probe()
                     known = replica.weights
-                    if known is not None and await replica.server.workers("weight_report") != known:
+                    if (
+                        known is not None
+                        and not await replica.server.is_asleep()
+                        and await replica.server.workers("weight_report") != known
+                    ):
                         replica.outdated = True
             except (ServerUnavailable, UserError, TimeoutError):
                 replica.failed()
@@ -328,10 +349,12 @@ class Fleet:
         since = time.monotonic() - 10 * IDLE_SECONDS
         for session in [name for name, last in replica.sessions.items() if last < since]:
             del replica.sessions[session]
-        if replica.outdated or replica.is_resting():
+        if replica.is_resting():
             return
         if replica.doubted:
             await self._examine(replica, time.monotonic())
+            return
+        if replica.outdated:
             return
         try:
             async with asyncio.timeout(EXAMINATION_SECONDS):

@@ -5,6 +5,7 @@ It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weight
 `cuda-agent fleet` starts servers so.
 """
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -49,16 +50,23 @@ class VllmServer:
         await self.call("GET", "/health")
         self.protocol = VllmProtocol(str((await self.call("GET", "/version")).get("version", "")))
 
-    async def open(self) -> None:
+    async def open(self, seconds: float) -> None:
         """Find the server's version, and end what a killed training process may have left: sleep or a pause.
 
-        Raises ServerUnavailable if the server does not answer.
+        Raises ServerUnavailable if the server does not answer within `seconds`.
         """
-        await self.probe()
-        if (await self.call("GET", "/is_sleeping")).get("is_sleeping"):
-            await self.call("POST", "/wake_up")
-        if (await self.call("GET", "/is_paused")).get("is_paused"):
-            await self.call("POST", "/resume")
+        try:
+            async with asyncio.timeout(seconds):
+                await self.probe()
+                if await self.is_asleep():
+                    await self.call("POST", "/wake_up")
+                if (await self.call("GET", "/is_paused")).get("is_paused"):
+                    await self.call("POST", "/resume")
+        except TimeoutError as error:
+            raise ServerUnavailable(f"{self.url} does not answer") from error
+
+    async def is_asleep(self) -> bool:
+        return bool((await self.call("GET", "/is_sleeping")).get("is_sleeping"))
 
     async def complete(self, request: Request, version: str) -> Completion:
         """Return a completion; `version` names the weights that the server has.

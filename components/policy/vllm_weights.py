@@ -32,15 +32,15 @@ class FleetWeights:
         `pause` is the mode in which running requests are kept, aborted or awaited. Raises UserError if a
         server's workers lack the extension or if it divides requests among engines of its own.
         """
-        self.targets = list(self.fleet.replicas)
+        # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
+        answering = [replica for replica in self.fleet.replicas if not replica.doubted]
+        self.targets = answering or list(self.fleet.replicas)
+        for replica in self.fleet.replicas:
+            replica.outdated = replica.outdated or replica not in self.targets
 
         async def prepare(replica: Replica) -> list[dict[str, Any]]:
             server = replica.server
-            try:
-                async with asyncio.timeout(EXAMINATION_SECONDS):
-                    await server.open()
-            except TimeoutError as error:
-                raise ServerUnavailable(f"{server.url} does not answer") from error
+            await server.open(EXAMINATION_SECONDS)
             await server.call("POST", f"/pause?mode={pause}&clear_cache=true")
             try:
                 found = await server.workers("expect_weights")
@@ -162,6 +162,8 @@ class FleetWeights:
                         continue
                     replica.outdated = True
                     replica.sessions.clear()
+                    if error.status == 0:
+                        replica.doubt(True)
                     failed[replica] = error
                     return []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_fixtures import request, sessions
+from fleet_fixtures import free_port, request, sessions
 from training_fixtures import params, tiny_policy, tiny_tokenizer
 from vllm_double import Engine, serving
 
@@ -151,10 +151,47 @@ def test_a_worker_that_keeps_its_old_weights_is_noticed(weights: str) -> None:
 def test_an_examination_ends_no_pause_and_no_sleep() -> None:
     examined = engine()
     with fleet_of(examined) as fleet:
+        sampler(fleet).push(weight_buckets(tiny_policy(seed=3), 10_000), version="v1")
         examined.paused, examined.asleep = "keep", True
+        examined.workers[0].asleep = True
         fleet.wait(fleet._examine(fleet.replicas[0], time.monotonic()))
         assert examined.paused == "keep" and examined.asleep and fleet.replicas[0].is_usable()
         examined.paused, examined.asleep = "", False
+
+
+def test_a_dead_address_stops_no_start_and_its_server_serves_after_the_first_push(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port, later = free_port(), engine()
+    with serving(engine()) as url:
+        fleet = Fleet([f"http://127.0.0.1:{port}", url], context=CONTEXT, version="v0")
+        assert "1 of 2 servers cannot be used (no vLLM server answers at" in caplog.text
+        assert fleet.figures()["samplers_up"] == 1
+        one = sampler(fleet)
+        one.push(weight_buckets(tiny_policy(seed=8), 10_000), version="v1")
+        asyncio.run(sessions(fleet, 2, 1))
+        with serving(later, port=port):
+            deadline = time.monotonic() + 30
+            while fleet.replicas[0].doubted and time.monotonic() < deadline:
+                time.sleep(0.05)
+            asyncio.run(sessions(fleet, 8, 1))
+            assert later.queries == 0, "it still has the weights with which it was started"
+            one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v2")
+            found = asyncio.run(sessions(fleet, 16, 1))  # eight of them are new
+            assert later.queries > 0 and fleet.figures()["samplers_up"] == 2
+            assert {name for (turn,) in found for name in turn.versions} == {"v2"}
+
+
+def test_a_server_that_is_doubted_during_a_push_is_not_used_with_its_old_weights() -> None:
+    with fleet_of(engine(), engine()) as fleet:
+        one, missed = sampler(fleet), fleet.replicas[1]
+        one.push(weight_buckets(tiny_policy(seed=8), 10_000), version="v1")
+        missed.doubt(True)
+        one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v2")
+        fleet.wait(fleet._examine(missed, time.monotonic()))
+        assert not missed.doubted and not missed.is_usable()
+        one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v3")
+        assert missed.is_usable()
 
 
 class Lost(Engine):
