@@ -185,14 +185,15 @@ def judge_archive(entries: Sequence[dict[str, Any]], params: Params, out: Path) 
     """Judge all entries with all labels, write the files of OUT, and return the rows."""
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for rules, tolerance in COMBINATIONS:
-        for done in judged(entries, labelled(params, rules, tolerance), out):
-            rows.append(done)
-            print(
-                f"{done['level']}/{done['task']} {rules} {tolerance}: {done['status']} {done['reason']}",
-                flush=True,
-            )
-    (out / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with (out / "rows.jsonl").open("w", buffering=1) as lines:
+        for rules, tolerance in COMBINATIONS:
+            for done in judged(entries, labelled(params, rules, tolerance), out):
+                rows.append(done)
+                lines.write(json.dumps(done) + "\n")
+                print(
+                    f"{done['level']}/{done['task']} {rules} {tolerance}: {done['status']} {done['reason']}",
+                    flush=True,
+                )
     (out / "table.md").write_text(table(rows))
     plot(rows, out / "plot.svg")
     return rows

@@ -133,7 +133,8 @@ def run(check: Check, copy: Path, out: Path, seconds: float) -> str:
     words = {SECONDS: f"{seconds:.0f}", SECONDS_TO_BEGIN: f"{max(0.0, seconds - PART_SECONDS):.0f}"}
     ordinary = check.user is not None
     folder = copy if ordinary else PROJECT
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(folder)}
+    modules = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": modules}
     with (out / f"{check.name}.log").open("wb") as log:
         try:
             process = subprocess.Popen(
