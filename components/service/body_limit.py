@@ -7,6 +7,10 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+# Multiple of the limit that is read and dropped before the answer. The client of a connection that is closed
+# while it sends gets no answer.
+DROPPED = 4
+
 
 class BodyLimit:
     """ASGI middleware that answers 413 to a body of more than `limit` bytes, without keeping the body."""
@@ -28,6 +32,7 @@ class BodyLimit:
                 (b"content-length", str(len(body)).encode()),
                 (b"connection", b"close"),
             ]
+            await self._drop(receive)
             await send({"type": "http.response.start", "status": 413, "headers": headers})
             await send({"type": "http.response.body", "body": body})
             return
@@ -38,7 +43,17 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self.limit:
+                if message.get("more_body", False):
+                    await self._drop(receive)
                 raise HTTPException(413, self.message)
             return message
 
         await self.app(scope, limited, send)
+
+    async def _drop(self, receive: Receive) -> None:
+        """Read the rest of a body, up to `DROPPED` times the limit, and keep nothing of it."""
+        left, more = DROPPED * self.limit, True
+        while left > 0 and more:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            more = message.get("more_body", False)

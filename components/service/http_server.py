@@ -37,7 +37,7 @@ def bind(address: str, *, has_tokens: bool) -> socket.socket:
     """
     host, port = parse_address(address)
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UserError(f"--http {address}: no such address ({error.strerror}).") from error
     if not has_tokens and not ipaddress.ip_address(place[0]).is_loopback:
@@ -45,7 +45,8 @@ def bind(address: str, *, has_tokens: bool) -> socket.socket:
             f"--http {address}: other machines could connect; give a token file with --tokens (cuda-agent "
             "token create makes one), or listen on 127.0.0.1."
         )
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it each answer waits 40 ms for an ACK.
+    listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(place)
