@@ -6,7 +6,7 @@ tree, or else by running the file in a runner, and builds them before the file r
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -61,14 +61,16 @@ class BuiltCandidate:
     """A built candidate: the files that its runner imports, and its libraries.
 
     `library` is the library of kernels/, or the libraries of `extensions` one after another. It is None if
-    the candidate has none.
+    the candidate has none. `extensions` is None if the file asks for none; `failures` has the compiler's
+    messages by name of those that do not compile, which sandbox.rules=any allows.
     """
 
     # Digest of the files that were given.
     digest: str
     files: dict[str, str]
     library: Path | None
-    extensions: tuple[BuiltExtension, ...] = ()
+    extensions: tuple[BuiltExtension, ...] | None = None
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 def build_candidate(
@@ -76,8 +78,10 @@ def build_candidate(
 ) -> BuiltCandidate:
     """Screen and build a candidate; `record` is called if its extensions are not found in its syntax tree.
 
-    With sandbox.rules=any only the names and sizes of files are screened, and a candidate may have no
-    library. Raises Rejected if a file is refused, or if the candidate does not compile in the time limit.
+    With sandbox.rules=any only the names and sizes of files are screened, a candidate may have no library,
+    and an extension that does not compile is left out, because the file may catch the error that
+    `load_inline` then raises. Raises Rejected if a file is refused, or if the candidate does not compile in
+    the time limit.
     """
     is_screened = rules.rules == "kernel-only"
     tree = _parsed(files)
@@ -101,13 +105,13 @@ def build_candidate(
         runner_files = {"model_new.py": model, **sources}
         extensions = _checked(record(runner_files)) if found is None else _validated(found)
         if extensions:
-            library, built_extensions = _build_extensions(extensions, builder, is_screened=is_screened)
-            return BuiltCandidate(digest, runner_files, library, built_extensions)
+            library, built, failures = _build_extensions(extensions, builder, is_screened=is_screened)
+            return BuiltCandidate(digest, runner_files, library, built, failures)
     only_model = {"model_new.py": model}  # only the screened file can be imported
     if not is_screened and not any(name.endswith(SOURCE_SUFFIXES[builder.device]) for name in sources):
         return BuiltCandidate(digest, only_model, None)
-    built = builder.build(files)
-    return BuiltCandidate(digest, only_model, _library(built, builder, is_screened=is_screened))
+    library = _library(builder.build(files), builder, is_screened=is_screened)
+    return BuiltCandidate(digest, only_model, library)
 
 
 def _parsed(files: dict[str, str]) -> ast.Module:
@@ -187,9 +191,10 @@ def _invalid(error: ValidationError) -> Rejected:
 
 def _build_extensions(
     extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
-) -> tuple[Path, tuple[BuiltExtension, ...]]:
-    """Build all extensions, and return one file with their libraries and the places in it."""
+) -> tuple[Path | None, tuple[BuiltExtension, ...], dict[str, str]]:
+    """Build all extensions, and return one file with their libraries, the places in it, and failed builds."""
     libraries: dict[str, tuple[str, bytes]] = {}
+    failures: dict[str, str] = {}
     for checked in extensions:
         extension: Extension = {
             "name": checked.name,
@@ -209,15 +214,21 @@ def _build_extensions(
             raise Rejected(
                 "load_failed", f"flag:{flag}", f"{checked.name}: the compiler flag {flag} is not accepted."
             )
-        library = _library(builder.build_extension(extension), builder, is_screened=is_screened)
+        result = builder.build_extension(extension)
+        if result.library is None and not (result.timed_out or is_screened):
+            failures[checked.name] = result.log
+            continue
+        library = _library(result, builder, is_screened=is_screened)
         libraries[extension_digest(extension)] = checked.name, library.read_bytes()
+    if not libraries:
+        return None, (), failures
     built, offset = [], 0
     for digest, (name, content) in libraries.items():
         built.append(BuiltExtension(digest=digest, name=name, offset=offset, size=len(content)))
         offset += len(content)
     bundle = builder.cache / f"{digest_json([entry['digest'] for entry in built])[:32]}.libraries"
     atomic_write(bundle, b"".join(content for _, content in libraries.values()))
-    return bundle, tuple(built)
+    return bundle, tuple(built), failures
 
 
 def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path:

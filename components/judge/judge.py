@@ -212,14 +212,20 @@ class Judge:
         header: RoleHeader = {
             "role": "candidate",
             "files": built.files,
-            "extensions": list(built.extensions),
+            "extensions": None if built.extensions is None else list(built.extensions),
             "suffix": EXTENSION_SUFFIX,
             "rules": self.params.sandbox.rules,
         }
-        with rejecting(LOAD_ERRORS):
-            candidate = TimedRunner(
-                bench.reference, bench.processes, header, library, seconds=self.params.sandbox.run_seconds
-            )
+        try:
+            with rejecting(LOAD_ERRORS):
+                candidate = TimedRunner(
+                    bench.reference, bench.processes, header, library, seconds=self.params.sandbox.run_seconds
+                )
+        except Rejected as error:
+            if built.failures:
+                log = "\n".join(built.failures.values())
+                raise Rejected("build_failed", "compiler", log) from error
+            raise
         runners = {"candidate": candidate, **runners}
         bench.exact.deferred.clear()  # of a candidate that failed
         try:
@@ -241,7 +247,9 @@ class Judge:
             "correct",
             speedup=speedups,
             seconds=medians,
-            evidence=self._evidence(bench) | {"candidate": built.digest} | evidence,
+            evidence=self._evidence(bench)
+            | {"candidate": built.digest, "extensions_not_built": sorted(built.failures)}
+            | evidence,
         )
 
     def _compare(

@@ -143,7 +143,7 @@ def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
     """Write the built libraries to files, and make torch's functions return their modules.
 
     `libraries` has the bytes of all libraries, and `suffix` is the suffix of their files. A call with sources
-    that the judge has not built raises ImportError.
+    that the judge has not built raises RuntimeError, as torch does if the compiler fails.
     """
     known: dict[str, tuple[str, Path]] = {}
     for number, entry in enumerate(built):
@@ -154,7 +154,10 @@ def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
     def load(extension: Extension) -> Any:
         digest = extension_digest(extension)
         if digest not in known:
-            raise ImportError(f"{extension['name']}: the judge has built no extension with these sources")
+            raise RuntimeError(
+                f"Error building extension '{extension['name']}': "
+                "the judge has built no extension with these sources"
+            )
         name, path = known[digest]
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

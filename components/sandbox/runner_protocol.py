@@ -62,7 +62,7 @@ class RoleHeader(TypedDict, total=False):
     init_inputs: list[Any]  # arguments of the model's constructor
     # Seed of torch before the constructor, or None unless candidates get their weights by it.
     construction_seed: int | None
-    extensions: list[Any]  # built extensions of a candidate of one file (inline_extension.py)
+    extensions: list[Any] | None  # built extensions of a candidate of one file (inline_extension.py)
     rules: str  # `kernel-only`, with which a candidate may not compute with torch, or `any`
     layout: MemoryLayout
     compile_mode: str  # `mode` of torch.compile

@@ -177,7 +177,7 @@ def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> C
     another. It is empty if the candidate has none.
     """
     libraries = os.pread(library, os.fstat(library).st_size, 0)
-    if header["extensions"]:
+    if header["extensions"] is not None:
         inline_extension.install(header["extensions"], libraries, header["suffix"])
     elif libraries:
         Path(f"cuda_extension{header['suffix']}").write_bytes(libraries)

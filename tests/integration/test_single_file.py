@@ -143,6 +143,27 @@ TEXT = SOURCE if glob.glob("extension_0*") else SOURCE + "// recorded"
     assert "the judge has built no extension with these sources" in verdict.log
 
 
+def test_an_extension_that_does_not_compile_raises_in_the_file_under_any_rules(any_rules: Judge) -> None:
+    """As with torch's own `load_inline`: a file that catches the error answers by other means."""
+    broken = single_file(source="this is no C++")["model_new.py"]
+    verdict = judged(any_rules, {"model_new.py": broken})
+    assert (verdict.status, verdict.reason) == ("build_failed", "compiler"), verdict.log
+
+    call, body = broken.index("fused = load_inline("), broken.index("class ModelNew")
+    caught = (
+        broken[:call]
+        + "try:\n    "
+        + broken[call:body].strip().replace("\n", "\n    ")
+        + "\nexcept Exception:\n    fused = None\n\n"
+        + broken[body:]
+    )
+    start, end = caught.index("        out = torch.empty_like"), caught.index("def get_inputs")
+    answers = "        return torch.nn.functional.leaky_relu(torch.sigmoid(x) * self.scale - 0.3, 0.1)\n\n"
+    verdict = judged(any_rules, {"model_new.py": caught[:start] + answers + caught[end:]})
+    assert verdict.status == "correct", (verdict.reason, verdict.log)
+    assert verdict.evidence["extensions_not_built"] == ["fused"]
+
+
 @pytest.mark.parametrize(
     ("before", "status", "reason"),
     [
