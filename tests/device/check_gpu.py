@@ -1,12 +1,14 @@
-"""All checks that need a GPU, in at most ten minutes, as one table: name, user, budget, seconds, result.
+"""All checks that need a GPU, as a table: name, user, budget, seconds, result. Each part takes ten minutes.
 
-    python tests/device/check_gpu.py [--seconds 580] [--out FOLDER] [--suite FOLDER] [--list] [NAME...]
+    python tests/device/check_gpu.py [--part 1|2|3] [--seconds 580] [--out FOLDER] [--suite FOLDER] [--list]
+        [NAME...]
 
-Each check is a script of tests/device or tests/bench and has a budget of seconds; what a check leaves of its
-budget goes to those after it, and the most telling come first. With NAMEs only these checks run. Checks that
-need a package that is missing, or `--suite` (a checkout of KernelBench), are listed as not run. As root, two
-of them run a second time as an ordinary account without a name, on a copy of the checkout that this account
-may read. Needs torch and this project, no pytest.
+Part 1 has what the judge's verdicts depend on, part 2 training and sampling, part 3 the whole corpus and
+KernelBench's baselines. Each check is a script of tests/device or tests/bench and has a budget of seconds;
+what a check leaves of its budget goes to those after it, and the most telling come first. With NAMEs only
+these checks run, of whatever part. Checks that need a package that is missing, or `--suite` (a checkout of
+KernelBench), are listed as not run. As root, two of them run a second time as an ordinary account without a
+name, on a copy of the checkout that this account may read. Needs torch and this project, no pytest.
 
 Each check's output is FOLDER/NAME.log, and its last lines are printed. Ends with 0 if no check failed and all
 of those that could run were finished, with 1 otherwise, and with 2 where there is no GPU.
@@ -63,6 +65,7 @@ class Check:
     """
 
     name: str
+    part: int
     budget: float
     arguments: tuple[str, ...]
     user: int | None = None
@@ -74,36 +77,40 @@ def checks(out: Path, suite: Path | None) -> list[Check]:
     corpus = ("tests/device/judge_corpus.py", "--repeats", "5")
     adapter = ("--model", "Qwen3-0.6B", "--profile", "hf-adapter", "--device", "cuda")
     found = [
-        Check("isolation", 15, ("-c", PREFLIGHT)),
-        Check("isolation-ordinary", 15, ("-c", PREFLIGHT), ORDINARY),
-        Check("exact-answers", 30, ("tests/device/exact_answers.py",)),
-        Check("exploits-of-rounds", 40, (*corpus, *OF_ROUNDS)),
-        Check("planned-memory", 45, ("tests/device/planned_memory.py",), needs=("deepspeed", "peft")),
+        Check("isolation", 1, 5, ("-c", PREFLIGHT)),
+        Check("isolation-ordinary", 1, 5, ("-c", PREFLIGHT), ORDINARY),
+        Check("exact-answers", 1, 25, ("tests/device/exact_answers.py",)),
+        Check("exploits-of-rounds", 1, 130, (*corpus, *OF_ROUNDS)),
         Check(
             "large-tasks",
-            100,
+            1,
+            170,
             (
                 "tests/device/large_tasks.py",
                 *("--gigabytes", LARGE_GIGABYTES),
                 *("--seconds", SECONDS_TO_BEGIN),
             ),
         ),
+        Check("corpus-ordinary", 1, 75, (*corpus, *FEW), ORDINARY),
+        Check("first-call", 1, 100, ("tests/device/first_call.py", "--repeats", "3", "--skip-turns")),
+        Check("planned-memory", 2, 120, ("tests/device/planned_memory.py",), needs=("deepspeed", "peft")),
         Check(
             "long-context",
-            90,
+            2,
+            200,
             ("tests/device/long_context.py", "--seconds", SECONDS, "--out", str(out / "long-context")),
             needs=("deepspeed", "peft"),
         ),
-        Check("corpus-ordinary", 50, (*corpus, *FEW), ORDINARY),
-        Check("first-call", 40, ("tests/device/first_call.py", "--repeats", "3", "--skip-turns")),
-        Check("update", 40, ("tests/bench/bench_update.py", *adapter), needs=("deepspeed", "peft")),
-        Check("sampling", 40, ("tests/device/vllm_backends.py",), needs=("vllm",)),
-        Check("corpus", 75, (*corpus, "--table", str(out / "corpus.md"))),
+        Check("update", 2, 120, ("tests/bench/bench_update.py", *adapter), needs=("deepspeed", "peft")),
+        Check("sampling", 2, 140, ("tests/device/vllm_backends.py",), needs=("vllm",)),
+        Check("corpus", 3, 300, (*corpus, "--table", str(out / "corpus.md"))),
     ]
     if suite is not None:
+        sizes = ("tests/device/suite_memory.py", str(suite), str(out / "suite-memory.json"))
         baselines = ("tests/bench/bench_baselines.py", str(suite), str(out / "baselines.json"))
         options = ("--profile", "h200", "--levels", "1,2,3", "--seconds", SECONDS_TO_BEGIN)
-        found.append(Check("baselines", 60, (*baselines, *options)))
+        found.append(Check("suite-memory", 1, 70, sizes))
+        found.append(Check("baselines", 3, 280, (*baselines, *options)))
     return [check for check in found if check.user is None or os.geteuid() == 0]
 
 
@@ -164,6 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=1, help="if no NAME is given")
     parser.add_argument("--seconds", type=float, default=580, help="for all checks together")
     parser.add_argument(
         "--out",
@@ -178,7 +186,11 @@ def main() -> int:
     found = checks(options.out, options.suite)
     if unknown := set(options.names) - {check.name for check in found}:
         parser.error(f"no check {', '.join(sorted(unknown))}: --list names those for this user")
-    chosen = [check for check in found if not options.names or check.name in options.names]
+    chosen = [
+        check
+        for check in found
+        if (check.name in options.names if options.names else check.part == options.part)
+    ]
     if options.list:
         for check in chosen:
             print(f"{check.name:20} {check.budget:4.0f} s  {' '.join(' '.join(check.arguments).split())}")
