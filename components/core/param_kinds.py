@@ -1,5 +1,6 @@
 """The kind of every parameter, `result` or `throughput`, and the values of those that change results."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,17 @@ KINDS = {
 }
 
 
+@functools.cache
+def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the dotted keys, in or below `names`, of the parameters that change results."""
+    return tuple(
+        key
+        for key, kind in KINDS.items()
+        if kind == "result"
+        and (names is None or any(key == name or key.startswith(f"{name}.") for name in names))
+    )
+
+
 def result_values(params: Params, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Return the values of the parameters that change results, by dotted key.
 
@@ -33,9 +45,5 @@ def result_values(params: Params, names: Iterable[str] | None = None) -> dict[st
     value of a mapping, such as data.operator_mix, is one value.
     """
     values = flatten_values(params.model_dump(mode="json"))
-    return {
-        key: value
-        for key, value in values.items()
-        if KINDS[key] == "result"
-        and (names is None or any(key == name or key.startswith(f"{name}.") for name in names))
-    }
+    keys = _result_keys(None if names is None else tuple(names))
+    return {key: values[key] for key in keys if key in values}
