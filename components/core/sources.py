@@ -4,20 +4,37 @@ The files of a stage are found from its first modules by following imports, also
 string that names a module, such as "components.policy.vllm_worker.Fingerprint", counts as an import. A string
 that names a file or folder beside the module, or the template of workspaces, counts as a use of that file. A
 sandbox has the folder of its modules as path, so an import may also name a module beside the importing one.
+
+Parsing all sources takes seconds, so what is read from each is kept in the user's cache under its content.
 """
 
 import ast
 import functools
+import json
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from components.core.config import PROJECT
-from components.core.files import digest_bytes, digest_file
+from components.core.files import atomic_write, digest_bytes, digest_file, user_cache
 
 # Top folders of the project whose modules are followed, and the folder of the workspaces' template.
 PACKAGES = ("components", "flows")
 TEMPLATE = "agent_workdir"
 # Modules that only declare and read parameters, whose values are part of a stage's key themselves.
 DECLARATIONS = ("components/core/params.py", "components/core/config.py", "components/core/param_kinds.py")
+
+
+# Longest string that may name a file beside a module.
+MAX_FILE_NAME = 100
+
+
+class _Facts(NamedTuple):
+    """Digest of a Python module's syntax tree, the names that it imports, and strings that may name files."""
+
+    digest: str
+    names: tuple[str, ...]
+    texts: tuple[str, ...]
 
 
 @functools.cache
@@ -27,23 +44,76 @@ def source_digest(path: Path) -> str:
     Comments, docstrings and formatting of a Python module do not change it. Other files are digested by their
     bytes, as is a module that cannot be parsed.
     """
-    tree = _parsed(path)
-    return digest_file(path) if tree is None else digest_bytes(ast.dump(tree).encode())
+    facts = _facts(path)
+    return digest_file(path) if facts is None else facts.digest
 
 
 @functools.cache
-def _parsed(path: Path) -> ast.Module | None:
-    """Return the syntax tree of a Python module without bare strings, or None for any other file."""
+def _facts(path: Path) -> _Facts | None:
+    """Return the facts of a Python module, from the cache if it has them, or None for any other file."""
     if path.suffix != ".py":
         return None
+    content = path.read_bytes()
+    kept = _kept_facts().get(digest_bytes(content))
+    if kept is not None:
+        return kept
+    tree = _parsed(content)
+    return None if tree is None else _facts_of(tree)
+
+
+def _cache_file() -> Path:
+    """Return the file of the cached facts of this checkout, which depend on this module and on Python."""
+    origin = f"{PROJECT}\n{sys.version}\n{digest_file(Path(__file__))}"
+    return user_cache("sources") / f"{digest_bytes(origin.encode())[:16]}.json"
+
+
+@functools.cache
+def _kept_facts() -> dict[str, _Facts]:
+    """Return the cached facts of modules by the digest of their bytes."""
     try:
-        tree = ast.parse(path.read_bytes())
+        kept = json.loads(_cache_file().read_bytes()).items()
+        return {key: _Facts(digest, tuple(names), tuple(texts)) for key, (digest, names, texts) in kept}
+    except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: the sources are parsed
+        return {}
+
+
+def _keep_facts(files: list[Path]) -> None:
+    """Write the facts of the modules among `files` to the cache, unless it has exactly them."""
+    modules = {digest_bytes(path.read_bytes()): facts for path in files if (facts := _facts(path))}
+    if modules != _kept_facts():
+        atomic_write(_cache_file(), json.dumps(modules))
+
+
+def _parsed(content: bytes) -> ast.Module | None:
+    """Return the syntax tree of a Python module without bare strings, or None if it is not valid."""
+    try:
+        tree = ast.parse(content)
     except (SyntaxError, ValueError):
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [statement for statement in node.body if not _is_bare_string(statement)]
     return tree
+
+
+def _facts_of(tree: ast.Module) -> _Facts:
+    """Return the facts of a syntax tree, without the imports that only type checkers read."""
+    names, texts = set[str](), set[str]()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pending += node.orelse
+                continue
+            case ast.Import():
+                names |= {alias.name for alias in node.names}
+            case ast.ImportFrom(module=str(module)):
+                names |= {f"{module}.{alias.name}" for alias in node.names}
+            case ast.Constant(value=str(text)) if len(text) < MAX_FILE_NAME and "/" not in text:
+                texts.add(text)
+        pending += ast.iter_child_nodes(node)
+    return _Facts(digest_bytes(ast.dump(tree).encode()), tuple(sorted(names)), tuple(sorted(texts)))
 
 
 def _is_bare_string(statement: ast.stmt) -> bool:
@@ -74,25 +144,11 @@ def _files_below(folder: Path) -> set[Path]:
 @functools.cache
 def _used_by(path: Path) -> frozenset[Path]:
     """Return the files of the project that a module imports or names, without itself."""
-    tree = _parsed(path)
-    if tree is None:
+    facts = _facts(path)
+    if facts is None:
         return frozenset()
-    names, texts = set[str](), set[str]()
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        match node:
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                pending += node.orelse
-                continue
-            case ast.Import():
-                names |= {alias.name for alias in node.names}
-            case ast.ImportFrom(module=str(module)):
-                names |= {f"{module}.{alias.name}" for alias in node.names}
-            case ast.Constant(value=str(text)):
-                texts.add(text)
-        pending += ast.iter_child_nodes(node)
-    modules = (_module_file(name) for name in names | {text for text in texts if "." in text})
+    names, texts = facts.names, facts.texts
+    modules = (_module_file(name) for name in (*names, *(text for text in texts if "." in text)))
     used = {module for module in modules if module is not None}
     beside = (path.with_name(f"{name.partition('.')[0]}.py") for name in names)
     used |= {module for module in beside if module.is_file()}
@@ -100,7 +156,7 @@ def _used_by(path: Path) -> frozenset[Path]:
         place = path.parent / text
         if text == TEMPLATE:
             used |= _files_below(PROJECT / TEMPLATE)
-        elif text.strip("./") and "/" not in text and len(text) < 100 and place.exists():
+        elif text.strip("./") and place.exists():
             used |= {place} if place.is_file() else _files_below(place)
     return frozenset(used - {path})
 
@@ -136,4 +192,6 @@ def closure_digests(*modules: str) -> dict[str, str]:
 def project_digests() -> dict[str, str]:
     """Return the digest of every source file of the project, by its path in the project."""
     files = sorted(path for top in (*PACKAGES, TEMPLATE) for path in _files_below(PROJECT / top))
-    return {path.relative_to(PROJECT).as_posix(): source_digest(path) for path in files}
+    found = {path.relative_to(PROJECT).as_posix(): source_digest(path) for path in files}
+    _keep_facts(files)
+    return found

@@ -1,7 +1,11 @@
 """Keys follow meaning: what changes no result, or cannot be read by a stage, does not change its key."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -135,3 +139,25 @@ def test_the_explanation_names_what_changed_against_the_newest_stage(tmp_path: P
 def test_stages_of_a_release_that_recorded_no_keys_are_made_again(tmp_path: Path) -> None:
     (tmp_path / "stages" / "warmup-0123456789ab").mkdir(parents=True)
     assert explained(tmp_path)["warmup"].reasons == ("a release made it that did not record keys",)
+
+
+def test_the_digests_of_all_sources_are_the_same_with_cold_warm_and_damaged_caches(tmp_path: Path) -> None:
+    program = (
+        "import json, sys; from components.core import sources as s; from flows.stage_keys import READS;"
+        "digests = [s.project_digests(), *(s.closure_digests(*read.modules) for read in READS.values())];"
+        "print(json.dumps([digests, len(s._kept_facts())]))"
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+
+    def digests() -> tuple[Any, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=PROJECT, check=True, capture_output=True
+        )
+        found, kept = json.loads(done.stdout)
+        return found, kept
+
+    cold, none = digests()
+    warm, all_modules = digests()
+    (cache,) = (tmp_path / "cuda-agent" / "sources").iterdir()
+    cache.write_text(cache.read_text()[:-9])
+    assert digests()[0] == warm == cold and none == 0 and all_modules > 200
