@@ -1,21 +1,15 @@
 """Exact answers over the whole operator table and over rows of up to 2^20 elements."""
 
-from pathlib import Path
-
 import exactness
-import pytest
 import torch
 
 from components.core.params import Params
-from components.core.progress import Quiet
-from components.synthesis.operator_table import load_operator_table
+from components.synthesis.mined_operators import OperatorTable
 
 
 def test_no_operator_refuses_an_exact_answer_or_accepts_twice_the_error(
-    ci_params: Params, pytestconfig: pytest.Config
+    ci_params: Params, table: OperatorTable
 ) -> None:
-    folder: Path = pytestconfig.cache.mkdir("seeds")  # where tests/unit/test_mining.py keeps the table
-    table = load_operator_table(folder, Quiet())
     tally = exactness.checked_templates(table.templates, ci_params, seed=torch.seed() % 2**31)
     assert tally.calls == 6 * len(table.templates) and tally.wrong == []
 

@@ -1,0 +1,145 @@
+"""The mined operator table, its reasons for what is left out, and the chains composed from it."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from synthesis_fixtures import InProcess, parameters
+
+from components.core.params import Params
+from components.core.progress import Quiet
+from components.core.task import check_contract
+from components.synthesis import mine_torch
+from components.synthesis.dataset import build_dataset
+from components.synthesis.mined_operators import SMALL, OperatorTable, output_layout
+from components.synthesis.task_filter import TaskFilter
+from components.synthesis.torch_composer import TorchComposer
+from components.synthesis.transformers_source import write_module_source
+
+
+def mined_parameters(*sets: str) -> Params:
+    return parameters(
+        "data.operators=all",
+        "data.transformers_share=0.05",
+        "data.numel=[16384, 131072]",
+        "data.eager_seconds=[1e-6, 10]",
+        *sets,
+    )
+
+
+def test_the_table_is_as_large_as_it_says(table: OperatorTable) -> None:
+    assert len(table.operators) >= 150 and len(table.modules) >= 60
+    several = {
+        name: sum(len(form.ranks) for form in table.templates if form.name == name)
+        for name in {form.name for form in table.templates}
+    }
+    assert sum(count >= 2 for count in several.values()) >= 150, "several argument and shape variants"
+    for role in ("Norm", "MLP", "Attention", "Router", "rotary", "Activation"):
+        assert any(role in module.name for module in table.modules), role
+
+
+def test_every_public_name_is_mined_or_left_out_with_a_reason(table: OperatorTable) -> None:
+    mined_names = {form.name for form in table.templates}
+    left_out = table.left_out
+    assert not mined_names & set(left_out) and all(left_out.values())
+    assert {name for name, _ in mine_torch._public()} == mined_names | {
+        name for name in left_out if not name.startswith("transformers.")
+    }
+    assert (
+        left_out["nn.Dropout"] == "gives its input back when not training"
+        and left_out["torch.rand_like"] == "draws random numbers"
+    )
+
+
+def test_forms_fit_on_meta_tensors(table: OperatorTable) -> None:
+    for form in table.templates[::10]:
+        for rank in form.ranks:
+            assert (
+                output_layout(form, SMALL[rank], torch.empty(SMALL[rank], device="meta").stride()) is not None
+            ), form
+
+
+def test_modules_are_self_contained(table: OperatorTable) -> None:
+    for module in table.modules[::7]:
+        code = write_module_source(module, batch=2, length=8, hidden=256)
+        roots = {
+            alias.name
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        roots |= {str(node.module) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)}
+        assert not any(root.startswith("transformers") for root in roots), module.name
+
+
+def test_equal_seeds_compose_equal_chains(table: OperatorTable) -> None:
+    one, two, other = (
+        [
+            draft.task.task_id
+            for draft in itertools.islice(
+                TorchComposer(table, mined_parameters(f"data.seed={seed}").data, "cpu", modules=True), 8
+            )
+        ]
+        for seed in (7, 7, 8)
+    )
+    assert one == two != other
+
+
+def test_composed_chains_keep_the_contract_the_rubric_and_run(table: OperatorTable) -> None:
+    data = mined_parameters().data
+    task_filter = TaskFilter(data)
+    for draft in itertools.islice(TorchComposer(table, data, "cpu", modules=True), 30):
+        check_contract(draft.task.code, "composed")
+        assert task_filter.check_source(draft.task) == ("", ""), draft.task.code
+        namespace: dict = {"__name__": "task"}
+        exec(draft.task.code, namespace)
+        with torch.no_grad():
+            inputs = namespace["get_inputs"]()
+            out = namespace["Model"]().eval()(*inputs)
+        # An image's side is the root of a length, rounded down.
+        low = data.numel[0] // 2 if draft.task.data_source == "transformers" else data.numel[0]
+        assert out.dtype == torch.float32 and low <= inputs[0].numel() <= data.numel[1]
+
+
+def test_the_size_is_searched_by_what_was_measured(table: OperatorTable) -> None:
+    data = mined_parameters("data.eager_seconds=[0.0001, 0.001]", "data.numel=[16384, 4194304]").data
+    composer = TorchComposer(table, data, "cpu", modules=False)
+    draft = next(iter(composer))
+    larger = composer.resize(draft, 2e-5)
+    assert larger is None or torch.Size(larger.shape).numel() > torch.Size(draft.shape).numel()
+    assert any(composer.resize(other, 2e-5) is not None for other in itertools.islice(composer, 5))
+
+
+def test_most_chains_find_their_size_on_a_gpu(table: OperatorTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch time does not grow with the size; a guess that grows finds a size for few chains."""
+    data = mined_parameters("data.eager_seconds=[0.0001, 0.05]", "data.numel=[1048576, 67108864]").data
+    composer, sized = TorchComposer(table, data, "cuda", modules=False), []
+    likely = composer._likely
+    monkeypatch.setattr(composer, "_likely", lambda chain, rank: sized.append(chain) or likely(chain, rank))
+    drafts = [composer.compose() for _ in range(40)]
+    assert len(sized) < 1.5 * len(drafts)
+
+
+def test_a_data_set_of_mined_operators_has_exactly_the_mix(
+    table: OperatorTable, seeds: Path, tmp_path: Path
+) -> None:
+    params = mined_parameters(
+        "data.tasks=20",
+        "data.held_out=5",
+        "data.operator_mix={1: 0.2, 2: 0.6, 3: 0.2}",
+        "data.transformers_share=0.2",
+    )
+    summary = build_dataset(params, tmp_path / "tasks", InProcess(), Quiet(), seeds)
+    kinds = [task.data_source for task in summary.admitted if task.split == "train"]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "torch#1": 3,
+        "torch#2": 10,
+        "torch#3": 3,
+        "transformers": 4,
+    }
+    assert (
+        summary.version
+        == build_dataset(params, tmp_path / "again", InProcess(shuffled=True), Quiet(), seeds).version
+    )
