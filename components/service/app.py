@@ -9,8 +9,7 @@ import contextlib
 import importlib.util
 import json
 import math
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -29,8 +28,10 @@ from components.judge.version import VERSION, protocol_digest
 from components.service.body_limit import BodyLimit
 from components.service.errors import ServiceError
 from components.service.jobs import JobService
+from components.service.kernelgym import add_kernelgym_routes
 from components.service.requests import AdmissionBody, JobView, JudgementBody, TaskSummary, TaskView
 from components.service.tokens import LOCAL, Token, TokenFile
+from components.service.waiting import changes, ended
 
 # Largest number of bytes of a request's body.
 BODY_BYTES = 8 << 20
@@ -151,6 +152,7 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
         telemetry.SERVICE_JOBS.set(service.store.active())
         return Response(generate_latest(telemetry.REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
+    add_kernelgym_routes(app, service, caller)
     return app
 
 
@@ -201,36 +203,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, failed)
 
 
-@contextlib.contextmanager
-def _changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
-    """Yield an event of this loop that is set whenever the job changes."""
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-    def changed() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(event.set)
-
-    with service.watch(job_id, changed):
-        yield event
-
-
-async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
-    """Return the job when it has ended, or as it is after `seconds` or when the service closes."""
-    deadline = time.monotonic() + seconds
-    with _changes(service, job_id) as event:
-        while True:
-            event.clear()
-            job = await run_in_threadpool(service.view, token, job_id)
-            left = deadline - time.monotonic()
-            if job.has_ended or left <= 0 or service.closing:
-                return job
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), left)
-
-
 async def _events(service: JobService, token: Token, job_id: str) -> AsyncIterator[str]:
     last = None
-    with _changes(service, job_id) as event:
+    with changes(service, job_id) as event:
         while not service.closing:
             event.clear()
             job = await run_in_threadpool(service.view, token, job_id)

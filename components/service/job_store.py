@@ -31,6 +31,9 @@ CREATE TABLE IF NOT EXISTS jobs (
     attempts INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS submissions (token TEXT NOT NULL, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS names (
+    token TEXT NOT NULL, name TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (token, name)
+);
 CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
@@ -101,6 +104,15 @@ class JobStore:
         )
         if job.state == "queued":
             self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.created)
+
+    def name(self, token: str, name: str, job_id: str) -> None:
+        """Give a job a name of the token's own; a name that was given before names this job from now on."""
+        self._rows("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", token, name, job_id)
+
+    def named(self, token: str, name: str) -> str | None:
+        """Return the id of the job with a name of the token, or None if there is none."""
+        rows = self._rows("SELECT job FROM names WHERE token = ? AND name = ?", token, name)
+        return str(rows[0]["job"]) if rows else None
 
     def waiting(self) -> dict[str, StoredJob]:
         """Return the first queued job of each token that has one."""
