@@ -1,9 +1,9 @@
 """Choice of the torch.compile mode that evaluations compare with, which is the fastest mode on each task.
 
 Training compares with the default mode only, because each other mode takes seconds to minutes per task
-(max-autotune times kernels while it compiles). The mode is chosen once per task, in rounds without a
-candidate. The ratio in the verdict is measured in other rounds, beside the candidate, so that random errors
-in the choice do not affect it.
+(max-autotune times kernels while it compiles). The mode is chosen once per task and installation, in rounds
+without a candidate, and kept in the compile cache. The ratio in the verdict is measured in other rounds,
+beside the candidate, so that random errors in the choice do not affect it.
 """
 
 import statistics
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from components.core.errors import InfrastructureError, TaskError
 from components.core.param_types import Device
+from components.judge.compile_cache import has_artefacts, load_mode_seconds, store_mode_seconds
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
 from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner
@@ -39,33 +40,57 @@ def compile_modes(bench: TaskBench) -> tuple[Baseline, ...]:
 
 
 def start_modes(bench: TaskBench) -> None:
-    """Start the baselines of all modes that can compile while other work uses the device.
+    """Start the baselines that `fastest_mode` needs and that can start while other work uses the device.
 
-    Nothing is started if the modes have already been compared.
+    If the modes of this task were compared before, that is the fastest mode only. A mode that times kernels
+    while it compiles can start if the cache has what it compiles.
     """
-    if not bench.mode_seconds:
-        start_available(
-            bench, [mode for mode in compile_modes(bench) if not mode.mode.startswith(MAX_AUTOTUNE.mode)]
-        )
+    modes = compile_modes(bench)
+    _load_seconds(bench, modes)
+    if bench.mode_seconds:
+        modes = (min(bench.mode_seconds, key=bench.mode_seconds.__getitem__),)
+    reference = bench.reference
+    start_available(
+        bench,
+        [
+            mode
+            for mode in modes
+            if not mode.mode.startswith(MAX_AUTOTUNE.mode) or has_artefacts(reference, mode.mode)
+        ],
+    )
 
 
 def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
     """Return the runner of the fastest mode, the mode, and the seconds of one call by mode.
 
-    The dictionary of seconds is empty on a device with one mode. The calling thread must have exclusive
+    The seconds are those of an earlier comparison on this device if the cache has them, and are measured
+    otherwise. The dictionary is empty on a device with one mode. The calling thread must have exclusive
     access to the device. A mode that fails on the task is left out. If the default mode fails, TaskError or
     InfrastructureError is raised.
     """
     modes = compile_modes(bench)
     if len(modes) == 1:
         return bench.baselines.get(COMPILE), COMPILE, {}
+    _load_seconds(bench, modes)
     if not bench.mode_seconds:
         bench.mode_seconds.update(baseline_seconds(bench, modes))
+        names, seconds = [mode.mode for mode in modes], bench.mode_seconds
+        store_mode_seconds(bench.reference, names, {mode.mode: took for mode, took in seconds.items()})
     best = min(bench.mode_seconds, key=bench.mode_seconds.__getitem__)
+    while best.is_optional and not start_available(bench, [best]):
+        del bench.mode_seconds[best]
+        best = min(bench.mode_seconds, key=bench.mode_seconds.__getitem__)
     for mode in modes:
         if mode not in (COMPILE, best):  # training uses the default mode
             bench.baselines.drop(mode)
     return bench.baselines.get(best), best, dict(bench.mode_seconds)
+
+
+def _load_seconds(bench: TaskBench, modes: Sequence[Baseline]) -> None:
+    """Fill `bench.mode_seconds` from the cache if there are several modes and it is still empty."""
+    if len(modes) > 1 and not bench.mode_seconds:
+        known = load_mode_seconds(bench.reference, [mode.mode for mode in modes])
+        bench.mode_seconds.update({mode: known[mode.mode] for mode in modes if mode.mode in known})
 
 
 def start_available(bench: TaskBench, baselines: Sequence[Baseline]) -> list[Baseline]:

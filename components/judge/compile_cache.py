@@ -1,9 +1,9 @@
-"""Cache of what torch.compile makes of each task: compiled kernels and the results of autotuning.
+"""Cache of what torch.compile makes of each task: compiled kernels, results of autotuning, times by mode.
 
-An entry is an archive that a runner of torch.compile wrote inside the sandbox
-(components/sandbox/compile_artefacts.py). The task's source ran in that runner, so the archive is untrusted:
-the judge never opens it, and sends it only to later runners that compile the same task in the same mode. No
-sandbox contains the cache's folder.
+The times by mode are the judge's own. Any other entry is an archive that a runner of torch.compile wrote
+inside the sandbox (components/sandbox/compile_artefacts.py). The task's source ran in that runner, so the
+archive is untrusted: the judge never opens it, and sends it only to later runners that compile the same task
+in the same mode. No sandbox contains the cache's folder.
 """
 
 import contextlib
@@ -11,13 +11,15 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
 from components.core.errors import TaskError
 from components.core.files import atomic_write, digest_bytes, digest_json, remove_stale, user_cache
@@ -49,7 +51,7 @@ def installation(device: Device) -> tuple[str, ...]:
 
 
 def entry_key(reference: TaskReference, mode: str) -> str:
-    """Return the key of a task's archive for a mode of torch.compile, which is also its file name."""
+    """Return the key of a task's entry for `mode`, a mode of torch.compile, which is also its file name."""
     params, task = reference.params, digest_bytes(reference.code.encode())
     return digest_json([FORMAT, task, mode, params.precision, *installation(params.device)])
 
@@ -96,6 +98,33 @@ class CompileCache:
         (self.folder / key).unlink(missing_ok=True)
 
 
+def open_cache() -> CompileCache:
+    """Return the user's cache, whose folder no other user of the machine may read."""
+    folder = user_cache("compile")
+    folder.chmod(0o700)
+    return CompileCache(folder)
+
+
+def has_artefacts(reference: TaskReference, mode: str) -> bool:
+    """Return whether the cache has what torch.compile made of the task in `mode`."""
+    return (open_cache().folder / entry_key(reference, mode)).is_file()
+
+
+def load_mode_seconds(reference: TaskReference, modes: Sequence[str]) -> dict[str, float]:
+    """Return the seconds of one call by mode that `store_mode_seconds` stored for `modes`, or nothing."""
+    content = open_cache().load(_modes_key(reference, modes))
+    return TypeAdapter(dict[str, float]).validate_json(content) if content else {}
+
+
+def store_mode_seconds(reference: TaskReference, modes: Sequence[str], seconds: Mapping[str, float]) -> None:
+    """Store the seconds of one call of the task by mode, which were measured when `modes` were compared."""
+    open_cache().store(_modes_key(reference, modes), json.dumps(seconds).encode())
+
+
+def _modes_key(reference: TaskReference, modes: Sequence[str]) -> str:
+    return entry_key(reference, "seconds of " + " ".join(modes))
+
+
 def start_compiled(
     reference: TaskReference, mode: str, start: Callable[[int], TimedRunner], *, save_seconds: float
 ) -> TimedRunner:
@@ -107,9 +136,7 @@ def start_compiled(
     `save_seconds` limits the wall time in which the runner writes its archive. Raises TaskError if the runner
     fails.
     """
-    folder = user_cache("compile")
-    folder.chmod(0o700)  # no other user of the machine may read what a task's source wrote
-    cache, key = CompileCache(folder), entry_key(reference, mode)
+    cache, key = open_cache(), entry_key(reference, mode)
     if archive := cache.load(key):
         try:
             return _start(cache, key, archive, start, save_seconds)

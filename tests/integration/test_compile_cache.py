@@ -13,10 +13,10 @@ import judge_fixtures as corpus
 import pytest
 
 from components.core.errors import TaskError
-from components.judge import compile_cache
+from components.judge import compile_baseline, compile_cache
 from components.judge.compile_cache import CompileCache, entry_key
 from components.judge.judge import Judge
-from components.judge.task_bench import COMPILE, TaskBench
+from components.judge.task_bench import COMPILE, Baseline, TaskBench
 
 # A task whose source fails in a runner of torch.compile that has received an archive.
 REFUSES = f"""{corpus.CODE}
@@ -59,6 +59,39 @@ def test_a_task_is_compiled_once(cold_judge: Judge, folder: Path) -> None:
     simd = corpus.files("honest", "simd")
     assert cold_judge.verdict(corpus.TASK, simd, compare_compile=True).evidence["compile_cached"] is True
     assert list(folder.iterdir()) == [entry]
+
+
+def test_the_modes_of_a_task_are_compared_once(
+    judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = (COMPILE, Baseline("compile", "reduce-overhead"))
+    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", modes)
+    with bench(judge) as made:
+        compile_baseline.start_modes(made)
+        _, best, seconds = compile_baseline.fastest_mode(made)
+        assert set(seconds) == set(modes)
+
+    def unexpected(*_: object) -> dict[Baseline, float]:
+        raise AssertionError("the modes are compared again")
+
+    monkeypatch.setattr(compile_baseline, "baseline_seconds", unexpected)
+    with bench(judge) as made:
+        compile_baseline.start_modes(made)
+        assert set(made.baselines.runners) == {best}
+        runner, again, known = compile_baseline.fastest_mode(made)
+        assert (again, known, runner.is_cached) == (best, seconds, True)
+
+
+def test_a_kept_choice_that_fails_is_replaced(
+    judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Baseline("compile", "a-mode-that-torch-refuses")
+    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", (COMPILE, refused))
+    with bench(judge) as made:
+        names = [COMPILE.mode, refused.mode]
+        compile_cache.store_mode_seconds(made.reference, names, {COMPILE.mode: 2.0, refused.mode: 1.0})
+        _, best, seconds = compile_baseline.fastest_mode(made)
+        assert (best, seconds) == (COMPILE, {COMPILE: 2.0})
 
 
 def test_another_task_receives_nothing(judge: Judge, folder: Path) -> None:
