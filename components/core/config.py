@@ -19,7 +19,10 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of the model and of its sections by dotted key."""
+    """Return the pydantic fields of a model and of its sections by dotted key, such as "data.seed".
+
+    `prefix` is put before every key.
+    """
     keys: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         keys[prefix + name] = field
@@ -45,7 +48,11 @@ MAPPINGS = {key for key, field in KNOWN.items() if get_origin(field.annotation) 
 
 
 def flatten_values(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted key; the value of a mapping stays one value."""
+    """Return the values of nested sections by dotted key, such as {"data.seed": 1} for {"data": {"seed": 1}}.
+
+    `prefix` is put before every key. The value of a parameter that is itself a mapping (`MAPPINGS`) stays one
+    value.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         dotted = f"{prefix}{key}"
@@ -85,8 +92,8 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
     """Return the parameters of a run, computed from params.yaml, a profile and KEY=VALUE options.
 
     The profile's values override the base values, and each KEY=VALUE in `sets` overrides all values before
-    it. Raises UserError, with the origin of the value, for an unknown parameter or the first value that is
-    not valid.
+    it. An empty `profile` means the base values alone. Raises UserError, with the origin of the value, for an
+    unknown parameter or the first value that is not valid.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -116,10 +123,12 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
 
 
 def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return origin and values of each layer. The values of a layer override those of the layers before it.
+    """Return the layers of parameter values, each as its name for messages and its values by dotted key.
 
-    If the device is DEVICE and the file has a profile PROFILE-DEVICE, such as smoke-cuda, this profile
-    overrides the profile PROFILE, because a GPU needs other sizes than a processor core.
+    The layers are the base section of the file `path`, the profile, and each KEY=VALUE in `sets`. A layer
+    overrides the layers before it. If the device is DEVICE and the file has a profile PROFILE-DEVICE, such as
+    smoke-cuda, this profile overrides the profile PROFILE, because a GPU needs other sizes than a processor
+    core. Raises UserError for an unknown profile.
     """
     base = _read(path)
     profiles = base.pop("profiles", {})
@@ -173,7 +182,10 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
 
 def _check_combinations(params: Params, sources: dict[str, str]) -> None:
-    """Raise UserError if values that are valid on their own contradict each other."""
+    """Raise UserError if values that are valid on their own contradict each other.
+
+    `sources` has the origins of the values by dotted key, for the message.
+    """
     data, policy, samplers = params.data, params.policy, params.pool.samplers
     shares = sum(data.operator_mix.values())
     contradictions = [

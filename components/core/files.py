@@ -118,7 +118,7 @@ def check_executable(folder: Path, remedy: str) -> None:
 
 
 def scratch_folder() -> Path:
-    """Return the folder for temporary programs.
+    """Return a folder for temporary files that are executed, such as compiled programs.
 
     It is the system's temporary folder, or a folder in the user's cache if the file system of the system's
     folder forbids execution.
@@ -186,8 +186,8 @@ def read_json(path: Path) -> Any:
 def verify_files(checkpoint: Path, remedy: str = "delete the folder and run again") -> str:
     """Return the digest of a checkpoint after checking that its files match its manifest.
 
-    Raises UserError, which names the first file that does not match. `remedy` is the end of the message and
-    says what the user can do.
+    Raises UserError if the manifest is missing or damaged, or if a file does not match; the message names the
+    first such file. `remedy` is the end of the message and says what the user can do.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -236,7 +236,7 @@ def remove_stale(folder: Path, seconds: float) -> None:
 
 
 def environment_fault(error: BaseException) -> str:
-    """Return one sentence about a fault of the machine or the judge, such as a full disk, or an empty string.
+    """Return one sentence on the fault of the machine or the judge, such as a full disk, that led to `error`.
 
     The result is empty if neither `error` nor one of its causes is such a fault. The messages are searched as
     well, because safetensors and torch keep only the text of the system's error, and SQLite has a text of its

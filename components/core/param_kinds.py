@@ -29,7 +29,10 @@ KINDS = {
 
 @functools.cache
 def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the dotted keys, in or below `names`, of the parameters that change results."""
+    """Return the dotted keys of the parameters that change results and are in or below `names`.
+
+    `names` are dotted keys of parameters or of sections; None means all parameters.
+    """
     return tuple(
         key
         for key, kind in KINDS.items()

@@ -25,7 +25,10 @@ from components.core.stage_params import Coldstart, Critic, Engine, Ppo, Rejecti
 
 
 def _listed(value: Any) -> Any:
-    """Return a single address as a list, and an empty text as an empty list."""
+    """Convert a single address to a list, and an empty text to an empty list.
+
+    A value that is not a string is returned unchanged.
+    """
     return ([value] if value else []) if isinstance(value, str) else value
 
 

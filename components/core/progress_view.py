@@ -140,7 +140,10 @@ FIGURES = (
 
 
 def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one evaluation in the columns FIGURES, of which `name` is the first."""
+    """Return the cells of one evaluation in the columns FIGURES, of which `name` is the first.
+
+    `found` has the fields of a components.evaluation.metrics.Summary.
+    """
     rate, mean = found["faster_rate"], found["geomean"]
     cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
     return [name, *cells, format_number(mean["eager"], "{:.2f}x"), format_number(mean["compile"], "{:.2f}x")]
@@ -159,8 +162,9 @@ def evaluation_table(overall: Any, console: Console) -> None:
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
     """Print the record of a finished run.
 
-    It shows the stages, the figures of both evaluations, the decision of the gates, the path of the report,
-    and the `commands` that open further pages.
+    The stages, the figures of both evaluations, the decision of the gates and the path of the report are
+    printed. `record` is the content of the run's file run.json. `commands` has the commands that open further
+    pages, by the name of the page, and is printed at the end.
     """
     data = record["dataset"]
     console.print(

@@ -1,8 +1,8 @@
-"""Connection to a Ray cluster, and placement groups, which hold the roles of a run apart there.
+"""Connection to a Ray cluster, and placement groups, each of which reserves resources for one role of a run.
 
-Actors have names that all processes of a run share, so that each of them finds what another has started
-instead of starting it again. Actors and placement groups end with the process that started them, also if that
-is killed, because Ray ends what belongs to a driver that is gone.
+Actors have names that all processes of a run share, so that each process finds an actor that another process
+has started instead of starting it again. Actors and placement groups end with the process that started them,
+also if that is killed, because Ray ends what belongs to a driver that is gone.
 
 Ray is imported by this file, so only code that runs with a cluster imports it.
 """
@@ -41,12 +41,15 @@ def connect() -> None:
 
 
 def name_in_run(name: str) -> str:
-    """Return the name under which all processes of this run know an actor."""
+    """Return the name by which all processes of this run find the actor `name` in the Ray cluster.
+
+    It begins with the identifier of the run, so that no run finds an actor of another one.
+    """
     return f"{os.environ[RUN]}-{name}"
 
 
 def bundle(params: Params) -> dict[str, float]:
-    """Return the resources that one trainer or judge takes.
+    """Return the amount of each Ray resource, by its name, that one trainer or judge takes.
 
     A judge on cpu measures on one core. With a GPU it needs cores only for its builds, which are rare.
     """
@@ -74,9 +77,10 @@ def check_capacity(params: Params) -> None:
 
 
 def reserve(params: Params, role: str, count: int) -> PlacementGroup:
-    """Return a placement group with a bundle for each of `count` actors of a role.
+    """Return a placement group that reserves the resources of `count` actors of a role.
 
-    It belongs to this process. Raises UserError if the resources are not free within RESERVE_SECONDS.
+    `role` is the parameter in the section `pool` that gives `count`, such as `judges`. The group ends with
+    this process. Raises UserError if the resources are not free within RESERVE_SECONDS.
     """
     each = bundle(params)
     # Nobody looks the group up by its name, which is for those who list the groups of the cluster.

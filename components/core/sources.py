@@ -1,11 +1,13 @@
 """The source files on which the result of a stage depends, and digests that follow only their meaning.
 
-The files of a stage are found from its first modules by following imports, also those inside functions. A
-string that names a module, such as "components.policy.vllm_worker.Fingerprint", counts as an import. A string
-that names a file or folder beside the module, or the template of workspaces, counts as a use of that file. A
-sandbox has the folder of its modules as path, so an import may also name a module beside the importing one.
+The files of a stage are found from the modules that the caller names by following imports, also those inside
+functions. A string that names a module, such as "components.policy.vllm_worker.Fingerprint", counts as an
+import. A string that names a file or folder beside the module, or the template of workspaces, counts as a use
+of that file. Inside a sandbox, the search path of modules is the folder of the importing module, so an import
+may also name a module beside the importing one.
 
-Parsing all sources takes seconds, so what is read from each is kept in the user's cache under its content.
+Parsing all sources takes seconds, so the facts that are read from each source (`_Facts`) are kept in the
+user's cache under the digest of its content.
 """
 
 import ast
@@ -50,7 +52,10 @@ def source_digest(path: Path) -> str:
 
 @functools.cache
 def _facts(path: Path) -> _Facts | None:
-    """Return the facts of a Python module, from the cache if it has them, or None for any other file."""
+    """Return the facts of a Python module, from the cache if it has them.
+
+    Returns None for a file that is no Python module or cannot be parsed.
+    """
     if path.suffix != ".py":
         return None
     content = path.read_bytes()
@@ -97,7 +102,7 @@ def _parsed(content: bytes) -> ast.Module | None:
 
 
 def _facts_of(tree: ast.Module) -> _Facts:
-    """Return the facts of a syntax tree, without the imports that only type checkers read."""
+    """Return the facts of a syntax tree; imports under `if TYPE_CHECKING` are left out."""
     names, texts = set[str](), set[str]()
     pending: list[ast.AST] = [tree]
     while pending:
@@ -163,9 +168,10 @@ def _used_by(path: Path) -> frozenset[Path]:
 
 @functools.cache
 def import_closure(*modules: str) -> frozenset[Path]:
-    """Return the files of the modules and of all that they import, directly or not.
+    """Return the files of modules, and all files of the project that they use, directly or indirectly.
 
-    Raises ValueError if there is no such module.
+    `modules` are dotted names. Modules that only declare parameters (`DECLARATIONS`) are left out. Raises
+    ValueError if there is no module of such a name.
     """
     closure, pending = set[Path](), []
     for name in modules:

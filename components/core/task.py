@@ -78,7 +78,10 @@ def check_contract(code: str, origin: str) -> None:
 
 
 def missing_kernelbench(path: Path) -> str:
-    """Return how to get KernelBench if `path` has this name and does not exist, otherwise an empty string."""
+    """Return a text that says how to get KernelBench if `path` names a missing checkout of it.
+
+    The result is empty if the last part of `path` is not KernelBench, or if `path` exists.
+    """
     if path.name != "KernelBench" or path.exists():
         return ""
     return (

@@ -8,7 +8,8 @@ ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 def readable(text: str, limit: int) -> str:
     """Return `text` without terminal escapes and control characters.
 
-    If the result has more than `limit` characters, the middle of it is replaced by a note.
+    If the result has more than `limit` characters, its middle is replaced by a note with the number of
+    removed characters.
     """
     text = ESCAPE.sub("", text) if "\x1b" in text else text
     if not text.isprintable():
