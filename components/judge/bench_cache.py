@@ -44,12 +44,21 @@ class BenchCache:
         finally:
             with self.lock:
                 self.users[task_id] -= 1
+                self._forget(task_id)
+
+    def _forget(self, task_id: str) -> None:
+        """Drop what is kept for a task that has neither a bench nor a user; the caller holds the lock."""
+        if task_id not in self.benches and self.users[task_id] == 0:
+            del self.users[task_id]
+            self.task_locks.pop(task_id, None)
 
     def close_unused(self) -> None:
         """Close the least recently used bench that is not in use, if there is one."""
         with self.lock:
             unused = next((task_id for task_id in self.benches if self.users[task_id] == 0), None)
             bench = None if unused is None else self.benches.pop(unused)
+            if unused is not None:
+                self._forget(unused)
         if bench is not None:
             bench.close()
 

@@ -23,6 +23,7 @@ PUBLIC_EVIDENCE = (
     "compiler",
     "task",
     "candidate",
+    "extensions_not_built",
     "raw_seconds",
     "compile_mode",
     "compile_seconds",

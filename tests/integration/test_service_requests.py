@@ -137,6 +137,9 @@ def test_paths_of_requests_do_not_climb(client: TestClient) -> None:
 
 def test_a_redirected_web_page_cannot_use_a_service_without_tokens(client: TestClient) -> None:
     assert client.get("/health", headers={"Host": "evil.example"}).status_code == 400
+    for kind in ({}, {"Content-Type": "text/plain"}):  # what a page may send to another address unasked
+        answer = client.post("/v1/judgements", content=json.dumps(body("a")).encode(), headers=kind)
+        assert answer.status_code == 422
 
 
 def test_tokens_are_told_apart_by_their_digest_and_expire(tmp_path: Path, judges: TextJudges) -> None:

@@ -11,10 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from components.core.config import resolve
+from components.core.errors import TaskError
 from components.judge import correctness, input_mixing
+from components.judge.bench_cache import BenchCache
 from components.judge.correctness import ReferenceOutput, departures
 from components.judge.input_mixing import InputBank
 from components.judge.memory_plan import COMPARING_BYTES
+from components.judge.task_bench import TaskBench
 from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
 
 BASE = resolve().params
@@ -127,3 +130,16 @@ def test_departures_of_infinite_outputs_do_not_depend_on_the_parts(monkeypatch: 
             monkeypatch.setattr(correctness, "PART_NUMEL", part)
             found.append(departures(output, single).item())
         assert all(abs(a / b - 1) < 1e-6 for a, b in itertools.pairwise(found)) and found[0] > 1, name
+
+
+def test_a_task_that_fails_leaves_nothing_in_the_cache_of_benches() -> None:
+    """Callers of a service may send any number of such tasks."""
+    cache = BenchCache(2)
+
+    def fail() -> TaskBench:
+        raise TaskError("it has no inputs")
+
+    for number in range(100):
+        with pytest.raises(TaskError), cache.use(str(number), fail):
+            pass
+    assert not cache.users and not cache.task_locks and not cache.benches
