@@ -42,11 +42,11 @@ class CompileArtefacts:
                     archive.extract(name, self.folder)
 
     def files(self) -> list[str]:
-        """Return the paths of the files to keep, relative to the folder.
+        """Return the paths of the files that `save` puts into an archive, relative to `folder`.
 
-        Kernels in Triton's folder are left out, because Inductor stores those that it uses in its compiled
-        graphs too. The others, which were compiled only to be timed by max-autotune, would make an archive
-        many times as large. Triton's libraries for the host are kept.
+        Kernels in Triton's folder are left out. Inductor stores the kernels that it uses in its compiled
+        graphs too, and kernels that were compiled only to be timed by max-autotune would make an archive many
+        times as large. Triton's libraries for the host are included.
         """
         names = [path.relative_to(self.folder) for path in sorted(self.folder.rglob("*")) if path.is_file()]
         return [str(name) for name in names if name.parts[0] != "triton" or name.suffix == ".so"]

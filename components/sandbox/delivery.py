@@ -52,7 +52,10 @@ def make_delivery(
 
 
 def address_message(outputs: list[torch.Tensor]) -> bytes:
-    """Return the message with the memory addresses of a call's outputs."""
+    """Return the message with the memory addresses of a call's outputs.
+
+    It is the letter `O`, seven bytes of padding, and eight bytes for each address.
+    """
     return struct.pack(f"c{len(outputs)}Q", b"O", *(output.data_ptr() for output in outputs))
 
 

@@ -33,7 +33,10 @@ class Extension(TypedDict):
 
 
 class BuiltExtension(TypedDict):
-    """One built extension and where its library lies in the file of a candidate's libraries."""
+    """A built extension, and the place of its library in the file that holds all libraries of a candidate.
+
+    `digest` is its `extension_digest`; `offset` and `size` are in bytes.
+    """
 
     digest: str
     name: str
@@ -42,7 +45,10 @@ class BuiltExtension(TypedDict):
 
 
 def extension_digest(extension: Extension) -> str:
-    """Return the digest of everything but the name, which a file may make anew in each process."""
+    """Return the digest of an extension's sources and compiler flags.
+
+    The name is left out, because a candidate's file may choose another name in each process.
+    """
     parts = [extension["sources"], extension["cflags"], extension["cuda_cflags"], extension["ldflags"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -126,7 +132,10 @@ INLINE_PARAMETERS = tuple(inspect.signature(inline_extension).parameters)
 
 
 def _replace_functions(load: Callable[[Extension], Any]) -> None:
-    """Replace torch.utils.cpp_extension by a module whose two functions call `load`."""
+    """Replace torch.utils.cpp_extension by a module whose functions `load_inline` and `load` build nothing.
+
+    They call the argument `load` with the extension that their caller describes, and return its result.
+    """
     import torch.utils
 
     module = types.ModuleType("torch.utils.cpp_extension")
@@ -140,10 +149,11 @@ def _replace_functions(load: Callable[[Extension], Any]) -> None:
 
 
 def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
-    """Write the built libraries to files, and make torch's functions return their modules.
+    """Write the built libraries to files, and make torch's `load_inline` and `load` return their modules.
 
-    `libraries` has the bytes of all libraries, and `suffix` is the suffix of their files. A call with sources
-    that the judge has not built raises RuntimeError, as torch does if the compiler fails.
+    `libraries` has the bytes of all libraries, at the offsets that `built` gives, and `suffix` is the suffix
+    of their files. A call with sources that the judge has not built raises RuntimeError, as torch does if the
+    compiler fails.
     """
     known: dict[str, tuple[str, Path]] = {}
     for number, entry in enumerate(built):

@@ -138,9 +138,11 @@ def bubblewrap(
 ) -> list[str]:
     """Return the start of a bwrap command, up to and including `--`, without the command to run inside.
 
-    `paths` are visible read-only. `writable` and `caches` are host folders by their path inside; `caches` are
-    used only with `keep_capabilities`. `keep_capabilities` is for the zygote, which needs capabilities to
-    isolate its children from itself. It runs no untrusted code, and its children drop all capabilities first.
+    With `device` "cuda", the device files of one GPU are visible inside. `paths` are visible read-only.
+    `temporary_bytes` is the capacity of /tmp. `writable` and `caches` are host folders by their path inside;
+    `caches` are used only with `keep_capabilities`. `keep_capabilities` is for the zygote, which needs
+    capabilities to isolate its children from itself. It runs no untrusted code, and its children drop all
+    capabilities first.
     """
     size = ("--size", str(temporary_bytes))
     command = [
@@ -170,7 +172,11 @@ def bubblewrap(
 
 
 def _privileges(keep_capabilities: bool) -> list[str]:
-    """Return bwrap's options for the user namespace and the capabilities."""
+    """Return bwrap's options for the user namespace and the capabilities.
+
+    With `keep_capabilities` all capabilities are kept. Otherwise all are dropped, except for root those with
+    which `setpriv` drops the rest.
+    """
     options = []
     if not can_change_uid():
         options += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
@@ -270,15 +276,18 @@ def sandbox_environment(device: str) -> dict[str, str]:
 
 
 def capped_by_hard_limit(limit: int, value: int) -> int:
-    """Return `value` or this process's hard limit, whichever is lower; only root may raise a hard limit."""
+    """Return `value` or this process's hard limit, whichever is lower; only root may raise a hard limit.
+
+    `limit` is one of the constants RLIMIT_… of the module resource.
+    """
     hard = resource.getrlimit(limit)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def process_limit(value: int) -> int:
-    """Return the limit of processes of a sandbox: `value` or less.
+    """Return the largest number of processes that a sandbox may have: `value` or less.
 
-    If this process cannot change uids, the limit is at most a quarter of the account's own process limit,
+    If this process cannot change uids, the result is at most a quarter of the account's own process limit,
     because the processes of sandboxes are included in that limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -288,8 +297,10 @@ def process_limit(value: int) -> int:
 def with_limits(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
     """Return a command that runs `command` without capabilities and with resource limits.
 
-    The result must run inside `bubblewrap(keep_capabilities=False)`. If the judge is root, `command` runs
-    with the uid 65533. When memory runs out, the kernel ends `command` before the judge.
+    The limits are `memory_bytes` of address space, `file_bytes` for each file that is written, and `seconds`
+    of CPU time for each process. The result must run inside `bubblewrap(keep_capabilities=False)`. If the
+    judge is root, `command` runs with the uid 65533. When memory runs out, the kernel ends `command` before
+    the judge.
     """
     drop = (
         *("setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups"),
@@ -324,7 +335,8 @@ def confined(
     """Yield the words that run `command` in a sandbox with limits and a system-call filter, and a descriptor.
 
     The filter is read from the descriptor, which the started process must inherit. `variables` are set inside
-    in addition to `sandbox_environment`. `seconds` limits the CPU time.
+    in addition to `sandbox_environment`. `paths`, `writable` and `temporary_bytes` are those of `bubblewrap`,
+    and the other limits those of `with_limits`.
     """
     sandbox = bubblewrap(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False

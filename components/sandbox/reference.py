@@ -33,7 +33,9 @@ MAX_CACHED_BYTES = 1 << 30
 def describe(code: str, device: str) -> dict[str, Any]:
     """Return the shapes, dtypes and names that the judge needs to lay out shared memory for a task.
 
-    `code` is the task's source. The result contains only values that JSON can represent.
+    `code` is the task's source. The result also has the arguments of the model's constructor, the duration of
+    the fastest call in `seconds`, and the GPU memory that was reserved at most in `peak_bytes` (0 on cpu). It
+    contains only values that JSON can represent.
     """
     module = define_module("model", code)
     torch.manual_seed(0)
@@ -118,7 +120,11 @@ class ReferenceModel:
             yield name, factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
 
     def load(self, seed: int | None, other: str | None) -> None:
-        """Give the model the parameters of `seed`, except that of name `other`, which has another seed."""
+        """Load the parameters that are drawn with `seed` into the model, or the initial ones if it is None.
+
+        If `other` is the name of a parameter and `seed` is not None, this parameter is drawn with another
+        seed.
+        """
         if (seed, other) == self.loaded:
             return
         state = self.model.state_dict()
@@ -159,7 +165,10 @@ class ReferenceModel:
             return self.model(*self._copies(values, in_float64=False))
 
     def _copies(self, values: list[Any], *, in_float64: bool) -> list[Any]:
-        """Return `values` with copies of the tensors on the device, because a model may change them."""
+        """Return `values` with copies of the tensors on the device, because a model may change them.
+
+        With `in_float64`, the copies of floating-point tensors have the dtype float64.
+        """
         device = self.shared.device
         return [
             value.to(device).double()
@@ -171,7 +180,10 @@ class ReferenceModel:
         ]
 
     def write_exact(self) -> None:
-        """Read parameters and inputs from shared memory, and write the float64 outputs for them there."""
+        """Write float64 outputs for the parameters and the input set 0 in shared memory.
+
+        They are written to set 0 of the region `expected`.
+        """
         self.shared.load_parameters(self.model)
         with torch.no_grad():
             self._write("expected", 0, self.float64_outputs(self.shared.arguments(0)))
@@ -201,7 +213,10 @@ class ReferenceModel:
                 self._release_cache()
 
     def _release_cache(self) -> None:
-        """Release GPU memory that torch caches if it is much, because float64 tensors seldom fit into it."""
+        """Return torch's cached GPU memory to the device if it has more than MAX_CACHED_BYTES.
+
+        Tensors in float64 seldom fit into cached blocks.
+        """
         # Both counts are 0 on cpu.
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MAX_CACHED_BYTES:
             torch.cuda.empty_cache()

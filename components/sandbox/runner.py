@@ -30,8 +30,8 @@ def main(
 ) -> None:
     """Take roles until the judge closes the connection, then end the process.
 
-    `message` is the first header and `descriptors` came with it; `receive` reads further messages. An error
-    is sent to the judge as a message.
+    `message` is the first header and `descriptors` came with it; `receive` reads further messages. `isolated`
+    is not used. An error is sent to the judge as a message.
     """
     code = 1
     try:
@@ -55,8 +55,8 @@ def main(
 def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """Do the slow first-use work of torch once, before runners are forked, so that no runner repeats it.
 
-    `kind` is the kind of zygote. `warm_folder` is for the precompiled headers of Inductor, torch.compile's
-    compiler.
+    With `kind` "compile", torch.compile is prepared too; with "plain" it is not. `warm_folder` is for the
+    precompiled headers of Inductor, torch.compile's compiler, which only cpu needs.
     """
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):

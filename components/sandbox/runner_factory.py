@@ -111,8 +111,9 @@ class RunnerFactory:
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Fork a runner for the role in `header`, with `seconds` of wall time for its whole life.
 
-        Raises RunnerError if the header is too long, InfrastructureError if the runner does not start, and
-        UserError if repeatedly no zygote of its kind can start.
+        `descriptors` are sent to it with the header, in the order that RoleHeader states. Raises RunnerError
+        if the header is too long, InfrastructureError if the runner does not start, and UserError if
+        repeatedly no zygote of its kind can start.
         """
         kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         message = {**header, **self._confinement(header["role"], kind)}

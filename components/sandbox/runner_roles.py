@@ -56,7 +56,10 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 
 
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
-    """Take the role that the header names, until the judge ends it."""
+    """Take the role that the header names, until the judge ends it.
+
+    `descriptors` are those of the role's buffers, after that of the library for a measured role (RoleHeader).
+    """
     if header["role"] == "describe":
         if "share" in header and header["device"] == "cuda":
             torch.cuda.set_per_process_memory_fraction(header["share"])
@@ -100,7 +103,10 @@ def parse_order(order: bytes) -> dict[str, Any]:
 def make_references(
     connection: socket.socket, model: reference.ReferenceModel, shared: SharedTensors
 ) -> None:
-    """Write the parameters, input sets and outputs that the judge orders to shared memory."""
+    """Execute the judge's orders in the role `reference`, until the judge ends the role.
+
+    Each order writes parameters, an input set or outputs to shared memory, and is answered with `D`.
+    """
     connection.send(b"R")
     for order in orders(connection):
         if order["op"] == "parameters":

@@ -95,7 +95,7 @@ class SharedTensors:
     ) -> list[torch.Tensor]:
         """Return the tensors of a region for input set `index`, as views of the shared memory.
 
-        If `buffer` is given, the memory is that of another region.
+        If `buffer` is given, the views have the places of region `name` in the memory of region `buffer`.
         """
         region = self.layout[name]
         base = index * region["stride"]
@@ -118,8 +118,8 @@ class SharedTensors:
     def noop_outputs(self) -> list[list[torch.Tensor]]:
         """Return tensors with the form of the outputs of each call of a round, whose values do not matter.
 
-        If there is no scratch set, because device memory is scarce, they are views of the inputs where these
-        are large enough. Otherwise they are zeros.
+        They are zeros if device memory suffices, that is, if the layout has more input sets than calls, or if
+        they do not fit into the buffer of the inputs. Otherwise they are views of that buffer.
         """
         calls = self.layout["calls"]
         is_large = self.layout["outputs"]["stride"] * calls > self.buffers["inputs"].size

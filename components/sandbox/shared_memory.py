@@ -43,7 +43,10 @@ class Slot:
 
 
 def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
-    """Return aligned slots for tensors of given shapes and dtypes, and the stride between input sets."""
+    """Return aligned slots for the tensors of one input set, and the bytes from one input set to the next.
+
+    `forms` has the shape and the dtype's name of each tensor.
+    """
     slots, offset = [], 0
     for shape, dtype in forms:
         slots.append(Slot(offset, tuple(shape), dtype))
@@ -144,9 +147,9 @@ def _call(name: str, *arguments: object) -> None:
 def is_cuda_malloc(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in memory of cudaMalloc, as all memory of torch's allocator does.
 
-    Memory of the section Virtual Memory Management of the CUDA driver API does not. The driver answers with
-    the attribute IS_LEGACY_CUDA_IPC_CAPABLE, which only memory of cudaMalloc has. The result is also True for
-    a tensor without elements.
+    A tensor in memory of the CUDA driver's virtual memory management (cuMemCreate and cuMemMap) does not. The
+    driver is asked for the attribute IS_LEGACY_CUDA_IPC_CAPABLE, which only memory of cudaMalloc has. The
+    result is also True for a tensor without elements.
     """
     if tensor.numel() == 0 or not tensor.is_cuda:
         return tensor.numel() == 0

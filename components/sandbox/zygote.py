@@ -109,7 +109,8 @@ def close_descriptors_except(keep: set[int]) -> None:
 def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
     """Isolate this process from all other runners and drop its privileges.
 
-    All descriptors except 0 to 2 and those in `keep` are closed. The content of `lock_folders` is hidden.
+    `message` has the limits of the runner (runner_protocol.Confinement). All descriptors except 0 to 2 and
+    those in `keep` are closed. The content of `lock_folders` is hidden.
     """
     # A network namespace is needed too: two candidates that communicate over a local socket could share
     # computing time that the judge does not measure.
@@ -134,7 +135,10 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
 
 
 def drop_privileges(message: Message) -> None:
-    """Set the resource limits, drop all capabilities and root's uid, and apply the system-call filter."""
+    """Set the resource limits, drop all capabilities and root's uid, and apply the system-call filter.
+
+    `message` has the limits and the filter (runner_protocol.Confinement).
+    """
     for name, value in message["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     for capability in range(CAPABILITIES):
