@@ -40,9 +40,10 @@ class ChatEpisode(Episode):
         self.observed: list[int] = []
 
     def run(self, seed: int) -> Trajectory:
-        """Sample all turns, judge the final files and return the trajectory.
+        """Sample turns until the episode ends, judge the final files and return the trajectory.
 
-        If the server fails, the trajectory ends there and keeps the turns that were sampled before.
+        The seed of each turn is derived from `seed`. If the server fails, the trajectory ends there and keeps
+        the turns that were sampled before.
         """
         for turn in range(self.request.max_turns):
             if self.request.is_out_of_time():
@@ -107,10 +108,11 @@ class ChatEpisode(Episode):
         return ask(tools=())
 
     def _history(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages to send, and the number of observations in them that were shortened.
+        """Return the messages to send to the server, and how many observations in them were shortened.
 
-        The oldest observations are shortened until the messages fit into the context window. The latest
-        observation is never shortened.
+        The oldest observations are shortened until the messages and a turn of `max_new_tokens` fit into the
+        context window, by an estimate from the number of characters. The latest observation is never
+        shortened.
         """
         capacity = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
@@ -125,7 +127,7 @@ class ChatEpisode(Episode):
 
 
 def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
-    """Return one trajectory per task of `request`, in order.
+    """Sample one trajectory for each task of `request` from the server of `chat`, and return them in order.
 
     A trajectory during which the server failed has the `finish_reason` server.
     """

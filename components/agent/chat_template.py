@@ -1,8 +1,8 @@
-"""The token ids that a chat template puts around the sampled turns of an episode, and the reading of a turn.
+"""Token ids that a chat template puts around the sampled turns of an episode, and parsing of sampled turns.
 
 Sampled token ids are kept as they are and never computed from text again. The template renders what stands
 between them: the task's message, and after each turn the messages of its tools with the generation prompt.
-Text that does not come from the template cannot become a special token there.
+Text of a task or a tool that looks like a special token is never encoded as one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ THOUGHT_START, THOUGHT_TOKENS = "<think>", 8
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, applied to the pieces of an episode."""
+    """Chat template of a tokenizer, which encodes the task and the observations and reads sampled turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, described: bool):
         """Use the template of `tokenizer`, which describes the tools in its own form if `described` is set.
@@ -65,10 +65,11 @@ class ChatTemplate:
     def suffix_ids(self, observations: Sequence[str], call: str = "Bash") -> list[int]:
         """Return the ids between the last token of a sampled turn and the first of the next turn.
 
-        The template renders them from a tool message for each of `observations`, or from one message with all
-        of them if it does not describe the tools, and the generation prompt. `call` is the name of the tool
-        that the turn calls, which some templates repeat. Raises UserError if the template refuses tool
-        messages, leaves out messages of the assistant, or ends them without a special token.
+        The template renders them from a tool message for each of the texts `observations`, or from one tool
+        message with all of them if it does not describe the tools, and from the generation prompt. `call` is
+        the name of the tool that the turn calls, which some templates repeat. Raises UserError if the
+        template refuses tool messages, leaves out messages of the assistant, or ends them without a special
+        token.
         """
         if self.tools is None:
             observations = ["\n".join(observations)]
@@ -78,10 +79,10 @@ class ChatTemplate:
         return ids[ids.index(self._turn_end) + 1 :]
 
     def read(self, prompt: Sequence[int], ids: Sequence[int]) -> tuple[str, list[Request]]:
-        """Return the text of a turn that was sampled after `prompt`, and the tool calls in it.
+        """Return the text of the turn `ids`, which was sampled after `prompt`, and the tool calls in it.
 
-        The text has no special tokens at its end. Calls within reasoning are ignored, also if the prompt
-        opened the reasoning.
+        Special tokens at the end of the turn are left out of the text. Calls within reasoning are ignored,
+        also if the prompt opened the reasoning.
         """
         end = len(ids)
         while end and ids[end - 1] in self.special:
@@ -92,7 +93,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def _turn_end(self) -> int:
-        """Token that ends a turn with a call: end-of-sequence, or else the first special token."""
+        """Return the id of the special token with which the template ends a turn that calls a tool.
+
+        If the template puts several special tokens between the call and the tool's answer, it is the
+        end-of-sequence token if that is among them, and otherwise the first one. Raises UserError if there is
+        none.
+        """
         text = self._after_turn([TOOL_MARK], "Bash").partition(TOOL_MARK)[0]
         ends = [token for token in self._encode(text) if token in self.special]
         if not ends:
@@ -101,9 +107,10 @@ class ChatTemplate:
         return int(eos) if eos in ends else ends[0]
 
     def _after_turn(self, observations: Sequence[str], name: str) -> str:
-        """Return what the template renders after a turn, from the turn's own placeholder on.
+        """Render a turn that calls the tool `name`, its answers `observations` and the generation prompt.
 
-        It ends with the generation prompt.
+        Returns the rendered text from the placeholder of the turn's content or call on, whichever is later.
+        Raises UserError if the template cannot render these messages or leaves out both placeholders.
         """
         rendered = ""
         # Some templates iterate over the arguments of a call, others join them as text.
@@ -135,7 +142,10 @@ class ChatTemplate:
         )
 
     def _broken(self, text: str) -> str:
-        """Return `text` with an interruption after the first character of each reserved token in it."""
+        """Return `text` with the mark `BREAK` after the first character of each reserved token in it.
+
+        `_encode` encodes the pieces between the marks separately, so none of these tokens can result.
+        """
         return "".join(_interrupted(text, [match.start() + 1 for match in self.reserved.finditer(text)]))
 
     def _encode(self, text: str) -> list[int]:

@@ -72,11 +72,11 @@ class RolloutRequest:
         return self.max_turns > 1
 
     def session(self, index: int) -> str:
-        """Return the name of the trajectory of the task with this index, which no other trajectory has."""
+        """Return the unique name of the session in which the trajectory of `tasks[index]` is sampled."""
         return f"{self.epoch}/{index}"
 
     def turn_seed(self, index: int, turn: int) -> int:
-        """Return the seed of a turn, made of the request's seed and the numbers of trajectory and turn."""
+        """Return the seed of turn number `turn` in the trajectory of `tasks[index]`; both count from 0."""
         return ((self.seed * 1_000_003 + index) * 1_000_003 + turn) % 2**63
 
     def is_out_of_time(self) -> bool:
@@ -138,9 +138,10 @@ class Episode:
     ) -> tuple[ToolCall, ...]:
         """Run the tool calls of a sampled turn, record the turn, and return the calls with observations.
 
-        Sets `finish_reason` if the turn ends the trajectory. `cut` says whether the turn reached its token
-        limit, and `last` whether no further turn is allowed. `shortened` is the number of observations that
-        were shortened in the history from which the turn was sampled.
+        `text` is the turn as text, and `requests` are the calls in it. Sets `finish_reason` if the turn ends
+        the trajectory. `cut` says whether the turn reached its token limit, and `last` whether no further
+        turn is allowed. `shortened` is the number of observations that were shortened in the history from
+        which the turn was sampled.
         """
         calls = tuple(self.tools.run(request) for request in requests)
         self.turns.append(Turn(text, calls, shortened))
@@ -162,7 +163,9 @@ class Episode:
     ) -> Trajectory:
         """End the episode, judge the final files, and return the trajectory.
 
-        `version` names the policy. `ids`, `mask`, `logprobs` and `versions` are those of a token rollout.
+        `version` is the name of the policy's weights. `ids`, `mask`, `logprobs` and `versions` become the
+        fields `ids`, `action_mask`, `sampler_logprob` and `versions` of the trajectory; only token rollouts
+        give them.
         """
         self.tools.close()
         final = self.judge()
@@ -196,8 +199,9 @@ def run_all(
 ) -> list[Trajectory]:
     """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in order.
 
-    At most `capacity()` of them run at a time. If one raises an error, or the wait for them is interrupted,
-    the waiting judge jobs are cancelled, so that only jobs that the judge has already begun are waited for.
+    At most `capacity()` coroutines run at a time. If one raises an error, or the wait for them is
+    interrupted, the waiting judge jobs are cancelled, so that only jobs that the judge has already begun are
+    waited for.
     """
     found: dict[int, Trajectory] = {}
     indices = iter(range(len(request.tasks)))

@@ -76,7 +76,11 @@ def _docstring(node: ast.stmt) -> bool:
 
 
 def write_workspace(folder: Path, code: str, files: dict[str, str], library: Path | None) -> None:
-    """Write a workspace with the task's source `code`, the candidate's files and its library to `folder`."""
+    """Write a workspace with the task's source `code` and the candidate's `files` to the new folder `folder`.
+
+    `files` has texts by workspace path. `library` is the candidate's built library, which is copied to
+    cuda_extension.so, or None if there is none.
+    """
     template = PROJECT / "agent_workdir"
     shutil.copytree(
         template, folder, ignore=shutil.ignore_patterns("kernels", "model.py", "model_new.py", "__pycache__")
@@ -166,7 +170,7 @@ def headline(outcome: Outcome) -> str:
 
 
 def report(outcome: Outcome, params: Params, policy: str) -> str:
-    """Return the text of report.md."""
+    """Return the text of report.md, in which the policy has the name `policy`."""
     template: Template = Template(
         Path(__file__).with_name("report.md.j2").read_text(),
         trim_blocks=True,

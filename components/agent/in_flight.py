@@ -18,7 +18,7 @@ MAX_THREADS = 8192
 
 
 class BusyMeter:
-    """The seconds during which at least one thread or coroutine was within `busy`."""
+    """Meter of the time during which at least one thread or coroutine is within `busy`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,11 +51,12 @@ async def keep_in_flight(
     capacity: Callable[[], int],
     changed: asyncio.Event | None = None,
 ) -> None:
-    """Run the coroutines that `start` returns, at most `capacity()` at a time, each until its end.
+    """Run the coroutines that `start` returns, at most `max(1, capacity())` at a time, each until its end.
 
-    `start` returns None if there is none to start. This function returns when none runs and there is none to
-    start. With `changed` it never returns, and asks again for one to start whenever this event is set. If a
-    coroutine raises an error, the others are cancelled and the error is raised.
+    `start` is called for one coroutine at a time and returns None if there is none to start at present. This
+    function returns when no coroutine runs and `start` returns None. If `changed` is given, it does not
+    return then but calls `start` again whenever this event is set. If a coroutine raises an error, the other
+    coroutines are cancelled and the error is raised.
     """
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")

@@ -151,7 +151,7 @@ def optimize(
     origin: str,
     progress: Progress,
 ) -> Outcome:
-    """Search for the fastest verified kernel for `task`.
+    """Sample `policy` for kernels for `task` within `budget`, and return the fastest correct one found.
 
     `origin` names the module in messages. If an interrupted search is repeated, the judge takes the verdicts
     that it has already reached from its journal. Raises UserError if the task cannot be judged, or if the

@@ -1,6 +1,6 @@
 """Policies that write kernels: checkpoints sampled on this machine, and models of OpenAI-compatible servers.
 
-`optimize` and the evaluation sample both kinds through the class `Policy`.
+Both kinds are sampled through the class `Policy`, by `optimize` and by evaluations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL_PROMPT_TURNS = 30
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy that `optimize` and the evaluation sample."""
+    """Policy with the parameters and the function with which trajectories are sampled from it."""
 
     # Folder of the policy, or names of its server and model; used in messages.
     name: str
@@ -50,10 +50,10 @@ class Policy:
 
 
 def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
-    """Return the policy in `folder`, sampled by the backend that `policy.backend` names.
+    """Return the policy in `folder`, to be sampled by the backend that the parameter `policy.backend` names.
 
-    The model is loaded when it is sampled for the first time, so no model is loaded if an evaluation is
-    complete already.
+    `digest` is the digest of the folder's files. The model is loaded when it is sampled for the first time,
+    so no model is loaded if an evaluation is complete already.
     """
 
     @functools.cache

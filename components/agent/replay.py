@@ -27,7 +27,8 @@ class Difference:
 
     `turn` and `call` are numbered from 1, and `call` begins again at 1 in every turn. A difference at the end
     of the trajectory has turn 0. If the final verdict differs, `call` is 1 and `tool` is "verdict". If a
-    final file differs, `call` is 2 and `tool` is the path of the file.
+    final file differs, `call` is 2 and `tool` is the path of the file. `recorded` and `replayed` are the two
+    observations, the two verdicts (status and reason), or the two texts of the file.
     """
 
     turn: int

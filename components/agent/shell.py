@@ -82,8 +82,8 @@ class CommandResult:
 class Shell:
     """A sandboxed bash.
 
-    It starts with the first command. If it has ended, for instance at a limit, the next command starts it
-    again.
+    It starts with the first command. If it has ended, for instance because a command took too long, the next
+    command starts it again.
     """
 
     def __init__(
@@ -150,7 +150,11 @@ class Shell:
     # --- commands ---
 
     def run(self, command: str, seconds: float) -> CommandResult:
-        """Run `command` and wait for its end, for at most `seconds` after a place for it has become free."""
+        """Run `command`, wait until it ends, and return its output and exit code.
+
+        Waits first while `COMMANDS_PER_CORE` commands for each core are running in this process. After
+        `seconds`, in which neither this wait nor the time of the judge counts, the shell is ended.
+        """
         number = self._save(command)
         with COMMAND_PLACES:
             line = self._send(f"run {number}", seconds)
@@ -168,7 +172,8 @@ class Shell:
     def new_output(self, name: str) -> tuple[str, str] | None:
         """Return the output of a background command since the last call, and a text about its state.
 
-        Returns None if there is no background command of this name.
+        The text says that the command is running, that it ended (with its exit code), or that it was killed
+        with its shell. Returns None if there is no background command of this name.
         """
         number = name.removeprefix("bash_")
         if number not in self.read_until:

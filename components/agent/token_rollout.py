@@ -42,8 +42,8 @@ class TokenEpisode(Episode):
     def prompt(self, *, shorten: bool) -> list[int]:
         """Return the token ids of the history from which the next turn is sampled.
 
-        With `shorten`, the oldest observations are shortened until there is room for a turn in the context
-        window. The observations of the latest turn are never shortened.
+        With `shorten`, the oldest observations are shortened until an eighth of the context window, or 4096
+        tokens if that is less, is free for the turn. The observations of the latest turn are never shortened.
         """
         ids, self.shortened = self.ids, 0
         capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)
@@ -98,11 +98,11 @@ class TokenEpisode(Episode):
 async def run_episode(
     request: RolloutRequest, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> Trajectory:
-    """Return a trajectory for the task of `request` with this index.
+    """Sample a trajectory for the task `request.tasks[index]` and return it.
 
-    The final verdict is on the candidate's files at its end. A mistake of the policy, such as a wrong tool
-    call, raises no exception. If the final verdict has the status `infrastructure`, the judge failed, so the
-    trajectory must not be used to assess the policy.
+    The final verdict is on the candidate's files at the end of the episode. A mistake of the policy, such as
+    a wrong tool call, raises no exception. If the final verdict has the status `infrastructure`, the judge
+    failed, so the trajectory must not be used to assess the policy.
     """
     episode = await asyncio.to_thread(TokenEpisode, request.tasks[index], request, tokenizer)
     context = request.params.policy.context
@@ -138,7 +138,10 @@ async def run_episode(
 def run_episodes(
     request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    """Return one trajectory per task of `request`, in order, as `run_episode` samples them."""
+    """Sample one trajectory for each task of `request` with `run_episode`, and return them in order.
+
+    As many episodes run at the same time as the sampler can hold.
+    """
     return run_all(
         request, lambda index: run_episode(request, index, sampler, tokenizer), capacity=sampler.capacity
     )

@@ -3,9 +3,8 @@
 A call may be a native call, which a chat server has parsed already, or text in one of these forms: between
 the tags of Qwen and Hermes models (`<tool_call>`), as JSON or as `<function=…>` with parameters; between the
 tokens of DeepSeek; as a message to a function in the harmony format of gpt-oss; as JSON in a fenced code
-block; or as bare JSON, which Llama models write. Text that looks like a
-call but cannot be parsed becomes a request with an `error`, which is shown to the policy as the observation
-of the call.
+block; or as bare JSON, which Llama models write. Text that looks like a call but cannot be parsed becomes a
+request with an `error`, which is shown to the policy as the observation of the call.
 """
 
 import json
@@ -124,7 +123,10 @@ def _harmony_calls(text: str) -> Iterator[Request]:
 
 
 def _named_call(name: str, arguments: str) -> Request:
-    """Return the call of `name` with the JSON text `arguments`."""
+    """Return a request to call the tool `name` with the arguments in the JSON text `arguments`.
+
+    If the text is not a JSON object, the request has no arguments and an error.
+    """
     try:
         return _call({"name": name, "arguments": json.loads(arguments)})
     except (ValueError, TypeError, RecursionError) as error:
@@ -132,7 +134,10 @@ def _named_call(name: str, arguments: str) -> Request:
 
 
 def _json_calls(block: str) -> list[Request]:
-    """Return the requests in a block of JSON that holds one call or a list of calls."""
+    """Return the requests in a block of JSON that holds one call or a list of calls.
+
+    If the block is anything else, the result is a single request with an error.
+    """
     try:
         value = json.loads(block)
         return [_call(item) for item in (value if isinstance(value, list) else [value])]

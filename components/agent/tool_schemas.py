@@ -10,7 +10,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 
 def _decoded(value: Any) -> Any:
-    """Return the value of a text that is JSON, because calls between tags pass lists as text."""
+    """Return the value that the JSON text `value` encodes, or `value` itself if it is not a JSON text.
+
+    This is needed because calls between tags pass lists as text.
+    """
     try:
         return json.loads(value)
     except (TypeError, ValueError, RecursionError):  # not text, or no JSON
@@ -18,7 +21,7 @@ def _decoded(value: Any) -> Any:
 
 
 class Arguments(BaseModel):
-    """Base of all arguments; unknown ones are ignored."""
+    """Base class of the arguments of a tool; arguments that the tool does not have are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
@@ -132,7 +135,7 @@ TOOLS: dict[str, type[Arguments]] = {
 
 
 def validated(name: str, values: dict[str, Any]) -> Arguments | str:
-    """Return the arguments of a call, or a clause that says what is wrong with them."""
+    """Return `values` as the arguments of the tool `name`, or a clause that says what is wrong with them."""
     kind = TOOLS.get(name)
     if kind is None:
         return f"no tool is called {name[:40]}; there are {', '.join(TOOLS)}"

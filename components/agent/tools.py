@@ -2,7 +2,7 @@
 
 The candidate's files are kept in memory. A shell is started by the first command that needs one and gets a
 copy of the files. After each command, the changes that the shell made to model_new.py and kernels/ are copied
-back. A command that consists only of utilities needs no shell.
+back. A command that consists only of utilities (compile, verification, profiling) needs no shell.
 """
 
 import fnmatch
@@ -143,7 +143,7 @@ class Tools:
         return f"Written {plain}."
 
     def edit(self, path: str, edits: Sequence[tool_schemas.OneEdit | tool_schemas.Edit]) -> str:
-        """Apply all edits in order, or no edit if one of them fails, and return the observation."""
+        """Apply all edits to the file `path` in order, or none if one fails, and return the observation."""
         plain = self.workspace.writable(path)
         text = self.workspace.files.get(plain) if plain is not None else None
         if plain is None or text is None:
@@ -242,7 +242,8 @@ class Tools:
     def bash(self, arguments: tool_schemas.Bash) -> str:
         """Run a shell command and return the observation.
 
-        A command that consists only of utilities is sent directly to the judge, without a shell.
+        A command that consists only of utilities is sent directly to the judge, without a shell, unless it is
+        to run in the background.
         """
         if arguments.run_in_background:
             return f"Started {self._started().start(arguments.command)} in the background."

@@ -31,8 +31,9 @@ class ToolCall:
     """One tool call with its observation.
 
     `valid` is False if the call could not be parsed or its arguments do not fit the tool. `verdicts` is the
-    number of verdicts that the judge gave during the call, and before it to commands in the background, so
-    that the verdicts of all calls in order are the first verdicts of the trajectory.
+    number of verdicts that the judge gave between the end of the previous valid call and the end of this one,
+    some of them perhaps to commands in the background. The verdicts of all calls in order are therefore the
+    first verdicts of the trajectory.
     """
 
     name: str
@@ -67,11 +68,10 @@ class Trajectory:
     `finish_reason` is stop, length (a token or context limit), turns, time or server. With server, the
     policy's server failed, and `error` says why. `policy_version` names the policy's weights, the last ones
     if they changed meanwhile. `versions` has the names of the weights that sampled the own tokens, in order,
-    each with the number of tokens. `files` are the
-    candidate's files at the end by workspace path, and `start` are its files before the first turn. `task` is
-    the source of the task. `settings` has the keys `device`, `in_turns` (whether several turns were allowed)
-    and `context` (window in tokens). Because of `task` and `settings`, a trajectory can be replayed without
-    its data set.
+    each with the number of tokens. `files` are the candidate's files at the end by workspace path, and
+    `start` are its files before the first turn. `task` is the source of the task. `settings` has the keys
+    `device`, `in_turns` (whether several turns were allowed) and `context` (window in tokens). Because of
+    `task` and `settings`, a trajectory can be replayed without its data set.
     """
 
     task_id: str
@@ -105,7 +105,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The sequences of tokens.safetensors, mapped into memory; trajectory i is offsets[i]:offsets[i + 1]."""
+    """Token sequences of all trajectories in tokens.safetensors, mapped into memory.
+
+    Each sequence has one entry for each token; trajectory i has the entries offsets[i] to offsets[i + 1].
+    """
 
     ids: NDArray[np.int32]
     action_mask: NDArray[np.uint8]

@@ -37,7 +37,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """One turn as it is shown; `text` is the policy's message without its tool calls."""
+    """One turn as the viewer shows it.
+
+    `number` counts from 1, and `text` is the policy's message without its tool calls.
+    """
 
     number: int
     text: str
@@ -47,7 +50,8 @@ class Step:
 def find(folder: Path) -> list[Trajectory]:
     """Load all trajectories below the folder of a stage, an evaluation or an optimisation.
 
-    The trajectories are sorted by folder. Raises UserError if there are none or if a file is damaged.
+    The trajectories are sorted by folder. Raises UserError if no folder holds a trajectories.jsonl or if a
+    file is damaged.
     """
     found = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
     return [trajectory for place in found for trajectory in load_trajectories(place)]
@@ -96,7 +100,10 @@ def _title(call: ToolCall) -> str:
 
 
 def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
-    """Yield the diff of a call that changed a file, and apply the change to `files`."""
+    """Yield the lines of a diff if the call changed a file, and apply the change to `files`.
+
+    `files` has the texts of the files before the call, by workspace path.
+    """
     path = call.observation.removeprefix("Written ").removeprefix("Edited ").removesuffix(".")
     if call.observation == f"Written {path}.":
         before, after = files.get(path, ""), str(call.arguments.get("content", ""))
@@ -118,9 +125,9 @@ def _diff(before: str, after: str) -> Iterator[str]:
 
 
 def marks(trajectory: Trajectory) -> list[tuple[int, Verdict]]:
-    """Return the marks of the plot, which are all verdicts, each with the number of its turn.
+    """Return all verdicts of the trajectory, each with the number of its turn, as the marks of the plot.
 
-    The final verdict has the number after that of the last turn.
+    Turns count from 1. The final verdict has the number after that of the last turn.
     """
     found = [
         (step.number, verdict)
@@ -142,7 +149,8 @@ def words(verdict: Verdict) -> str:
 def plot(trajectory: Trajectory) -> dict[str, Any]:
     """Return size, axes and marks of the plot of speed-ups by turn, in the coordinates of an SVG.
 
-    The axis of speed-ups is logarithmic. Verdicts without a measured speed-up are returned under `failed`.
+    The result has the values that the template timeline.html.j2 needs for the plot. The axis of speed-ups is
+    logarithmic. Verdicts without a measured speed-up over eager are returned under `failed`.
     """
     found = marks(trajectory)
     measured = [

@@ -114,10 +114,10 @@ def starter(task: KernelTask) -> str | None:
 
 
 def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
-    """Return the source of an expression that allocates an output on the device of the input `name`.
+    """Return the source of an expression that allocates an output of `shape` on the device of an input.
 
-    If the first dimension of output and input is equal, the expression takes it from the input, so that other
-    batch sizes work.
+    `name` is the variable of the input, and `input_shape` is its shape. If the first dimensions of output and
+    input are equal, the expression takes this dimension from the input, so that other batch sizes work.
     """
     if shape == input_shape:
         return f"torch.empty_like({name})"
