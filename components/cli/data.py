@@ -45,7 +45,7 @@ Dataset = Annotated[
 @data_app.command("build")
 @with_common_options()
 def data_build(options: CommonOptions, out_folder: Out) -> Output:
-    """Build a data set of composed tasks that the judge has admitted.
+    """Compose tasks from operators, and write those that the judge admits as a data set.
 
     A pipeline run builds its data set in the same way, through DVC.
     """
@@ -84,7 +84,8 @@ def data_import(
 def data_check(options: CommonOptions, dataset: Dataset, against: Against = None) -> Output:
     """Report which tasks of a data set the filters refuse, and why, without running the tasks.
 
-    The exit code is 1 if a task is refused. The command import also runs the tasks.
+    The exit code is 1 if a task is refused. `cuda-agent data import` applies the same filters, and also has
+    the judge run the tasks.
     """
     from components.core.task import dataset_version, read_tasks
     from components.synthesis.task_import import check_rows, read_public
@@ -193,7 +194,7 @@ def data_show(
 def data_push(
     options: CommonOptions, folder: Annotated[Path, typer.Argument(help="folder of a data set")]
 ) -> Output:
-    """Store a data set in the remote, under its version. An equal data set is stored only once."""
+    """Store a data set in the DVC remote, under its version. An equal data set is stored only once."""
     from flows.dataset_remote import push
 
     resolved = options.resolve()
@@ -208,7 +209,7 @@ def data_pull(
     options: CommonOptions,
     version: Annotated[str, typer.Argument(help="version of a data set, or at least its first 8 digits")],
 ) -> Output:
-    """Restore a version of a data set from the remote into the folder datasets of the home."""
+    """Restore a version of a data set from the DVC remote into the folder datasets of the home."""
     from flows.dataset_remote import pull
 
     resolved = options.resolve()

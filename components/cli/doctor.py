@@ -158,7 +158,10 @@ def _package(name: str, cost: str) -> Finding:
 
 
 def _readable(name: str, read: Callable[[], str]) -> Finding:
-    """Return the finding on data that `read` reads and describes, or for which it raises UserError."""
+    """Return the finding `name` on data that `read` checks.
+
+    `read` returns a description of the data, or raises UserError, whose message becomes the finding's `cost`.
+    """
     from components.core.errors import UserError
 
     try:
@@ -175,7 +178,10 @@ def _policy(params: Params) -> str:
 
 
 def pool(params: Params) -> str:
-    """Return what there is for the trainers and judges; raise UserError for what is missing or cannot fit."""
+    """Return a sentence that says where trainers and judges of these parameters run.
+
+    Raises UserError if Ray is not installed, its cluster lacks resources, or a role does not fit its GPU.
+    """
     from components.core.errors import UserError
     from components.planning.role_memory import check_fits
 
@@ -193,7 +199,10 @@ def pool(params: Params) -> str:
 
 
 def samplers(params: Params) -> list[Finding]:
-    """Return the finding on the vLLM servers, if the profile samples from servers."""
+    """Return the finding on the vLLM servers, or an empty list if the profile samples without servers.
+
+    A server is present if it answers the request /health within two seconds.
+    """
     import httpx
 
     if params.policy.backend != "vllm-server":

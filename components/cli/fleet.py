@@ -25,7 +25,7 @@ def fleet(
 ) -> None:
     """Start vLLM servers and print the value of policy.servers, until an interruption ends all of them.
 
-    The context window, the dtype, the way of new weights and sleep are those of the parameters. Logs are
+    The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
     written to the folder vllm of the home.
     """
     from components.core.errors import UserError

@@ -244,7 +244,10 @@ def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
 
 
 def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = False) -> Output:
-    """Print the effect of an audit entry, and return the record of its version together with the entry."""
+    """Print the effect of an audit entry, and return the record of its version together with the entry.
+
+    With `refused` the exit code is 4.
+    """
     from components.registry import models
 
     record = models.describe(promotion.client, promotion.model, entry.version)

@@ -157,7 +157,10 @@ def plan(
 
 
 def _print_pool(record: dict[str, Any]) -> None:
-    """Print what fills one GPU of each role."""
+    """Print the number of GPUs of each role (trainers, samplers, judges) and what fills one of them.
+
+    `record` is the JSON record that the command prints with `--json`.
+    """
     pool, size = record["pool"], record["inputs"]["gpu_memory"]["value"]
     trainers, samplers, judges = pool["trainers"], pool["samplers"], pool["judges"]
     rows = [("trainers", trainers, "see above")]
@@ -177,7 +180,11 @@ def _print_pool(record: dict[str, Any]) -> None:
 
 
 def _print_placements(record: dict[str, Any]) -> None:
-    """Print the cheapest placement that holds, and the fastest on the GPUs of the pool."""
+    """Print the cheapest placement of the roles on GPUs whose memory suffices, and the fastest one.
+
+    The fastest one takes no more GPUs than the section `pool` of the parameters gives. Nothing is printed if
+    roles share GPUs.
+    """
     if not (found := record["placements"]):
         return
     titles = (("cheapest", "cheapest that holds"), ("fastest", f"fastest on {found['given']} GPUs"))
@@ -236,7 +243,10 @@ def _print_memory(record: dict[str, Any], engine: Engine) -> None:
 
 
 def _print_alternatives(record: dict[str, Any], engine: Engine) -> None:
-    """Print the totals of other sequence parallelism and offloads, and the first choice that fits."""
+    """Print a table of the GPU memory under other sequence parallelism and offloads, and a choice that fits.
+
+    `record` is the JSON record that the command prints with `--json`; the choice is its item `smallest`.
+    """
     from components.planning.memory_choices import options_of
 
     cells: dict[str, dict[int, str]] = {}
@@ -260,10 +270,12 @@ def _print_alternatives(record: dict[str, Any], engine: Engine) -> None:
 
 
 def home_inputs(resolved: Resolved) -> dict[str, Input]:
-    """Return the inputs of the plan that follow from the newest trajectories of the agentic stage.
+    """Return, by name, the inputs of the plan that the newest trajectories of the stage agentic determine.
 
-    Only finished runs in the home count that had the profile of the plan, its policy and its rollouts,
-    because others say nothing about it. The result is empty if there are none.
+    They are the numbers of turns and of tokens in a turn (`measured_inputs`). Only finished runs in the home
+    are read that have the profile, the parameters of rollouts, and the policy's source, context and prompt of
+    `resolved`, because trajectories of other runs may be longer or shorter. The result is empty if there are
+    no such runs.
     """
     from components.core.files import read_json
 

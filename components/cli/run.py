@@ -47,7 +47,7 @@ def run(
 ) -> Output:
     """Run the pipeline: data set, cold start, four training stages, evaluation, registration, gates.
 
-    Stage 3, which trains a critic, is left out if agentic.advantages is not critic.
+    The stage critic, the third, is left out if agentic.advantages is not critic.
     If a run with the same parameters and code is finished, only its result is printed. An interrupted run
     continues where it stopped.
     """
@@ -91,7 +91,7 @@ def run(
 
 
 def _explained(pipeline_run: PipelineRun) -> Output:
-    """Print a table of the run's stages, each cached or with the reasons why it would run."""
+    """Print and return for each stage of a run whether it is cached, or for which reasons it would run."""
     from components.training.stage import check_stages
     from flows.explain import explain as explain_stages
     from flows.run_context import check_training

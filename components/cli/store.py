@@ -118,8 +118,9 @@ def store_gc(
 ) -> Output:
     """List checkpoints and runs to which no alias, no unfinished run and no audit entry refers.
 
-    The same is listed of the home: stages that no such run uses, states of finished stages, and abandoned
-    temporary folders. With --delete all of it is removed, while no run works in the home.
+    Of the home folder, it lists stages that no such run uses, resumable states of finished stages, and
+    abandoned temporary folders. With --delete all of these are removed; no run may work in the home
+    meanwhile.
     """
     from components.cli.models import open_promotion
     from components.registry.retention_refs import evidence, references
