@@ -3,7 +3,7 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """alpha * sigmoid(a) + b: the example that the template starts from; replace it by your own module."""
+    """Example task of the template, alpha * sigmoid(a) + b; replace it by the module to make faster."""
 
     def __init__(self, alpha):
         super().__init__()

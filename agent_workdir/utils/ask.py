@@ -1,4 +1,4 @@
-"""Asks the judge through the socket of a sandboxed shell; without one, the judge runs in this process."""
+"""Requests of the workspace's utilities to the judge."""
 
 import os
 import socket
@@ -6,7 +6,11 @@ import sys
 
 
 def ask(command: str) -> None:
-    """Print the judge's reply and exit with its code: 0 success, 1 failure, 2 no reply."""
+    """Print the judge's reply to a utility and exit: 0 after success, 1 after failure, 2 without a reply or after bad input.
+
+    `command` is compile, verification or profiling. The judge is reached through the socket that the variable
+    JUDGE_SOCKET of a sandboxed shell names. If the variable is not set, the judge runs in this process.
+    """
     path = os.environ.get("JUDGE_SOCKET", "")
     if not path:
         from components.agent.workspace_cli import run_utility

@@ -1,4 +1,4 @@
-"""Build kernels/ exactly as the judge builds them; the compiler's words when it fails."""
+"""Build kernels/ exactly as the judge builds them, and print the compiler's errors if that fails."""
 
 from utils.ask import ask
 

@@ -20,8 +20,8 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 class FolderStore:
     """A store of objects as files, with the SHA-256 of each object in a file below `.sha256`.
 
-    If two processes write one key at the same time, only one of them succeeds, because objects are created
-    with hard links.
+    If two processes write different bytes under one key at the same time, only one of them succeeds, because
+    objects are created with hard links. On a file system without hard links both may succeed.
     """
 
     def __init__(self, root: Path):

@@ -123,7 +123,10 @@ def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _fault(store: Store, key: str, wanted: str = "") -> str:
-    """Return the fault of an object, of which the manifest has the digest `wanted` if it is not empty."""
+    """Return the fault of the object `key` as text, or an empty string if it is undamaged.
+
+    `wanted` is the digest that the manifest of its checkpoint states, or empty if no manifest states one.
+    """
     now, written = store.digests(key)
     if written and now != written:
         return "is not what was written"

@@ -44,7 +44,7 @@ PASSING = (
 
 
 class StoreUnavailable(UserError, ConnectionError):
-    """The error that the store does not answer.
+    """Error raised if the server does not answer or cannot serve the request now.
 
     The same call may succeed later, and then continues the transfer.
     """
