@@ -239,7 +239,10 @@ def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
 def _passes(
     outputs: list[torch.Tensor], single: list[torch.Tensor], expected: list[torch.Tensor], params: Params
 ) -> bool:
-    """Return whether all of `outputs` are correct according to `ReferenceOutput`."""
+    """Return whether all outputs of one call are correct (`ReferenceOutput`).
+
+    `single` and `expected` are the call's reference outputs at the task's precision and in float64.
+    """
     return all(
         ReferenceOutput(
             one, exact, params.sandbox, params.precision, device=params.device, keep_parts=False

@@ -22,7 +22,7 @@ ROUND_SHARE = 0.25
 class AdmissionBench:
     """Reference data and baselines of one task whose admission is decided.
 
-    `fill` must be called before `start`.
+    `reference.fill` must be called before `start`.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class AdmissionBench:
         return start_baseline(self.reference, self.processes, baseline, warm_up_seconds=limit)
 
     def free_buffers(self) -> None:
-        """Free the memory of timed runners and what torch caches, until `start` is called again.
+        """Free the memory of timed runners and the device memory that torch caches.
 
-        The runner's own mapping of the memory ends with its role. Nothing is done if the task's placement
-        does not share buffers, because device memory is then not scarce.
+        The next call of `start` allocates memory again. The process itself unmaps the memory when it leaves
+        its role. Nothing is done if the task's placement does not share buffers, because device memory is
+        then not scarce.
         """
         if self.reference.layout.placement.shares_buffers:
             with self.scheduler.preparing():

@@ -42,7 +42,7 @@ Flags = Annotated[list[Annotated[Text, Field(max_length=200)]], Field(max_length
 
 
 class CheckedExtension(FrozenModel):
-    """Extension whose fields are checked, because the candidate may have sent anything."""
+    """Extension whose names, texts and sizes are checked, because they come from an untrusted candidate."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
     sources: dict[FileName, Annotated[Text, Field(max_length=1 << 20)]] = Field(min_length=1, max_length=16)
@@ -60,9 +60,10 @@ Record = Callable[[dict[str, str]], bytes]
 class BuiltCandidate:
     """A built candidate: the files that its runner imports, and its libraries.
 
-    `library` is the library of kernels/, or the libraries of `extensions` one after another. It is None if
-    the candidate has none. `extensions` is None if the file asks for none; `failures` has the compiler's
-    messages by name of those that do not compile, which sandbox.rules=any allows.
+    `library` is the file of the library of kernels/, or of the libraries of `extensions` one after another.
+    It is None if the candidate has no library. `extensions` is None if the candidate asks for no extension.
+    `failures` maps the name of each extension that does not compile to the compiler's messages; only
+    candidates under sandbox.rules=any have such extensions.
     """
 
     # Digest of the files that were given.
@@ -76,10 +77,12 @@ class BuiltCandidate:
 def build_candidate(
     files: dict[str, str], builder: Builder, rules: Sandbox, record: Record
 ) -> BuiltCandidate:
-    """Screen and build a candidate; `record` is called if its extensions are not found in its syntax tree.
+    """Screen and build a candidate, and return what its runner loads.
 
-    With sandbox.rules=any only the names and sizes of files are screened, a candidate may have no library,
-    and an extension that does not compile is left out, because the file may catch the error that
+    `files` maps each workspace path to the text of the file, and `rules` are the parameters of the section
+    sandbox. `record` is called if the candidate asks for extensions whose sources do not follow from its
+    syntax tree. With sandbox.rules=any only the names and sizes of files are screened, a candidate may have
+    no library, and an extension that does not compile is left out, because the file may catch the error that
     `load_inline` then raises. Raises Rejected if a file is refused, or if the candidate does not compile in
     the time limit.
     """
@@ -192,7 +195,12 @@ def _invalid(error: ValidationError) -> Rejected:
 def _build_extensions(
     extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
 ) -> tuple[Path | None, tuple[BuiltExtension, ...], dict[str, str]]:
-    """Build all extensions, and return one file with their libraries, the places in it, and failed builds."""
+    """Build all extensions, and return the file of their libraries, their places in it, and failed builds.
+
+    The file is None if no extension compiles. Failed builds are the compiler's messages by name of the
+    extension. Raises Rejected for CUDA sources on cpu, a refused compiler flag, a build that takes too long,
+    and, if `is_screened` is set, an extension that does not compile or imports forbidden symbols.
+    """
     libraries: dict[str, tuple[str, bytes]] = {}
     failures: dict[str, str] = {}
     for checked in extensions:
@@ -232,7 +240,10 @@ def _build_extensions(
 
 
 def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path:
-    """Return the library of a build; raise Rejected if it failed or imports forbidden symbols."""
+    """Return the library of the finished build `built`; raise Rejected if the build failed.
+
+    If `is_screened` is set, Rejected is also raised if the library imports forbidden symbols.
+    """
     if built.timed_out:
         raise Rejected("timed_out", "build_limit", built.log)
     if built.library is None:

@@ -1,4 +1,4 @@
-"""Reading and judging of a candidate in a workspace folder."""
+"""Reading and judging of a candidate that is a workspace folder or a single Python file."""
 
 from __future__ import annotations
 
@@ -70,9 +70,11 @@ def judge_workdir(
     """Return the verdict on a candidate, which is compared with eager and torch.compile.
 
     `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
-    task is the workspace's model.py. `folder` is the folder of the judge. The resident judge of this folder
-    is asked if it runs; otherwise a judge is started. With `pool.service`, that service is asked instead.
-    Raises UserError if a file is missing or not valid.
+    task is the workspace's model.py. `folder` is where a judge on this machine keeps its builds, and where a
+    resident judge has its socket. The resident judge of `folder` is asked if one runs; otherwise a judge is
+    started. If the parameter `pool.service` is set, the HTTP service at this address is asked instead.
+    `report` is called with the name of each step when it begins. Raises UserError if a file is missing or not
+    valid.
     """
     files = read_candidate(workdir)
     if task is None and workdir.is_file():
@@ -88,7 +90,10 @@ def judge_workdir(
 
 
 def start_judge(params: Params, folder: Path, report: Report) -> Judge:
-    """Return a new judge, whose zygotes import torch at the same time as this process."""
+    """Return a new judge, whose zygotes import torch at the same time as this process.
+
+    `folder` is where the judge keeps its builds. `report` is called with a text that says what takes time.
+    """
     factory = open_factory(params.sandbox, params.device, folder)
     report("starting a judge; cuda-agent serve keeps one ready")
     try:

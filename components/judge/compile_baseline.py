@@ -40,10 +40,10 @@ def compile_modes(bench: TaskBench) -> tuple[Baseline, ...]:
 
 
 def start_modes(bench: TaskBench) -> None:
-    """Start the baselines that `fastest_mode` needs and that can start while other work uses the device.
+    """Start the torch.compile baselines that `fastest_mode` needs and that can start beside other work.
 
-    If the modes of this task were compared before, that is the fastest mode only. A mode that times kernels
-    while it compiles can start if the cache has what it compiles.
+    If the modes of this task were compared before, that is the fastest mode only, and otherwise every mode. A
+    mode that times kernels while it compiles can start beside other work if the cache has what it compiles.
     """
     modes = compile_modes(bench)
     _load_seconds(bench, modes)
@@ -61,12 +61,12 @@ def start_modes(bench: TaskBench) -> None:
 
 
 def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
-    """Return the runner of the fastest mode, the mode, and the seconds of one call by mode.
+    """Return the runner of a task's fastest torch.compile mode, the mode, and the seconds per call by mode.
 
-    The seconds are those of an earlier comparison on this device if the cache has them, and are measured
-    otherwise. The dictionary is empty on a device with one mode. The calling thread must have exclusive
-    access to the device. A mode that fails on the task is left out. If the default mode fails, TaskError or
-    InfrastructureError is raised.
+    Modes are represented by their baselines. The seconds are those of an earlier comparison on this device if
+    the cache has them, and are measured otherwise. The dictionary is empty on a device with one mode. The
+    calling thread must have exclusive access to the device. A mode that fails on the task is left out. If the
+    default mode fails, TaskError or InfrastructureError is raised.
     """
     modes = compile_modes(bench)
     if len(modes) == 1:

@@ -68,7 +68,7 @@ class CompileCache:
     max_bytes: int = MAX_BYTES
 
     def load(self, key: str) -> bytes:
-        """Return an archive, or b"" if there is none; a damaged entry is removed."""
+        """Return the archive with this key, or b"" if there is none; remove the entry if it is damaged."""
         path = self.folder / key
         try:
             content = path.read_bytes()
@@ -82,7 +82,11 @@ class CompileCache:
         return b""
 
     def store(self, key: str, archive: bytes) -> None:
-        """Add or replace an archive, and remove old entries."""
+        """Add or replace the archive with this key, and remove old entries.
+
+        An entry is old if it was not used for `CACHE_SECONDS`. The least recently used entries are also old
+        while all together have more than `max_bytes` bytes.
+        """
         atomic_write(self.folder / key, hashlib.sha256(archive).digest() + archive)
         remove_stale(self.folder, CACHE_SECONDS)
         total, found = 0, list[tuple[float, int, Path]]()
@@ -150,8 +154,9 @@ def _start(
 ) -> TimedRunner:
     """Return a runner of torch.compile that was started with `archive`, which may be empty.
 
-    What it compiles anew is stored under `key`, unless it is larger than `MAX_ENTRY_BYTES`. Raises TaskError
-    if the runner cannot save it.
+    If the runner compiles anything anew, its new archive is stored under `key`, unless the archive is larger
+    than `MAX_ENTRY_BYTES`. Raises TaskError if the runner fails, or does not write its archive in
+    `save_seconds` of wall time.
     """
     with os.fdopen(os.memfd_create("artefacts"), "r+b", buffering=0) as file:
         file.write(archive)

@@ -54,10 +54,10 @@ def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class ReferenceOutput:
-    """Reference for one output tensor of a call.
+    """Reference values for one output tensor of a call, with the limits of a candidate's errors.
 
-    It is compared in parts of at most `PART_NUMEL` elements, so that a comparison needs little memory beside
-    the tensors.
+    Outputs are compared with it in parts of at most `PART_NUMEL` elements, so that a comparison needs little
+    memory beside the tensors.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class ReferenceOutput:
         """Prepare `single`, the reference output at `precision`, and `expected`, the float64 output.
 
         Both tensors have the same shape, are used by `mismatch`, and are compared on `device`, which is by
-        default where they are. If `keep_parts` is set, the prepared parts are kept, which takes as much
-        memory as `expected`. Otherwise each comparison prepares them again.
+        default where they are. The limits of errors follow from the tolerances in `sandbox`. If `keep_parts`
+        is set, the prepared parts are kept, which takes as much memory as `expected`. Otherwise each
+        comparison prepares them again.
         """
         self.shape, self.device = single.shape, device or single.device
         self.single, self.expected = _flat(single), _flat(expected)
@@ -107,7 +108,7 @@ class ReferenceOutput:
 
     @property
     def _starts(self) -> range:
-        """Indices at which the parts begin into which a comparison divides the flattened output."""
+        """Indices in the flattened output at which its parts begin."""
         return range(0, self.single.numel(), PART_NUMEL)
 
     def _piece(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
@@ -124,7 +125,10 @@ class ReferenceOutput:
         return not self.errors[0] <= self.ceiling
 
     def is_repeated_by(self, output: torch.Tensor) -> bool:
-        """Return whether `output` is the reference output again, up to the absolute tolerance."""
+        """Return whether `output` equals the reference output `single`, up to the absolute tolerance.
+
+        Elements that are NaN or the same infinity in both are equal.
+        """
         flat = _flat(output)
         for start in self._starts:
             ours, single = self._piece(flat, start), self._piece(self.single, start)
@@ -134,7 +138,10 @@ class ReferenceOutput:
         return True
 
     def _is_close(self, flat: torch.Tensor, tolerance: float) -> bool:
-        """Return whether `flat` is close to the reference output by KernelBench's comparison."""
+        """Return whether the flattened output `flat` is close to `single` by KernelBench's comparison.
+
+        This is torch.allclose, with `tolerance` as absolute and as relative tolerance.
+        """
         return all(
             torch.allclose(self._piece(self.single, start), self._piece(flat, start), tolerance, tolerance)
             for start in self._starts
@@ -143,15 +150,18 @@ class ReferenceOutput:
     def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: bool = False) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
+        The reasons are `wrong_values` for integers, and `max_error`, `rms_error` and `finite_mask` (NaN or
+        infinity at a wrong place) for floating-point numbers.
+
         `output` has the shape and dtype of `single`. The limits of its errors are multiplied by `multiple`,
         but they stay below the absolute tolerance, unless the error of `single` is above it: `single` is
         always correct. If `loose` is set, errors up to the absolute tolerance are correct too; this is used
         for baselines, because torch.compile may round differently.
 
         Where `single` or the rounded float64 value is NaN or infinite, an element is correct if it has the
-        same special value as either of them, or if it is close to a finite one. An integer is correct if it
-        equals that of `single` or that of the float64 output, because rounding decides, for example, which
-        of two nearly equal elements is the largest.
+        same special value as either of them, or if one of them is finite and it is close to that one. An
+        integer is correct if it equals that of `single` or that of the float64 output, because rounding
+        decides, for example, which of two nearly equal elements is the largest.
 
         With the parameter sandbox.tolerance=kernelbench, an output is also correct if each element is as
         close to `single` as KernelBench asks.
@@ -245,7 +255,7 @@ def _combined(errors: list[tuple[float, float]], count: int) -> tuple[float, flo
 
 
 def same_special(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return where both tensors are NaN, both are infinity, or both are negative infinity."""
+    """Return a mask of the elements that are NaN in both tensors, or the same infinity in both."""
     return (first.isnan() & second.isnan()) | (first.isinf() & (first == second))
 
 
@@ -259,13 +269,15 @@ def departures(
 ) -> torch.Tensor:
     """Return how far the output of each call departs from a baseline's output for the same inputs.
 
-    `outputs` and `single`, the baseline's, have the shape [calls, *shape]. The result has the shape [calls]
-    and is on the cpu. It is the larger of the maximum error and the RMS error, each divided by its limit,
-    which is `floors` times that of `smallest_limits` times the baseline's largest absolute value. With the
-    default `floors`, every output up to 1 is correct, because the errors of output and baseline together are
-    then at most `TIMED_MULTIPLE` times the limit of `ReferenceOutput`. A larger figure does not mean that the
-    output is wrong, because the baseline may be. Where n integers differ it is n + 1, and where NaN or
-    infinity is in n different places it is at least n + 1.
+    `outputs` has the outputs of the calls, and `single` those of the baseline, both with the shape [calls,
+    *shape]. The result has one departure for each call, with the shape [calls], and is on the cpu.
+
+    A departure is the maximum difference or the root mean square of the differences, each divided by its
+    limit, whichever is larger. The limits are those of `smallest_limits`, times `floors` and the baseline's
+    largest absolute value. With the default `floors`, an output with a departure of at most 1 is correct,
+    because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
+    `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
+    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """
@@ -298,9 +310,9 @@ def departures(
 def _in_units(
     max_error: torch.Tensor, rms_error: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, floors: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and RMS errors, converted to the units of `departures`.
+    """Return maximum and RMS errors divided by their limits, which are explained at `departures`.
 
-    `scale` has the largest absolute value of each reference, and `dtype` is the type of the outputs.
+    `scale` has the largest absolute value of each baseline output, and `dtype` is the type of the outputs.
     """
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))
@@ -312,7 +324,10 @@ def _counted(number: torch.Tensor) -> torch.Tensor:
 
 
 def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
-    """Return the departure of the output of one call, if it or the baseline's output is not all finite."""
+    """Return the departure of one call's output if it or the baseline's output `single` is not all finite.
+
+    Both tensors have one dimension. Departures and `floors` are explained at `departures`.
+    """
     different = torch.zeros((), dtype=torch.int64, device=single.device)
     scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0
     for ours, theirs in zip(output.split(PART_NUMEL), single.split(PART_NUMEL), strict=True):
@@ -363,5 +378,8 @@ def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(output: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:
-    """Return the reason why `output` is wrong according to `ReferenceOutput`, or None if it is correct."""
+    """Return the reason why `output` is wrong, or None if it is correct (`ReferenceOutput.mismatch`).
+
+    `single` and `expected` are the reference outputs at the task's precision and in float64.
+    """
     return ReferenceOutput(single, expected, params.sandbox, params.precision).mismatch(output)

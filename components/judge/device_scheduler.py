@@ -176,7 +176,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def on_behalf_of(self, caller: str) -> Iterator[None]:
-        """Count this thread's measurements inside the context as those of `caller`.
+        """Count this thread's measurements inside the context as those of the caller named `caller`.
 
         Callers that wait at the same time measure in turn, however many threads each of them has.
         """
@@ -243,9 +243,10 @@ class DeviceScheduler:
                 self.condition.notify_all()
 
     def _take_memory(self, ticket: object, wanted: int) -> bool:
-        """Reserve the memory if it is free and the ticket is next, and return whether it was reserved.
+        """Reserve `wanted` bytes if they are free and `ticket` is next in the queue.
 
-        If it was not reserved, the call has waited briefly.
+        Returns whether the bytes were reserved. If they were not, the call first waits for a change, at most
+        `RETRY_SECONDS`.
         """
         with self.condition:
             if self.memory_queue[0] is not ticket or self.free_bytes < wanted:

@@ -21,12 +21,12 @@ from components.sandbox.shared_memory import Buffer
 
 
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
-    """Return the calls of a round whose outputs must be compared with float64 outputs, at most three.
+    """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
-    `departures` has the departure of each call from eager (`correctness.departures`). Calls with a departure
-    of at most 1 are right. Of the others, the result has the one that departs most among the calls with
-    inputs of the distribution `given`, a random one of the rest of them, and the one that departs most among
-    the calls with inputs of another distribution.
+    `departures` says how far each call's output departs from eager's (`correctness.departures`), and `mixes`
+    has the recipe of each call's inputs. Calls with a departure of at most 1 are right. Of all other calls
+    with inputs of the distribution `given`, the result has the one that departs most, and a random one of the
+    rest. Of those with inputs of another distribution, it has the one that departs most.
 
     The random call is needed because eager itself can be inexact. A correct answer then departs far from
     eager, and if only the largest departure were examined, one such call would hide wrong answers in others.
@@ -43,7 +43,9 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 class DeferredCall(NamedTuple):
     """Timed call that is compared with float64 outputs only after the candidate has ended.
 
-    `results` and `eager_results` are the outputs as bytes in host memory.
+    `departure` says how far its output departs from eager's (`correctness.departures`), and `mix` is the
+    recipe of its inputs. `results` and `eager_results` are the outputs of the candidate and of eager, as
+    bytes in host memory.
     """
 
     departure: float
@@ -82,9 +84,10 @@ class ExactRunner:
     ) -> str | None:
         """Return the reason why a call of a timed round is wrong, or None if no call was found to be wrong.
 
-        The tensors of bytes hold the inputs of `mixes`, the candidate's results and eager's results, one call
-        after another. The reason ends with the name of the input distribution. Raises TaskError if eager is
-        too inexact to tell, and InfrastructureError if the float64 outputs cannot be computed.
+        `mixes` has the recipe of each call's inputs. The other arguments are tensors of bytes, which hold the
+        inputs, the candidate's results and eager's results, one call after another. The reason ends with the
+        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
+        InfrastructureError if the float64 outputs cannot be computed.
         """
         figures = self.reference.departures(results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))
@@ -105,7 +108,11 @@ class ExactRunner:
         eager_results: torch.Tensor,
         expected: list[torch.Tensor],
     ) -> str | None:
-        """Return the reason why the results of one call are wrong; for the arguments see `wrong_call`."""
+        """Return the reason why the results of one call are wrong, or None if they are right.
+
+        `results` and `eager_results` are the outputs of the candidate and of eager as bytes, and `expected`
+        are the float64 outputs. The reason ends with the input distribution of `mix`.
+        """
         layout, params = self.reference.layout, self.reference.params
         references = [
             ReferenceOutput(
@@ -124,10 +131,11 @@ class ExactRunner:
     def _defer(
         self, departure: float, mix: InputMix, results: torch.Tensor, eager_results: torch.Tensor
     ) -> None:
-        """Keep a suspicious call for a later comparison, at most two in all.
+        """Keep a suspicious call for a later comparison; at most two calls are kept.
 
-        They are the call that departs most from eager and one of the others, which is replaced by a new one
-        with a probability that gives all calls the same chance.
+        They are the call that departs most from eager and one other. A new call that departs most makes the
+        call that departed most before it the other one. Any other new call replaces the other one with a
+        probability of 1/n, where n is the number of calls that were suspicious so far.
         """
         self.deferrable += 1
         is_largest = not self.deferred or not departure <= self.deferred[0].departure
@@ -138,9 +146,10 @@ class ExactRunner:
             self.deferred = [call, *self.deferred[:1]] if is_largest else [self.deferred[0], call]
 
     def wrong_deferred_call(self) -> str | None:
-        """Compare the deferred calls, and return the reason why one is wrong, or None; see `wrong_call`.
+        """Compare the deferred calls, and return the reason why one of them is wrong, or None.
 
-        No timed runner of the task may exist, nor the memory of one.
+        No timed runner of the task may exist, nor the memory of one. The reason and the errors that are
+        raised are those of `wrong_call`.
         """
         deferred, self.deferred, self.deferrable = self.deferred, [], 0
         try:
@@ -165,8 +174,8 @@ class ExactRunner:
     def outputs(self, write_inputs: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
         """Return the float64 outputs for the inputs of one call.
 
-        `write_inputs` writes the inputs into a tensor of bytes. The result is overwritten by the next use.
-        Raises InfrastructureError if the runner fails.
+        `write_inputs` is called with a tensor of bytes, into which it writes the inputs. The result is
+        overwritten by the next call of this method. Raises InfrastructureError if the runner fails.
         """
         scheduler, seconds = self.reference.scheduler, self.reference.params.sandbox.run_seconds
         try:

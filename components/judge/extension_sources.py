@@ -63,7 +63,7 @@ def extensions_in(tree: ast.AST) -> list[Extension] | None:
 
 
 def _assigned_once(tree: ast.AST) -> dict[str, ast.expr]:
-    """Return the expressions of the names that are assigned in one place of the file only."""
+    """Return the assigned expression of each name that is assigned in only one place of the file, by name."""
     values: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -90,10 +90,11 @@ def _extension(call: ast.Call, constants: "_Constants") -> Extension:
 
 
 class _Constants:
-    """Evaluator of constant expressions, in which `names` have the given expressions.
+    """Evaluator of the constant expressions in one file.
 
-    It raises NotConstant for all other expressions, and if the values take too many steps or characters,
-    because the source is untrusted.
+    `names` maps each name that may occur in an expression to the expression that is assigned to it.
+    NotConstant is raised for an expression that is not constant. It is also raised if the values take too
+    many steps or characters, because the source is untrusted.
     """
 
     def __init__(self, names: dict[str, ast.expr]):
@@ -155,9 +156,11 @@ class _Constants:
 
 
 def without_unused_parts(tree: ast.Module) -> ast.Module:
-    """Return a file without the task's parts, its main block, and imports of names that it does not use.
+    """Return a file's syntax tree without the parts that a candidate does not need.
 
-    Published files often have them, and the screening would refuse them although the judge does not run them.
+    These parts are `get_inputs`, `get_init_inputs`, the main block, the class `Model` if nothing else uses
+    it, and `import` statements of names that are not used. Published files often have them, and the screening
+    would refuse them although the judge does not run them.
     """
     body = [
         node

@@ -1,4 +1,4 @@
-"""The host memory that this process can still use, by the machine and the limits of its control groups."""
+"""Host memory that this process can still use on its machine and within the limits of its control groups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ def available_bytes(root: Path = Path("/")) -> int:
 
     This is the smallest of the machine's available memory (`MemAvailable` of /proc/meminfo) and, for each of
     the process's control groups and their parents, the limit less the memory in use. Pages of files that are
-    not in active use count as available. `root` is the folder that contains proc and sys. A virtual machine
-    whose memory grows as it is used reports less than it can give: `sandbox.host_bytes` replaces this figure.
+    not in active use count as available. `root` is the folder that contains proc and sys. The result is too
+    small on a virtual machine whose memory grows as it is used; callers then replace it by the parameter
+    `sandbox.host_bytes`.
     """
     meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     return min([1024 * int(meminfo["MemAvailable"].split()[0]), *_left_by_limits(root)])
@@ -65,7 +66,7 @@ def _mounts(root: Path, version: _Version) -> Iterator[Path]:
 
 
 def _left(group: Path, version: _Version) -> int | None:
-    """Return what the limit of one control group leaves, or None if it has no limit."""
+    """Return the bytes of memory that the limit of one control group leaves, or None if it has no limit."""
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":

@@ -1,6 +1,6 @@
-"""Client of the HTTP service (`cuda-agent serve --http`), and the pool that judges there.
+"""Client of the HTTP service (`cuda-agent serve --http`), and the pool that lets this service judge.
 
-This machine needs neither a GPU nor a sandbox, and this module imports no torch.
+The machine of the client needs neither a GPU nor a sandbox, and this module imports no torch.
 """
 
 import time
@@ -26,7 +26,7 @@ UNAVAILABLE = (429, 502, 504)
 
 
 class HttpJudge:
-    """Judge at the address `pool.service`, with the methods of `pool.JudgeLike`.
+    """Client of the HTTP service at `pool.service`, with the methods of a judge (`pool.JudgeLike`).
 
     The constructor raises UserError if there is no service, if the token is refused, or if the service has
     other settings than `params`, because verdicts with other settings must not be mixed.
@@ -72,7 +72,12 @@ class HttpJudge:
         compare_compile: bool = False,
         measurement: int = 1,
     ) -> Verdict:
-        """Return the service's verdict; a higher `measurement` measures the same candidate anew."""
+        """Return the service's verdict on the candidate with `files` on `task`.
+
+        `files` and `compare_compile` are explained at `judge.Judge.verdict`. The service measures a candidate
+        once for each value of `measurement`. Raises InfrastructureError if the service or its judge fails,
+        and UserError if the service refuses the request.
+        """
         request = {
             "code": task.code,
             "files": files,
@@ -82,15 +87,20 @@ class HttpJudge:
         return Verdict.model_validate(self._ask("/v1/judgements", request)["verdict"])
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        """Return the service's admission of the task with source `code`."""
+        """Return the service's admission of the task with source `code`.
+
+        `headroom` is explained at `admission.admit`. The errors that are raised are those of `verdict`.
+        """
         window = self.params.data.eager_seconds
         request = {"code": code, "headroom": headroom, "eager_seconds": window}
         return Admission(**self._ask("/v1/admissions", request)["admission"])
 
     def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the job of a request when it is done.
+        """Post `request` to `path` until the service has finished its job, and return the job's record.
 
-        The same request is sent until it is answered: it is the same job, whatever happened to the service.
+        The request may be sent several times, also to a service that was restarted, because equal requests
+        have the same job. Raises InfrastructureError if the service does not answer for `RESTART_SECONDS` or
+        if the task or the judge failed, and UserError if the service refuses the request.
         """
         silent_since = time.monotonic()
         while True:
@@ -122,9 +132,9 @@ class HttpJudge:
 class HttpPool(LocalPool):
     """Pool whose journal is on this machine and whose judge is the service at `pool.service`.
 
-    The service makes its epochs itself and knows the measurements of a candidate by number only. The number
-    of an epoch is its place among those that this journal's folder has seen for the candidate; it is stored,
-    so that a run that continues asks for the same measurement.
+    The service knows the measurements of a candidate by number, and not by epoch. This pool therefore numbers
+    the epochs of each candidate and task in the order in which they are first asked for. The numbers are
+    stored in the journal's folder, so that a run that continues asks for the same measurements.
     """
 
     def start(self) -> HttpJudge:

@@ -98,9 +98,9 @@ class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
     `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set,
-    and `timed_distributions` those of timed calls.
-    The sets may be in host memory although `device`, for which inputs are mixed, is a GPU. `may_double` tells
-    whether small inputs may be stored twice.
+    and `timed_distributions` has the input distributions of timed calls. The sets may be in host memory
+    although `device`, for which inputs are mixed, is a GPU. `may_double` tells whether small inputs may be
+    stored twice in a row, which makes mixing faster.
     """
 
     def __init__(

@@ -172,6 +172,9 @@ class Judge:
     def _device(self, bench: TaskBench, *, every_mode: bool) -> Iterator[None]:
         """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
+        If `every_mode` is set, these include the baselines of all torch.compile modes, which are compared
+        once, and otherwise only that of the default mode.
+
         A thread that starts a baseline holds the lock of the task's `BaselineCache`, and the start is paused
         while another thread measures. If that other thread judged a candidate of the same task and needed the
         lock too, neither thread would continue. Candidates of one task therefore first wait for
@@ -203,7 +206,8 @@ class Judge:
     ) -> Verdict:
         """Load a candidate, verify its outputs before and after timing it, and return its verdict.
 
-        Raises Rejected if the candidate fails.
+        `library` is the descriptor of the candidate's library, or of an empty file if it has none. Raises
+        Rejected if the candidate fails.
         """
         runners: dict[Timed, TimedRunner] = {
             "eager": bench.baselines.get(EAGER),
@@ -262,7 +266,8 @@ class Judge:
         """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
         The baselines are eager, and torch.compile if `compare_compile` is set or the candidate is faster than
-        eager.
+        eager. Times are in seconds per call. The evidence has the times of all rounds by runner, and the mode
+        of torch.compile.
         """
         candidate, baselines = runners["candidate"], list[Timed](["eager"])
         evidence: dict[str, Any] = {}
@@ -292,7 +297,8 @@ class Judge:
     ) -> tuple[TimedRunner, dict[str, Any]]:
         """Return the timed runner of torch.compile, and the entries about its mode for the evidence.
 
-        The candidate's time limit is extended by the time that this takes.
+        The mode is the fastest one on the task if `every_mode` is set, and otherwise the default mode. The
+        candidate's time limit is extended by the time that starting and choosing take.
         """
         began = time.monotonic()
         if every_mode:

@@ -77,6 +77,11 @@ def eval_kernel_against_ref(
 ) -> KernelExecResult | None:
     """Judge a kernel, the source of a file with `ModelNew`, against a task, and return KernelBench's record.
 
+    The kernel is judged on cpu if `device` is `cpu` or torch sees no GPU, and otherwise on cuda. The record
+    has times only if `measure_performance` is set. If the speed-up over eager then exceeds
+    `excessive_speedup_threshold` and is checked, `metadata` has the entry `excessive_speedup`. If `verbose`
+    is set, status, reason and log are printed.
+
     Returns None if the judge itself failed, which for KernelBench means to try again. Raises UserError if the
     task cannot be judged, or if an argument asks for what the judge does not have.
     """
@@ -132,7 +137,10 @@ def _result(verdict: Verdict, measured: bool, threshold: float | None) -> Kernel
 
 
 def _stats(verdict: Verdict, name: str) -> dict[str, Any]:
-    """Return KernelBench's statistics, in milliseconds, of the rounds of a timed runner."""
+    """Return KernelBench's statistics, in milliseconds, of the rounds of the runner `name`.
+
+    The runner is `candidate` or `eager`. The no-op's time is subtracted.
+    """
     raw = verdict.evidence["raw_seconds"]
     samples = [1e3 * float(value) for value in net(raw[name], raw["noop"])]
     return {

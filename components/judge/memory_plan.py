@@ -157,8 +157,9 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
 def plan_layout(description: Description, params: Params, sizing: Sizing, budget: MemoryBudget) -> TaskLayout:
     """Return the layout with the fastest placement that fits the budget.
 
-    With each placement, as few correctness sets as `sizing` allows are tried if all of them do not fit.
-    Raises TaskTooLarge if nothing fits.
+    With each placement, the full number of correctness sets is tried first, and then as few as `sizing`
+    allows. On a device without a budget, the fastest placement is returned. Raises TaskTooLarge if nothing
+    fits, or if one call has more inputs and outputs than can be measured on cpu.
     """
     needs = []
     for placement in PLACEMENTS:

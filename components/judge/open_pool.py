@@ -1,4 +1,4 @@
-"""The choice of the pool that judges for a run: one here, on a Ray cluster, or behind the HTTP service."""
+"""Choice of where candidates of a run are judged: on this machine, on a Ray cluster, or by a service."""
 
 from pathlib import Path
 
@@ -10,10 +10,11 @@ from components.sandbox.preflight import check_isolation
 
 
 def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
-    """Return a pool, after checking that this machine can isolate runners if the pool's judge is here.
+    """Return a pool of judges as the parameters in the section pool ask for.
 
-    The arguments are those of `LocalPool`. Raises IsolationUnavailable if no runner can be isolated; this is
-    checked before anything is loaded or sampled.
+    The arguments are those of `LocalPool`. If the judge is on this machine, the isolation of runners is
+    checked first, so that nothing is loaded or sampled in vain; IsolationUnavailable is raised if no runner
+    can be isolated. Raises UserError if both `pool.service` and `pool.judges` are set.
     """
     if params.pool.service:
         if params.pool.judges:

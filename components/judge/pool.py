@@ -72,7 +72,11 @@ def verdict_key(protocol: str, job: Job) -> str:
 
 
 def admission_key(protocol: str, window: tuple[float, float], code: str, *, headroom: bool) -> str:
-    """Return the journal's key of an admission; `window` is the parameter `data.eager_seconds`."""
+    """Return the journal's key of the admission of the task with source `code`.
+
+    `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`. For
+    `headroom` see `admission.admit`.
+    """
     return digest_json(["admission", protocol, window, headroom, digest_bytes(code.encode())])
 
 
@@ -105,7 +109,11 @@ def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
 
 
 def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admission:
-    """Return the admission that `admit` returns, calling it again if the judge itself failed."""
+    """Return the admission that `admit` returns, calling it again if the judge itself failed.
+
+    If all `sandbox.attempts` calls fail by the judge's own fault, the task is refused with the reason
+    `infrastructure`.
+    """
     for _ in range(params.sandbox.attempts):
         try:
             return admit()
@@ -141,13 +149,13 @@ class JudgeLike(Protocol):
 
 
 class LocalPool:
-    """Pool whose journal is on this machine, with one judge here or with judges on a Ray cluster.
+    """Pool whose journal is on this machine, with one judge on this machine or several on a Ray cluster.
 
-    With `pool.judges`, the judges are on a Ray cluster. On one judge, builds and preparation are parallel and
-    measurements are sequential. `verdicts` is the journal's folder. Files are added to it and never changed.
-    With `use_resident`, the resident judge of `folder` does the work if it runs (`resident.py`). `folder` is
-    where a judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the
-    journal.
+    The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
+    several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Files are
+    added to it and never changed. `folder` is where a judge on this machine keeps its builds and caches; by
+    default it is the folder `judge` beside the journal. If `use_resident` is set, the resident judge of
+    `folder` does the work if one runs (`resident.py`).
     """
 
     def __init__(
@@ -220,7 +228,7 @@ class LocalPool:
         return self.judge.verdict(job.task, dict(job.candidate.files), compare_compile=job.compare_compile)
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
-        """Return a future of the check whether the task with source `code` can be judged, its admission.
+        """Return a future of the admission of the task with source `code`.
 
         The result is read from the journal or measured. For `headroom` see `admission.admit`. A result with
         the reason `infrastructure` is not written to the journal.

@@ -149,10 +149,11 @@ class RemoteJudges:
 
     @contextmanager
     def _actor(self, key: str) -> Iterator[Any]:
-        """Yield the actor that is assigned to jobs with this key, since it has the task's baselines.
+        """Yield the actor to which jobs with this key are assigned, because it has the task's baselines.
 
-        Another actor is chosen if the assigned actor was the last that failed on a job with this key, or if
-        it has at least `workers` jobs more than the least loaded actor.
+        The key is the task's id for a judgement, and the task's source for an admission. Another actor is
+        chosen if the assigned actor was the last that failed on a job with this key, or if it has at least
+        `workers` jobs more than the least loaded actor.
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]

@@ -48,7 +48,10 @@ IDLE_SECONDS = 900.0
 
 @dataclass
 class SharedJudge:
-    """A judge with the number of threads that use it, and the moment at which the last one ended."""
+    """A judge with the number of threads that use it, and the time at which a thread last stopped using it.
+
+    The time is in seconds of `time.monotonic`.
+    """
 
     judge: Judge
     users: int = 0
@@ -99,7 +102,7 @@ class Judges:
                 shared.last_used = time.monotonic()
 
     def _close_idle_judges(self) -> None:
-        """Close the judges that were not used for long, until all are closed."""
+        """Close judges that were not used for `idle_seconds`, and repeat this until `close` is called."""
         while not self.closing.wait(self.idle_seconds / 4):
             limit = time.monotonic() - self.idle_seconds
             with self.lock:
@@ -113,7 +116,10 @@ class Judges:
                 shared.judge.close()
 
     def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
-        """Return the admission of a task, whose eager time has to be in the window of `params`."""
+        """Return the admission of the task with source `code`; for `headroom` see `admission.admit`.
+
+        A task whose eager time is not in the window `data.eager_seconds` of `params` is refused.
+        """
         params = with_standard_labels(params)
         with self.using(params) as judge:
             return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
@@ -136,7 +142,9 @@ class Judges:
 
 
 def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
-    """Return the application of a resident judge.
+    """Return the HTTP application of a resident judge.
+
+    The threads of `executor` do what requests ask for.
 
     A reply to a judgement or an admission is a stream of lines, each a JSON list of a kind and a content:
     `progress` with a text, then once `result` with the record, or `UserError` or `InfrastructureError` with
@@ -198,9 +206,9 @@ def serve(
     """Run a resident judge until SIGINT or SIGTERM.
 
     `folder` is the folder of the judge, in which the socket is made. `started` is called with the path of the
-    socket when the judge can be asked. The context that `http_server` makes is entered with the judges,
-    and left before they are closed. Raises UserError if another resident judge runs on this folder or on
-    this GPU.
+    socket when the judge can be asked. `http_server` is called with the judges, and the context manager that
+    it returns is entered while they run; by default there is none. Raises UserError if another resident judge
+    runs on this folder or on this GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)

@@ -85,14 +85,17 @@ class ResidentJudge:
         compare_compile: bool = False,
         report: Report = ignore,
     ) -> Verdict:
-        """Return the verdict on a candidate, as `judge.Judge.verdict` does."""
+        """Return the resident judge's verdict on a candidate.
+
+        The arguments are those of `judge.Judge.verdict`.
+        """
         request = JudgementRequest(
             params=self.params, task=task, files=files, compare_compile=compare_compile
         )
         return Verdict.model_validate(self._ask("/v1/judgements", request, report))
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        """Return the admission of a task, as `judge.Judge.admit` does."""
+        """Return the resident judge's admission of a task; the arguments are those of `judge.Judge.admit`."""
         request = AdmissionRequest(params=self.params, code=code, headroom=headroom)
         return Admission(**self._ask("/v1/admissions", request, ignore))
 

@@ -78,12 +78,13 @@ class ProcessPerRole:
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Start a process for the role that `header` names.
 
-        `seconds` limits the wall time of everything that the process does.
+        `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of everything that
+        the process does.
         """
         return self.factory.spawn(header, descriptors, seconds=seconds)
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return the memory of a timed runner of a role."""
+        """Return memory for a timed runner of this role: its own, or the memory that the baselines share."""
         if role == "candidate" or not layout.placement.shares_buffers:
             return RunnerMemory.allocate(self.device, layout)
         self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
@@ -136,7 +137,7 @@ class OneProcess:
         return self.runner
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return the memory of all roles."""
+        """Return the memory that all roles of the task share, which is allocated at the first call."""
         self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
         return self.shared
 

@@ -75,7 +75,7 @@ def _dotted_name(node: ast.expr) -> str:
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names that are bound to extensions in the whole file, and to nothing else."""
+    """Return the names to which a file assigns results of `load_inline` or `load`, and nothing else."""
     bound, extensions = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
         match node:

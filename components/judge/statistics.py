@@ -72,10 +72,11 @@ def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
 def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, most: int) -> int:
     """Return how many rounds there should be in total, after `rounds` rounds have resulted in `samples`.
 
-    `samples` has the seconds of each baseline. `rounds` is returned if the median of each baseline, minus the
-    no-op's median, is known with a relative error of at most `NARROW`. Otherwise twice as many rounds are
-    returned. No rounds are added beyond `most`. The error of the no-op's median is included, because it
-    varies too: a round of the no-op copies all inputs and outputs.
+    `samples` has the seconds per call of each baseline in each round, and `noop` those of the no-op. `rounds`
+    is returned if the median of each baseline, minus the no-op's median, is known with a relative error of at
+    most `NARROW`. Otherwise twice as many rounds are returned. No rounds are added beyond `most`. The error
+    of the no-op's median is included, because it varies too: a round of the no-op copies all inputs and
+    outputs.
     """
     doubt = 1 + UNCERTAIN_ROUNDS / rounds
     noop_width = _half_width(noop)

@@ -67,7 +67,10 @@ def _start_baseline(
     warm_up_seconds: float,
     library: int | None,
 ) -> TimedRunner:
-    """Start the timed runner of a baseline; `library` is the descriptor of torch.compile's archive."""
+    """Start, warm up and verify the timed runner of a baseline, as `start_baseline` describes.
+
+    `library` is the descriptor of the file with the archive of torch.compile, or None for other baselines.
+    """
     header: RoleHeader = {
         "role": baseline.role,
         "code": reference.code,

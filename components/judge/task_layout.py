@@ -149,9 +149,9 @@ class Placement:
     """Where a task's data are: the choice between speed and device memory.
 
     If `shares_buffers` is set, the baselines of a task have one buffer of inputs and one of outputs in
-    common, no buffer has a scratch set, buffers of parameters are in host memory, and every timed runner
-    returns its free memory to the device after its rounds. The candidate has buffers of its own, because it
-    could otherwise change what eager computes.
+    common, no buffer has an additional input set for warm-up calls, buffers of parameters are in host memory,
+    and every timed runner returns its free memory to the device after its rounds. The candidate has buffers
+    of its own, because it could otherwise change what eager computes.
     """
 
     shares_buffers: bool = False
@@ -205,7 +205,8 @@ class TaskLayout:
     ) -> TaskLayout:
         """Return the layout of the task that `description` describes.
 
-        There are at most `most_sets` correctness sets, by default as many as `sandbox` names.
+        There are at most `most_sets` correctness sets, by default as many as the parameter
+        `sandbox.correctness_sets` says.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)

@@ -130,7 +130,7 @@ class TaskReference:
 
     @property
     def construction_seed(self) -> int | None:
-        """Secret seed under which runners construct the model, or None with weights by state_dict."""
+        """Secret seed under which runners construct the model, or None if sandbox.weights is state_dict."""
         return self.parameter_seed if self.params.sandbox.weights == "seed" else None
 
     @contextlib.contextmanager
@@ -283,8 +283,9 @@ class TaskReference:
     ) -> list[float]:
         """Return how far the results of each call of a timed round depart from those of a baseline.
 
-        `memory` and `baseline` hold the results of a round of `calls` calls on the same inputs. The unit,
-        `floors` times the smallest limits, is explained at `correctness.departures`.
+        `memory` and `baseline` are tensors of bytes that hold the results of a round of `calls` calls on the
+        same inputs. The result has one departure for each call; departures and `floors` are explained at
+        `correctness.departures`.
         """
         largest = torch.zeros(calls, dtype=torch.float64)
         for slot in self.layout.outputs.slots:

@@ -38,8 +38,8 @@ def _secret_generator(device: torch.device) -> torch.Generator:
 class StagedInputs:
     """Inputs of one round, mixed in memory that no runner can read and then copied to each timed runner.
 
-    The inputs are mixed in advance, because on cuda the clock runs while a runner gets its inputs, and mixing
-    takes as many kernel launches as a small task.
+    The memory holds the inputs of `capacity` calls. The inputs are mixed in advance, because on cuda the
+    clock runs while a runner gets its inputs, and mixing takes as many kernel launches as a small task.
     """
 
     def __init__(self, reference: TaskReference, capacity: int):
@@ -147,8 +147,9 @@ class TimedRunner:
     def verify(self, operation: Operation, *, loose: bool = False) -> str | None:
         """Return the reason why an output for a correctness set is wrong, or None if all outputs are right.
 
-        The reason is `inputs_changed` if the outputs are right but the candidate changed its inputs. `loose`
-        is explained at `ReferenceOutput.mismatch`.
+        The outputs are computed in rounds of the kind `operation`. The reason is `inputs_changed` if the
+        outputs are right but the candidate changed its inputs. `loose` is explained at
+        `ReferenceOutput.mismatch`.
         """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)
@@ -163,7 +164,8 @@ class TimedRunner:
     def round(self, operation: Operation, staged: StagedInputs) -> tuple[float, torch.Tensor]:
         """Run one round on the staged inputs, and return the seconds per call and the results as bytes.
 
-        The results are read before the runner can change them.
+        In a round of the kind `check`, the runner also checks the form of each result. The results are read
+        before the runner can change them. Raises RunnerError if the runner fails.
 
         On cpu the judge reads each result out of the runner's memory. The time is the CPU time of all the
         runner's threads from before the inputs exist until the last result is read, so that the work of every
@@ -311,7 +313,10 @@ class TimedRunner:
         return seconds
 
     def _write_warm_up_inputs(self) -> None:
-        """Write valid inputs that need not be secret into the last set: zeros, and known integers."""
+        """Write inputs for a warm-up call into the last input set of the runner's memory.
+
+        They are valid but need not be secret: zeros, and the integers of the first correctness set.
+        """
         original = self.reference.inputs.original(0)
         for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):
             if tensor.is_floating_point():

@@ -91,7 +91,8 @@ class Verdict(FrozenModel):
     """The judge's verdict on one candidate.
 
     `reason` is a short code for programs, such as `max_error:given`, and `log` is a short text for the
-    policy. `milestone` is the reward: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is
+    policy. `evidence` has what shows how the verdict was reached, such as versions, seeds and the seconds of
+    each round. `milestone` is the reward: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is
     faster than torch.compile too, and -1 otherwise (`milestone`).
     """
 
