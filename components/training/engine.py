@@ -17,9 +17,10 @@ from torch import Tensor, distributed, nn
 
 from components.core import param_types, stage_params
 from components.core.errors import UserError
-from components.training import document_attention
+from components.training import document_attention, universal_checkpoint
 from components.training.batches import Microbatch, Packed
 from components.training.ranks import deepspeed_config, import_deepspeed, join_world
+from components.training.universal_checkpoint import SHARDS, UNIVERSAL
 
 # Betas of AdamW.
 BETAS = (0.9, 0.95)
@@ -214,11 +215,29 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """Write parameters, optimizer state and random state below the new folder `folder`."""
-        self.engine.save_checkpoint(str(folder), tag="state", client_state={"rng": torch.get_rng_state()})
+        self.engine.save_checkpoint(str(folder), tag=SHARDS, client_state={"rng": torch.get_rng_state()})
 
-    def load(self, folder: Path) -> None:
-        """Load what `save` wrote below `folder`; raise UserError if DeepSpeed finds no state there."""
-        path, client = self.engine.load_checkpoint(str(folder), tag="state")
+    def load(self, folder: Path, *, ranks: int) -> None:
+        """Load what `save` wrote below `folder` with this number of ranks; every rank must call this.
+
+        If this engine has another number of ranks, rank 0 writes the universal form of the state beside the
+        folder meanwhile. Raises UserError if DeepSpeed finds no state there.
+        """
+        if ranks == self.world.size or self.settings.zero_stage == 0:
+            self._load(folder, SHARDS)
+            return
+        with universal_checkpoint.converted(folder, writes=self.world.rank == 0) as out:
+            self.world.barrier()
+            # The configuration says of all states that are loaded which form they have.
+            self.engine._config.load_universal_checkpoint = True
+            try:
+                self._load(out, UNIVERSAL)
+            finally:
+                self.engine._config.load_universal_checkpoint = False
+            self.world.barrier()
+
+    def _load(self, folder: Path, tag: str) -> None:
+        path, client = self.engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise UserError(f"{folder}: the resumable state is damaged; delete the folder and run again.")
         torch.set_rng_state(client["rng"])

@@ -2,11 +2,13 @@
 
 A state holds parameters, optimizer and random state of the stage's engines after a step.
 It is written to a temporary folder that is renamed when it is complete, so a killed process leaves the
-previous state intact. The folder's name contains precision, ZeRO stage and number of ranks (the layout),
-because DeepSpeed cannot load shards of another layout. A stage that resumes with another layout repeats its
-training on its stored trajectories and does not sample them again.
+previous state intact. The folder's name contains precision and ZeRO stage (the layout) and the number of
+ranks. DeepSpeed cannot load shards of another layout: a stage that resumes with another one repeats its
+training on its stored trajectories and does not sample them again. A state of another number of ranks is
+converted (universal_checkpoint.py).
 """
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,12 +41,21 @@ class StateStore:
 
     @property
     def layout(self) -> str:
-        return f"{self.settings.dtype}-zero{self.settings.zero_stage}-world{self.world.size}"
+        return f"{self.settings.dtype}-zero{self.settings.zero_stage}"
 
     def complete(self) -> list[tuple[int, Path]]:
-        """Return (finished steps, folder) of every complete state of this layout, oldest first."""
-        folders = (self.stage_folder / "state").glob(f"step-*-{self.layout}")
-        return sorted((int(folder.name.split("-")[1]), folder) for folder in folders)
+        """Return (finished steps, folder) of every complete state that can be loaded, oldest first.
+
+        Of two states after the same step, the one of this number of ranks comes last.
+        """
+        pattern = re.compile(rf"step-(\d+)-{self.layout}-world(\d+)")
+        found = [
+            (int(match[1]), int(match[2]) == self.world.size, folder)
+            for folder in (self.stage_folder / "state").glob("step-*")
+            if (match := pattern.fullmatch(folder.name))
+        ]
+        can_convert = self.settings.sequence_parallel == 1
+        return [(steps, folder) for steps, is_own, folder in sorted(found) if is_own or can_convert]
 
     def newest(self) -> int:
         """Return the number of finished steps of the newest complete state, or 0 if there is none."""
@@ -56,7 +67,7 @@ class StateStore:
         If there are then more than `kept` states, the oldest ones are deleted. The states of the stages in
         `finished` are deleted too, because their checkpoints are all that this stage needs.
         """
-        folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}"
+        folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}-world{self.world.size}"
         temporary = folder.with_name(f".{folder.name}.writing")
         if self.world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -86,7 +97,7 @@ class StateStore:
             return 0
         steps, folder = states[-1]
         for name, engine in self.engines.items():
-            engine.load(folder / name)
+            engine.load(folder / name, ranks=int(folder.name.rpartition("world")[2]))
         return steps
 
 

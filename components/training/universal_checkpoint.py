@@ -1,0 +1,48 @@
+"""Conversion of a ZeRO state to DeepSpeed's Universal Checkpoint, which any number of ranks can load.
+
+Each rank writes its shard of the weights in float32 and of both moments of Adam. DeepSpeed's converter joins
+the shards to a folder for each parameter, from which every rank of another number takes its own part.
+"""
+
+import contextlib
+import io
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+# Folder of the shards within a state, and folder of the converted state.
+SHARDS, UNIVERSAL = "state", "universal"
+
+
+def convert(state: Path, out: Path) -> None:
+    """Write the universal form of the shards in `state` to the new folder `out`."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    settings = Namespace(
+        input_folder=str(state / SHARDS),
+        output_folder=str(out / UNIVERSAL),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        # The version of the format, which the engine writes only with tensor parallelism.
+        inject_missing_state=True,
+    )
+    # It prints its phases and shows progress bars.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main(settings)
+
+
+@contextlib.contextmanager
+def converted(state: Path, *, writes: bool) -> Iterator[Path]:
+    """Return a context with the folder of the universal form of `state`, which `writes` makes and removes."""
+    out = state.with_name(f".{state.name}.{UNIVERSAL}")
+    if writes:
+        shutil.rmtree(out, ignore_errors=True)
+        convert(state, out)
+    try:
+        yield out
+    finally:
+        if writes:
+            shutil.rmtree(out, ignore_errors=True)
