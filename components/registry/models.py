@@ -43,7 +43,9 @@ def register(
 ) -> str:
     """Register a checkpoint as a model version, and return the number of the version.
 
-    If the run with the key `run_key` already has a version, return the number of that version.
+    The version gets the `tags`, and each number in `figures` as a tag `figure.NAME`. `run_id` is the MLflow
+    run that made the checkpoint. If the pipeline run with the key `run_key` already has a version, return the
+    number of that version.
     """
     try:
         client.create_registered_model(model)
@@ -115,7 +117,7 @@ def tags(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def _registered(client: MlflowClient, model: str) -> Any:
-    """Return the registered model, or None if it does not exist yet."""
+    """Return MLflow's record of the registered model, or None if it does not exist yet."""
     try:
         return client.get_registered_model(model)
     except MlflowException as error:
@@ -141,7 +143,9 @@ def find(client: MlflowClient, model: str, version: str) -> Any:
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
     """Return the version with this number or alias as a JSON record.
 
-    Raises UserError if there is no such version.
+    The record has the name of the model, the number and the aliases of the version, its gates, its decision
+    with the reasons, its other tags, and the id of its MLflow run. Raises UserError if there is no such
+    version.
     """
     found = find(client, model, version)
     return {
@@ -161,7 +165,7 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 
 
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
-    """Return all versions as JSON records, with the newest first."""
+    """Return all versions as JSON records of the form of `describe`, with the newest first."""
     numbers = (int(version.version) for version in client.search_model_versions(f"name = '{model}'"))
     return [describe(client, model, str(number)) for number in sorted(numbers, reverse=True)]
 

@@ -231,9 +231,9 @@ class Promotion:
             return found
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
-        """Return the number of a waiting version and its audit entry.
+        """Return the number of a waiting version, and the audit entry by which it began to wait.
 
-        Raises UserError if the version does not wait for a decision.
+        `version` is a number or an alias. Raises UserError if the version does not wait for a decision.
         """
         version = str(models.find(self.client, self.model, version).version)
         state = self.chain.state(version)
@@ -303,9 +303,10 @@ class Promotion:
     ) -> AuditEntry:
         """Append an audit entry to the chain, apply it to the registry, and return it.
 
-        `entries` are the entries of the chain so far. If `who` is empty, the present user is recorded. If the
-        action is in CHAMPION_ACTIONS, the version becomes the champion, and another champion before it gets
-        the alias previous.
+        `entries` are the entries of the chain so far. If `who` is empty, the present user is recorded. `rest`
+        may contain the fields `reason`, `evidence` and `key` of the entry. If the action is in
+        CHAMPION_ACTIONS, the version becomes the champion, and another champion before it gets the alias
+        previous.
         """
         aliases = _aliases(entries)
         if action in CHAMPION_ACTIONS and aliases.get(CHAMPION) != version:

@@ -62,7 +62,10 @@ class PolicyPyfunc:
         )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
-        """Return the policy's turn for each row of a data frame with a column `prompt`."""
+        """Return the text that the policy generates for each row of a data frame with a column `prompt`.
+
+        `params` may contain max_new_tokens and temperature, which otherwise have the values in DEFAULTS.
+        """
         settings = DEFAULTS | (params or {})
         ids = [
             self.tokenizer.encode(

@@ -82,7 +82,11 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
 
 
 class _Trace:
-    """The spans and the feedback of one trajectory, which the constructor computes."""
+    """The spans and the feedback of one trajectory, which the constructor computes.
+
+    `identity` has the 32 hexadecimal digits of the trace's id, and `begun_ms` is the start of the first span
+    in milliseconds of Unix time.
+    """
 
     def __init__(self, identity: str, begun_ms: int, trajectory: Trajectory):
         self.identity = identity
@@ -144,7 +148,10 @@ class _Trace:
     ) -> str:
         """Add a span and return its id.
 
-        The span starts at `began`, or at the current tick if `began` is 0, and it ends at the next tick.
+        `kind` is one of MLflow's SpanType, `parent` the id of the parent span or an empty string, `given` and
+        `out` the inputs and outputs, and `facts` further attributes. If `identity` is empty, the id is the
+        next one in order. The span starts at `began` (nanoseconds of Unix time), or at the current tick if
+        `began` is 0, and it ends at the next tick.
         """
         identity = identity or self._id(f"span {len(self.spans)}")
         began, self.tick = began or self.tick, self.tick + TICK_NS

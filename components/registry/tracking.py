@@ -144,7 +144,10 @@ class MlflowRun:
         self.tags(tags)
 
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
-        """Log the data set as an input of the run, with its version as digest, without copying its files."""
+        """Log the data set as an input of the run, with its version as digest, without copying its files.
+
+        The numbers in `figures` become metrics of the run, with names that begin with `data.`.
+        """
         meta = Dataset(
             name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)})
         )
@@ -156,7 +159,10 @@ class MlflowRun:
 
     @contextlib.contextmanager
     def follow(self, name: str, key: str, folder: Path) -> Iterator[None]:
-        """Log the curves of a stage every CURVE_SECONDS while the block, which runs the stage, runs."""
+        """Log the curves of a stage every CURVE_SECONDS while the block, which runs the stage, runs.
+
+        `name` and `key` identify the stage, and `folder` is its folder with the file of curves (CURVES).
+        """
         done = threading.Event()
 
         def log_curves() -> None:
@@ -290,7 +296,8 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
 def _curve(path: Path, first_step: int) -> Iterable[Metric]:
     """Yield the points of all curves in a stage's metrics.jsonl from the step `first_step` on.
 
-    Each point has the modification time of the file, which is about the time at which it was made.
+    Each line of the file has the values of one step by name. Each point has the modification time of the
+    file, which is about the time at which the step ended.
     """
     time = int(path.stat().st_mtime * 1000)
     for index, line in enumerate(path.read_text().splitlines()):
