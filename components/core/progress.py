@@ -12,7 +12,11 @@ def ignore(text: str) -> None:
 
 
 class Progress(Protocol):
-    """A receiver of progress reports. `figures` are numbers with short names, such as reward=1.2."""
+    """A receiver of progress reports.
+
+    A report says that `step` of the `total` steps of `stage` are done. `figures` are numbers with short
+    names, such as reward=1.2.
+    """
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None: ...
 

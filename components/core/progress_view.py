@@ -19,7 +19,10 @@ LINE_SECONDS = 5.0
 
 @dataclass
 class Row:
-    """The last report of one stage. `started` and `updated` are in seconds of a monotonic clock."""
+    """The last report of one stage, at the time `updated`, and the time and step of its first report.
+
+    The times are in seconds of a monotonic clock.
+    """
 
     step: int
     total: int

@@ -220,7 +220,7 @@ class Builder:
         return BuildResult(library, symbols=names)
 
     def _paths(self) -> isolation.PathMap:
-        """Return the host folders that a compiler needs in addition to the sources of a build."""
+        """Return the sandbox paths of the host folders that a compiler needs besides a build's sources."""
         fixed = {
             TEMPLATE: "/template",
             self.user_folder: "/shared",
@@ -287,10 +287,11 @@ class Builder:
     def _compile(
         self, folder: Path, command: list[str], name: str, *nm_options: str
     ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
-        """Compile to the file `name` in `out`; return the finished process and the imported symbols.
+        """Run a compiler that writes the file `name`; return the finished process and the imported symbols.
 
-        The compiler and nm run in the same sandbox, because starting a sandbox takes as long as a small
-        compilation. Raises InfrastructureError if nm fails.
+        `folder` is a build folder (`_build_folder`), in whose subfolder `out` the file is written. `nm` lists
+        the symbols with the options `nm_options`. The compiler and nm run in the same sandbox, because
+        starting a sandbox takes as long as a small compilation. Raises InfrastructureError if nm fails.
         """
         out = self._folder_paths(folder).inside(folder / "out" / name)
         file = shlex.quote(out)

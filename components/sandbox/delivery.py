@@ -124,7 +124,7 @@ def check_memory(leaves: list[torch.Tensor]) -> None:
 
 
 def random_call(arguments: list[tuple[Any, ...]]) -> int:
-    """Return the index of a random call of a round."""
+    """Return the index of a random call of a round, whose calls have the given arguments."""
     return secrets.randbelow(max(1, len(arguments)))
 
 

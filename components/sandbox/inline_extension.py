@@ -1,4 +1,4 @@
-"""Extensions that a candidate of one Python file asks torch.utils.cpp_extension for, and their replacement.
+"""Extensions that a candidate of one Python file requests from torch.utils.cpp_extension.
 
 `load_inline` and `load` of torch start a compiler, which a candidate may not. The judge therefore builds the
 extensions beforehand, and `install` replaces both functions by one that returns the built modules. `record`
@@ -188,8 +188,9 @@ class _Recorded:
 def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
     """Import model_new.py, and return the extensions that it asks for.
 
-    If the import asks for none, `ModelNew` is constructed too. An error is raised only if nothing was asked
-    for, because a stand-in may not satisfy the file.
+    If the import asks for none, `ModelNew` is constructed too, with `init_inputs`. An error of the file is
+    ignored if the file has asked for an extension before, because the objects that stand in for extensions
+    compute nothing and may cause the error.
     """
     found: list[Extension] = []
 

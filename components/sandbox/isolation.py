@@ -81,9 +81,10 @@ HOST_PATHS = PathMap({})
 
 @functools.cache
 def interpreter_paths() -> PathMap:
-    """Return a map in which the interpreter's folder keeps its path, which may be compiled into it.
+    """Return a map in which the folder of the Python interpreter has the same path inside as on the host.
 
-    The map is empty if that folder is in /usr, which every sandbox has.
+    That path may be compiled into the interpreter. The map is empty if that folder is in /usr, which every
+    sandbox has.
     """
     base = Path(sys.base_prefix).resolve()
     return HOST_PATHS if base.is_relative_to("/usr") or base == Path("/") else PathMap({base: str(base)})

@@ -206,9 +206,10 @@ def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
 def check_outputs(
     output: Any, expected: list[torch.Tensor], forbidden: list[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Return the tensors of `output`.
+    """Return the tensors of a call's output in order.
 
-    Raises WrongForm unless they have the form of `expected` and lie in no `forbidden` address range.
+    Raises WrongForm unless their number, shapes, dtypes and device are those of `expected`, and their memory
+    overlaps none of the address ranges `forbidden` (first address, and the address after the last).
     """
     leaves: list[torch.Tensor] = flatten_outputs(output)
     if len(leaves) != len(expected):
