@@ -6,10 +6,11 @@ import sys
 
 
 def ask(command: str) -> None:
-    """Print the judge's reply to a utility and exit: 0 after success, 1 after failure, 2 without a reply or after bad input.
+    """Print the judge's reply to a utility, and end this process with the exit code of the reply.
 
-    `command` is compile, verification or profiling. The judge is reached through the socket that the variable
-    JUDGE_SOCKET of a sandboxed shell names. If the variable is not set, the judge runs in this process.
+    `command` is compile, verification or profiling. The exit code is 0 after success, 1 after failure, and 2
+    without a reply or after bad input. The judge is reached through the socket that the variable JUDGE_SOCKET
+    of a sandboxed shell names. If the variable is not set, the judge runs in this process.
     """
     path = os.environ.get("JUDGE_SOCKET", "")
     if not path:
