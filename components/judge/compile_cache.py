@@ -115,7 +115,10 @@ def has_artefacts(reference: TaskReference, mode: str) -> bool:
 
 
 def load_mode_seconds(reference: TaskReference, modes: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of one call by mode that `store_mode_seconds` stored for `modes`, or nothing."""
+    """Return the seconds of one call by mode that `store_mode_seconds` stored for these modes of the task.
+
+    The result is empty if none were stored.
+    """
     content = open_cache().load(_modes_key(reference, modes))
     return TypeAdapter(dict[str, float]).validate_json(content) if content else {}
 
