@@ -1,4 +1,4 @@
 """Evaluation of policies: suites of tasks, episodes and measurements, metrics, reports, comparisons of runs.
 
-Imports `agent` and `judge`. Start with `evaluate.py`.
+The package imports `agent`, `judge` and `core`. Start with `evaluate.py`.
 """

@@ -139,10 +139,12 @@ class FastP(FrozenModel):
 class Summary(FrozenModel):
     """Figures over one set of tasks.
 
-    The denominator of all rates is the number of `tasks`, including the `errors` tasks on which the judge
-    failed. `beyond_margin` is the share of tasks whose solution is more than 5 % faster. `geomean` is
-    computed on the correct solutions whose ratio was measured, whose number is `geomean_over`. `mean_reward`
-    leaves out the errors. `milestones` gives the number of tasks for each milestone, without the errors.
+    The denominator of all rates is `tasks`, the number of tasks, which includes those on which the judge
+    failed; `errors` is the number of the latter. `faster_rate` is the share of tasks whose solution is
+    correct and faster than the baseline. `beyond_margin` is the share of tasks whose solution is more than 5
+    % faster. `geomean` is computed on the correct solutions whose ratio was measured, whose number is
+    `geomean_over`. `mean_reward` leaves out the errors. `milestones` gives the number of tasks for each
+    milestone, without the errors.
 
     `attempts_mean_reward`, `attempts_pass_rate` and `pass_at` (unbiased pass@k, by k) are computed on all
     attempts with the verdicts at the end of their episodes. All other figures are computed on the final
@@ -215,7 +217,10 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Evaluation) -> None:
-    """Raise UserError unless two evaluations, which are called by their names, have the same labels."""
+    """Raise UserError unless the judge's labels of two evaluations are equal.
+
+    The message calls the evaluations `name` and `other_name`.
+    """
     if one.labels != other.labels:
         raise UserError(
             f"{name}: judged with {one.labels}, and {other_name} with {other.labels}; "

@@ -103,8 +103,9 @@ def load_report_data(
     """Read the data of a report from the files of a run.
 
     `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
-    `after` are the results of the evaluations. The charts of a data set or stage are left out of the report
-    if its figures are missing. Raises UserError if an evaluation is missing or if figures are damaged.
+    `after` are the results of the evaluations. `gates` and `meta` are explained at `ReportData`. The charts
+    of a data set or stage are left out of the report if its figures are missing. Raises UserError if an
+    evaluation is missing or if figures are damaged.
     """
     metrics = dataset / "metrics.json"
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
@@ -163,7 +164,8 @@ def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
 def write_report(path: Path, data: ReportData) -> None:
     """Write the report to `path` as one self-contained HTML file.
 
-    The figures are also written as JSON, to the same path with the suffix .json.
+    The figures are also written as JSON, to the same path with the suffix .json. Raises UserError if the
+    evaluations before and after training were judged with different labels.
     """
     script = SCRIPT.read_text()
     before, after = data.before, data.after
@@ -231,10 +233,10 @@ def _gate(gate: dict[str, Any]) -> dict[str, Any]:
 
 
 def _funnel(dataset: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """Return label, number and colour of a bar for each of the groups of tasks that a data set counted.
+    """Return label, length and colour of a bar for each group of tasks that the making of a data set counted.
 
-    The groups are those composed, rejected for each reason, admitted, and in each split. `dataset` is the
-    contents of the data set's metrics.json.
+    The groups are the tasks that were composed, those rejected for each reason, those admitted, and those in
+    each split. The length is their number. `dataset` is the contents of the data set's metrics.json.
     """
     rejected = sorted((dataset.get("rejected") or {}).items(), key=lambda item: -item[1])
     rows = [
@@ -257,8 +259,9 @@ CURVES = {
 
 
 def _curves(stage: StageFigures) -> dict[str, Any] | None:
-    """Draw the curve of a stage and the shares of its milestones.
+    """Return a stage's name with charts of its first metric in `CURVES` and of its milestones, by step.
 
+    The keys are `name`, `curve` and `shares`. The last is empty markup if the stage logged no milestones.
     Returns None if the stage logged none of the metrics in `CURVES`.
     """
     key = next((key for key in CURVES if any(_is_finite(step.get(key)) for step in stage.steps)), None)
@@ -300,7 +303,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _evaluations(before: Evaluation | None, after: Evaluation) -> list[tuple[str, str, Evaluation]]:
-    """Return label, colour and evaluation for each of the evaluations that a chart shows."""
+    """Return label, colour and record of each evaluation that a chart shows; `before` may be missing."""
     earlier = [("before training", "before", before)] if before is not None else []
     return [*earlier, ("after training", "after", after)]
 

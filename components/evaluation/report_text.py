@@ -1,4 +1,4 @@
-"""The texts of values, figures, intervals and changes in a report."""
+"""Conversion of values, figures, intervals and changes to the texts that a report shows."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def pretty(value: Any) -> str:
 
 
 def figure(value: float | None, name: str) -> str:
-    """Return the text of the figure `name`.
+    """Return the text of a value of the figure `name`, such as `pass_rate` or `geomean.eager`.
 
     Rates are written as per cent, geometric means with a times sign, and rewards as plain numbers. A missing
     value becomes a dash.
@@ -50,7 +50,7 @@ def interval(bounds: Interval | None, name: str) -> str:
 
 
 def signed(value: float | None, name: str) -> str:
-    """Return the text of the change of the figure `name`.
+    """Return the text of `value`, which is a change of the figure `name`.
 
     It is a signed number of percentage points for rates, a signed number for rewards, and a factor for
     geometric means.

@@ -62,7 +62,8 @@ PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 class Row(FrozenModel):
     """One row of Table 1: the figures of one model on one set of tasks.
 
-    `note` says that the figures come from the paper, and is empty for figures of this run.
+    `set` is `overall` for the whole suite, or a level. `note` says that the figures come from the paper, and
+    is empty for figures of this run.
     """
 
     set: str
@@ -81,7 +82,7 @@ def figure_of(summary: Summary, name: str) -> float | None:
 
 
 def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
-    """Return the rows of this run and of the paper, for the whole suite and for each of its levels."""
+    """Return the rows of Table 1, of this run and of the paper, for the whole suite and for each level."""
     rows = []
     for name in ("overall", *after.levels):
         for model, evaluation in (("this run, before training", before), ("this run", after)):
@@ -107,7 +108,7 @@ def _measured(name: str, model: str, summary: Summary) -> Row:
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return the `SHOWN` correct solutions with the largest speed-ups.
+    """Return the correct solutions with the largest speed-ups, at most `SHOWN` of them.
 
     Degenerate tasks, on which a wrong kernel could pass, are left out.
     """
@@ -116,7 +117,7 @@ def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
 
 
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return the `SHOWN` worst results.
+    """Return the worst results, at most `SHOWN` of them.
 
     Tasks that were not solved come first, and then the correct solutions with the smallest speed-ups.
     Degenerate tasks, on which a wrong kernel could pass, and tasks on which the judge failed are left out.
@@ -173,7 +174,9 @@ def as_json(
 ) -> dict[str, Any]:
     """Return the contents of report.json.
 
-    The sources of tasks and candidates are left out, because results.json has them.
+    `costs` are the device-seconds of each part of the run, and `environment_of` is the result of
+    `environment`, with the run's own entries. `gates` and `meta` are explained at `report.ReportData`. The
+    sources of tasks and candidates are left out, because results.json has them.
     """
     sound = without_degenerate(after.tasks)
     short = {"task_id", "name", "level", "status", "reason", "milestone", "speedup", "degenerate"}
