@@ -1,10 +1,10 @@
 """Estimates of what a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
 Each input has an origin: it is measured, a parameter of the profile, taken from a datasheet, or assumed. The
-shapes of the model are in `model_shapes.py` and the formulas of the memory in `memory_model.py`. Time is 2
-FLOP for each parameter and token in the forward pass and twice that number in the backward pass. The rollouts
-are simulated (rollout_simulator.py), because a step ends with its slowest trajectory, whose duration a mean
-does not give.
+shapes of the model are in `model_shapes.py` and the formulas of the memory in `memory_model.py`. The time of
+training is computed from 2 FLOP for each parameter and token in the forward pass and twice that number in the
+backward pass. The rollouts are simulated (rollout_simulator.py), because a step ends with its slowest
+trajectory, whose duration a mean does not give.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Input:
 
 
 def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, Input]:
-    """Return all inputs of a plan for a model of these shapes, with their default values.
+    """Return all inputs of a plan by name, with their default values for a model of these shapes.
 
     `cuda-agent plan --assume NAME=VALUE` replaces one of them.
     """
@@ -109,10 +109,11 @@ def default_inputs(params: Params, gpu: Gpu, shapes: ModelShapes) -> dict[str, I
 
 
 def measured_inputs(turns: Sequence[int], tokens: Sequence[int]) -> dict[str, Input]:
-    """Return the inputs `turns`, `turns_spread`, `tokens_per_turn` and `tokens_spread` as they were measured.
+    """Return the inputs of a plan that can be measured on the trajectories of a home, by name.
 
-    They are computed from the trajectories of a home. `turns` has the number of turns of each trajectory, and
-    `tokens` the number of tokens that the policy sampled in a turn, for instance the mean of each trajectory.
+    They are `turns`, `turns_spread`, `tokens_per_turn` and `tokens_spread`. The argument `turns` has the
+    number of turns of each trajectory, and `tokens` the number of tokens that the policy sampled in a turn,
+    for instance the mean of each trajectory.
     """
     source = f"{len(turns)} trajectories of this home"
     found = {}
@@ -140,11 +141,11 @@ def training_seconds(
     """Return the seconds of one step's scoring and update, with the keys `score` and `update`.
 
     Scoring consists of the forward passes of the actor and, if there are any, of reference and critic. The
-    update consists of the forward and backward passes of actor and critic in each epoch. With activation
-    checkpointing, each backward pass repeats the forward pass. With adapters, no gradients of the other
-    weights are computed, which is half of the backward pass. `tokens` is the number of tokens of the step,
-    `context` the mean number of earlier tokens that a token attends to, and `query_width` the width of all
-    attention heads.
+    update consists of the forward and backward passes of actor and, if there is one, critic in each epoch.
+    `inputs` are the values of the plan's inputs. With activation checkpointing, each backward pass repeats
+    the forward pass. With adapters, no gradients of the other weights are computed, which is half of the
+    backward pass. `tokens` is the number of tokens of the step, `context` the mean number of earlier tokens
+    that a token attends to, and `query_width` the width of all attention heads.
     """
     forward = (
         2.0 * inputs["active_parameters"] * tokens + 4.0 * inputs["layers"] * query_width * tokens * context
@@ -162,10 +163,10 @@ def training_seconds(
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
     """Return the description of one step's rollouts that `simulate` needs.
 
-    `rollouts` are the parameters of the stage's rollouts, and `context` is the size of the context window.
-    The decoding rate is limited by the memory bandwidth. For each token, the weights (of a mixture, all
-    experts) are read once for a batch of 128 sequences, and the key-value cache once for each sequence, which
-    fills a quarter of the window.
+    `inputs` are the values of the plan's inputs, `rollouts` the parameters of the stage's rollouts, and
+    `context` is the size of the context window in tokens. The decoding rate is limited by the memory
+    bandwidth. For each token, the weights (of a mixture, all experts) are read once for a batch of 128
+    sequences, and the sequence's key-value cache is read, which is taken to fill a quarter of the window.
     """
     read = 2.0 * inputs["parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
@@ -194,7 +195,7 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
 
 
 def plan(params: Params, shapes: ModelShapes, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
-    """Return the whole plan as a JSON record.
+    """Return the plan of a profile as a JSON record: memory, seconds by stage, judges, GPU-hours and cost.
 
     `inputs` has every input of `default_inputs`, and `seed` determines the simulated rollouts.
     Raises UserError if the device of the profile is not `cuda`, or if the settings contradict the shapes.
@@ -277,7 +278,7 @@ def assume(inputs: dict[str, Input], choices: list[str]) -> dict[str, Input]:
     """Return a copy of the inputs in which each choice NAME=VALUE has set the input NAME to VALUE.
 
     If `parameters` is chosen and `active_parameters` is not, both get the same value. Raises UserError if a
-    name is unknown or a value is not a positive number. The sign of a spread is not checked.
+    name is unknown or a value is not a positive number; a spread may be 0 or negative.
     """
     changed = dict(inputs)
     for choice in choices:

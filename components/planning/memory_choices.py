@@ -1,4 +1,4 @@
-"""Memory of a rank for the settings of a profile, and the choices with which it would fit the GPU."""
+"""Memory of a rank of the trainer with the settings of a profile, and other settings that need less of it."""
 
 import json
 from collections.abc import Sequence
@@ -37,10 +37,11 @@ OFFLOADS = (
 def memory_plan(params: Params, shapes: ModelShapes, values: dict[str, float]) -> dict[str, Any]:
     """Return the memory of the first rank as a JSON record, in bytes.
 
-    `memory_bytes_per_gpu` has the parts for each ZeRO stage, `alternatives` the totals of other choices of
-    sequence parallelism and offloads under the chosen stage, and `smallest` the first of them that fits, in
-    the order of OFFLOADS, or None. `values` has the values of the inputs of the plan, which replace the
-    sizes in `shapes`.
+    `memory_bytes_per_gpu` has the parts for each ZeRO stage, `alternatives` the totals for each choice of
+    sequence parallelism and offloads under the profile's ZeRO stage, and `smallest` the first alternative
+    that fits the GPU, in the order of OFFLOADS, or None. `values` has the values of the inputs of the plan,
+    which replace the sizes in `shapes`. Raises UserError if the ranks cannot share sequences as
+    `engine.sequence_parallel` asks for.
     """
     engine, ranks = params.engine, values["trainer_gpus"]
     shapes = replace(
@@ -99,7 +100,11 @@ def memory_plan(params: Params, shapes: ModelShapes, values: dict[str, float]) -
 
 
 def options_of(choice: dict[str, Any], engine: Engine) -> str:
-    """Return the options of a command that change `engine` to one of the alternatives of a plan."""
+    """Return the command-line options that change the settings `engine` to `choice`.
+
+    `choice` is one of the alternatives in the record of `memory_plan`. The options have the form `--set
+    engine.NAME=VALUE` and are separated by spaces.
+    """
     wanted = {"sequence_parallel": choice["sequence_parallel"]}
     wanted |= {name: name in choice["offloads"] for name in OFFLOADS[-1]}
     return " ".join(
@@ -110,7 +115,7 @@ def options_of(choice: dict[str, Any], engine: Engine) -> str:
 
 
 def _choice(engine: Engine, parallel: int, offloads: Sequence[str]) -> Engine:
-    """Return the settings with this degree of sequence parallelism and exactly these offloads."""
+    """Return a copy of `engine` with this degree of sequence parallelism and exactly these offloads."""
     update = {"sequence_parallel": parallel, **{name: name in offloads for name in OFFLOADS[-1]}}
     return engine.model_copy(update=update)
 

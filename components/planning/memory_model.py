@@ -61,12 +61,14 @@ class Roles:
 class RankMemory:
     """Memory in bytes of one rank at its largest use.
 
-    `states` are weights, optimizer state and accumulated gradients of the trained networks, `gathered` the
-    complete parameters that ZeRO 3 collects for the layers that are computed, `gradients` those that are not
-    yet divided among the ranks. `checkpoints` are the inputs of all layers, `layer` is the working memory of
-    one layer, and `logits` that of the output head, which is not alive at the same time. `step` are temporary
-    copies of the optimizer's step. `moved_reference` is the reference if it is in host memory and on the GPU
-    only while it computes. The fields from `host_optimizer` on are in the memory of the host.
+    `states` are weights, optimizer state and accumulated gradients of the trained networks. `reference` is
+    the reference if it stays on the GPU, and `moved_reference` is the reference if it is in host memory and
+    on the GPU only while it computes. `gathered` are the complete parameters that ZeRO 3 collects for the
+    layers that are being computed, and `gradients` the gradients that are not yet divided among the ranks.
+    `checkpoints` are the inputs of all layers. `layer` is the working memory of one layer, and `logits` that
+    of the output head; only one of them is in use at a time. `step` are temporary copies that the optimizer's
+    step makes. `context` is what CUDA and its libraries use. The fields from `host_optimizer` on are in the
+    memory of the host.
     """
 
     states: float
@@ -105,7 +107,7 @@ class RankMemory:
 
 
 def roles_of(params: Params, shapes: ModelShapes) -> Roles:
-    """Return the networks that the PPO stages need, those of both stages together."""
+    """Return the networks that at least one of the two PPO stages needs."""
     adapter = params.policy.adapter
     stages = (params.warmup, params.agentic)
     return Roles(
@@ -117,16 +119,17 @@ def roles_of(params: Params, shapes: ModelShapes) -> Roles:
 
 
 def needs_reference(ppo: Ppo) -> bool:
-    """Return whether a stage computes log-probabilities of its first policy."""
+    """Return whether a stage computes log-probabilities of its first policy, the reference."""
     return ppo.measure_kl or ppo.kl_coefficient > 0
 
 
 def rank_memory(
     shapes: ModelShapes, engine: Engine, roles: Roles, *, ranks: float, tokens: float, row: float
 ) -> RankMemory:
-    """Return the memory of one of `ranks` ranks.
+    """Return the memory of one of `ranks` ranks that train a model of these shapes.
 
-    The longest forward pass has `tokens` tokens, and the longest trajectory `row` tokens.
+    `tokens` is the number of tokens of the longest forward pass, which `engine.sequence_parallel` ranks
+    share, and `row` that of the longest trajectory.
     """
     size = 2.0 if engine.dtype == "bfloat16" else 4.0
     # Under ZeRO 0 in float32, the weights themselves are updated and there is no master copy.
@@ -190,10 +193,12 @@ def rank_memory(
 
 
 def _attention_elements(shapes: ModelShapes, sequence_parallel: int, tokens: float, row: float) -> float:
-    """Return the number of elements that a layer's attention keeps in forward and backward pass.
+    """Return the number of elements that a layer's attention keeps in the forward and backward pass.
 
-    Ulysses gives each rank a part of the heads; keys and values are repeated if there are fewer of their
-    heads. Eager attention has four copies of the scores of a row's tokens with each other.
+    `tokens` is the number of tokens of the rank, and `row` that of the longest trajectory. With sequence
+    parallelism (Ulysses), each rank has a part of the heads, and keys and values are repeated if they have
+    fewer heads than there are ranks. Eager attention keeps four copies of the scores between all pairs of a
+    trajectory's tokens.
     """
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     repeated = max(1.0, sequence_parallel / shapes.kv_heads)
@@ -202,17 +207,23 @@ def _attention_elements(shapes: ModelShapes, sequence_parallel: int, tokens: flo
 
 
 def _dense_elements(shapes: ModelShapes, tokens: float) -> float:
-    """Return the number of elements of a dense feed-forward layer that computes `tokens` tokens at once."""
+    """Return the number of elements that a dense feed-forward layer keeps for `tokens` tokens at once."""
     return 6.0 * tokens * shapes.feed_forward
 
 
 def _expert_elements(shapes: ModelShapes, tokens: float) -> float:
-    """Return the number of elements of a layer of experts; `engine.mlp_tokens` does not divide it."""
+    """Return the number of elements that a layer of experts keeps for `tokens` tokens.
+
+    These are all tokens of the rank, because `engine.mlp_tokens` does not divide them for experts.
+    """
     return 2.0 * tokens * shapes.experts_per_token * (2 * shapes.hidden + 3 * shapes.expert_width)
 
 
 def can_share_sequence(shapes: ModelShapes, sequence_parallel: int) -> bool:
-    """Return whether that many ranks can share each forward pass (training/engine.py, `sequence_groups`)."""
+    """Return whether `sequence_parallel` ranks can share the sequences of each forward pass.
+
+    The groups of such ranks are made by `sequence_groups` in training/engine.py.
+    """
     return sequence_parallel == 1 or (
         not shapes.is_eager
         and shapes.heads % sequence_parallel == 0
@@ -222,10 +233,10 @@ def can_share_sequence(shapes: ModelShapes, sequence_parallel: int) -> bool:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Memory in bytes that others than the trainer take of the first rank's GPU and of its host.
+    """Memory in bytes that sampler and judge take of the first rank's GPU, and of its host.
 
-    While trajectories are sampled, these are the sampler, and the judge or a bucket of new weights. While the
-    policy is trained it is only what the sampler keeps.
+    While trajectories are sampled, the GPU holds the sampler, and the judge or a bucket of new weights,
+    whichever is larger. While the policy is trained, it holds only what the sampler keeps.
     """
 
     while_sampling: float

@@ -148,7 +148,7 @@ class ModelShapes:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embeddings and the output head, which are one matrix if it is tied."""
+        """Number of parameters of embeddings and output head, which are one matrix if they are tied."""
         return (1 if self.is_tied else 2) * self.vocabulary * self.hidden
 
     @property
@@ -159,8 +159,8 @@ class ModelShapes:
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
         """Return the number of parameters of LoRA adapters of this rank (arXiv 2106.09685, section 4.1).
 
-        `targets` are names of linear layers, of which the last part counts; if it is empty, all of them get
-        an adapter. Raises UserError if the model has no such layer.
+        `targets` are names of linear layers, of which only the part after the last dot counts. If it is
+        empty, all entries of `linears` get an adapter. Raises UserError if the model has no such layer.
         """
         names = {target.rpartition(".")[2] for target in targets}
         if unknown := sorted(names - {linear.name for linear in self.linears}):
@@ -201,7 +201,8 @@ def policy_shapes(policy: Policy, profile: str) -> ModelShapes:
     """Return the shapes of the policy that a profile trains.
 
     If the folder that policy.source names is not on this machine, the shapes are those of the public model in
-    PROFILE_MODELS. Raises UserError if the profile is not there, or if the folder's model cannot be planned.
+    PROFILE_MODELS. Raises UserError if the folder is missing and the profile is not in PROFILE_MODELS, or if
+    the folder's model cannot be planned.
     """
     source = policy.base if policy.source == "champion" else policy.source
     if source == "scratch":

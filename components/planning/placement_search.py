@@ -1,4 +1,7 @@
-"""Search for the cheapest placement that holds a profile's model, and for the fastest on the GPUs given."""
+"""Search for the cheapest and the fastest division of GPUs among trainers, samplers and judges.
+
+A placement is such a division. It must hold the model of the profile in the memory of its GPUs.
+"""
 
 import math
 from dataclasses import asdict, dataclass
@@ -21,7 +24,10 @@ DOUBLINGS = 6
 
 @dataclass(frozen=True)
 class Placement:
-    """Numbers of GPUs of the roles, and what the training of a night takes on them."""
+    """Numbers of GPUs for trainers, samplers and judges, with the time and cost of both PPO stages on them.
+
+    `hours` is the duration, and `cost` is in the currency of `pool.price`.
+    """
 
     trainers: int
     samplers: int
@@ -37,7 +43,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The rollouts of one step of a stage: trained tokens, seconds, and seconds of judging of all judges."""
+    """Simulated rollouts of one step of the stage with the parameters `ppo`.
+
+    `tokens` is the number of tokens of all trajectories, `seconds` the duration of the rollouts, and
+    `judging` the sum over the judges of the seconds in which they judge.
+    """
 
     ppo: Ppo
     tokens: float
@@ -48,12 +58,14 @@ class Rollouts:
 def placements(
     params: Params, shapes: ModelShapes, inputs: dict[str, Input], hours: float, seed: int = 0
 ) -> dict[str, Any]:
-    """Return the cheapest placement that holds, and the fastest on the GPUs of the pool, as a JSON record.
+    """Return the cheapest placement and the fastest on as many GPUs as the pool has, as a JSON record.
 
-    `hours` is the duration of the stages on the pool as it is, which is one of the candidates. Trainers and
-    samplers are tried in doublings of the least that hold the model with the settings of the profile, and
-    also as many trainers as the pool leaves; for the judges see BUSY_SHARES. A value is None if nothing
-    holds. The record is empty if roles share GPUs.
+    Only placements whose GPUs have enough memory are compared. The pool as it is, on which the stages take
+    `hours`, is one of the placements. For the others, the smallest numbers of trainers and samplers that hold
+    the model with the settings of the profile are doubled repeatedly. All GPUs of the pool that samplers and
+    judges leave are also tried as trainers. The numbers of judges follow from BUSY_SHARES. `cheapest` or
+    `fastest` is None if no placement has enough memory. The record is empty if the roles of the profile share
+    GPUs.
     """
     if not params.pool.samplers or not params.pool.judges:
         return {}
@@ -92,7 +104,10 @@ def placements(
 
 
 def _rollouts(ppo: Ppo, params: Params, values: dict[str, float], judges: int | None, seed: int) -> Rollouts:
-    """Return the rollouts of one step, without any wait for a judge if `judges` is None."""
+    """Simulate the rollouts of one step of a stage with `judges` judges.
+
+    If `judges` is None, there is a judge for each trajectory, so that no candidate waits for one.
+    """
     load = load_of(values, ppo.rollouts, params.policy.context)
     count = judges or load.trajectories
     found = simulate(load, count, seed)
@@ -102,7 +117,10 @@ def _rollouts(ppo: Ppo, params: Params, values: dict[str, float], judges: int | 
 def _stage_seconds(
     rollouts: Rollouts, params: Params, shapes: ModelShapes, values: dict[str, float]
 ) -> float:
-    """Return the seconds of all steps of a stage."""
+    """Return the seconds of all steps of a stage, rollouts and training together.
+
+    `values` are the values of the plan's inputs.
+    """
     ppo = rollouts.ppo
     training = training_seconds(
         values,
@@ -116,7 +134,11 @@ def _stage_seconds(
 
 
 def _trainer_counts(params: Params, shapes: ModelShapes, values: dict[str, float], left: int) -> list[int]:
-    """Return the numbers of trainers to try: doublings of the least that fits, and `left` if that fits."""
+    """Return the numbers of trainers to try, in increasing order; the list is empty if no number fits.
+
+    They are doublings of the smallest number on which the model fits, and the largest number up to `left`
+    that `engine.sequence_parallel` divides, if the model fits on it.
+    """
     group = params.engine.sequence_parallel
 
     def holds(trainers: int) -> bool:
@@ -133,5 +155,5 @@ def _trainer_counts(params: Params, shapes: ModelShapes, values: dict[str, float
 
 
 def fits(params: Params, memory: dict[str, Any]) -> bool:
-    """Return whether the chosen settings fit the GPU in a record of `memory_plan`."""
+    """Return whether a rank with the settings of the profile fits its GPU; `memory` is from `memory_plan`."""
     return bool(memory["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]["fits"])

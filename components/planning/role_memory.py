@@ -1,4 +1,4 @@
-"""Memory of the GPUs of each role of a pool, and what cannot fit.
+"""Memory of the GPUs of each role of a pool, and the refusal of pools in which a role cannot fit.
 
 The memory of the trainers is in `memory_choices.py`. A vLLM server takes a share of each of its GPUs, which
 holds its part of the weights, working memory, and the key-value cache in all that is left.
@@ -40,9 +40,11 @@ def _vllm_share(params: Params) -> float:
 
 
 def sampler_memory(params: Params, values: dict[str, float]) -> dict[str, Any]:
-    """Return the memory in bytes of one GPU of a vLLM server by part, and how many full contexts all hold.
+    """Return the memory in bytes of one GPU of a vLLM server by part, with the servers' sizes and capacity.
 
-    `tensor_parallel` is the number of GPUs of one server, all of `pool.samplers` if even those are too few.
+    `values` are the values of the plan's inputs. In the result, `tensor_parallel` is the number of GPUs of
+    one server, which is that of all samplers' GPUs if even these are too few, and `replicas` the number of
+    servers. `contexts` is the number of full contexts that the caches of all servers hold together.
     """
     gpus = int(values["sampler_gpus"])
     needed = tensor_parallel(params, values)
@@ -64,10 +66,10 @@ def sampler_memory(params: Params, values: dict[str, float]) -> dict[str, Any]:
 
 
 def pool_plan(params: Params, values: dict[str, float], memory: dict[str, Any]) -> dict[str, Any]:
-    """Return for each role the number of GPUs and what fills one of them, in bytes, as a JSON record.
+    """Return each role's number of GPUs, the bytes in use on one of them, and whether they fit, by role.
 
-    `memory` is the record of `memory_plan`. The key `samplers` has None if the trainer
-    samples.
+    `values` are the values of the plan's inputs, and `memory` is the record of `memory_plan`. `samplers` is
+    None if the trainer samples.
     """
     chosen = memory["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
     judge = float(params.sandbox.device_bytes) or values["gpu_memory"]
@@ -83,10 +85,10 @@ def pool_plan(params: Params, values: dict[str, float], memory: dict[str, Any]) 
 
 
 def refusal(params: Params, shapes: ModelShapes, values: dict[str, float], memory: dict[str, Any]) -> str:
-    """Return the sentence that says what cannot fit and what would, or an empty string if all roles fit.
+    """Return a sentence that says which role cannot fit and what to change, or "" if all roles fit.
 
-    A role that would leave less than the reserve of the plan free is not refused, because the estimate may be
-    too high.
+    `values` are the values of the plan's inputs, and `memory` is the record of `memory_plan`. A role that
+    would leave less than the reserve of the plan free is not refused, because the estimate may be too high.
     """
     size = values["gpu_memory"]
     chosen = memory["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
@@ -122,7 +124,7 @@ def refusal(params: Params, shapes: ModelShapes, values: dict[str, float], memor
 
 
 def check_fits(params: Params) -> None:
-    """Raise UserError, one sentence, if a role of the pool cannot fit the memory of `pool.gpu`.
+    """Raise UserError if a role of the pool cannot fit the memory of the GPU `pool.gpu`.
 
     Nothing is checked on the cpu, or for a type of model whose memory is not known. The folder that
     policy.source names must be there.

@@ -21,9 +21,11 @@ class Load:
     """The description of the rollouts of one training step, from which `simulate` draws trajectories.
 
     `turns` (per trajectory), `tokens` (sampled per turn) and `judge_seconds` are medians of log-normal
-    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm. A share
-    `judged_share` of the turns needs a judge, and every other turn takes `tool_seconds`. `sequence_rate` is
-    the largest decoding rate of one sequence and `total_rate` that of all sequences together, in tokens/s.
+    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm.
+    `max_turns` limits the turns of a trajectory, `max_tokens` the tokens sampled in a turn, and `context` all
+    tokens of a trajectory, of which `observation_tokens` are added in each turn. A share `judged_share` of
+    the turns needs a judge, and every other turn takes `tool_seconds`. `sequence_rate` is the largest
+    decoding rate of one sequence and `total_rate` that of all sequences together, in tokens/s.
     """
 
     trajectories: int
@@ -47,8 +49,10 @@ class Load:
 class Rollout:
     """The result of a simulated step of sampling trajectories whose candidates a pool of judges measures.
 
-    `ends` has the seconds at which the trajectories end, in increasing order. `wait_mean` and `wait_p95` are
-    the seconds that a candidate waits for a free judge.
+    `ends` has the seconds at which the trajectories end, in increasing order. `tokens` is the number of
+    sampled and observed tokens, and `judgements` the number of judged candidates. `wait_mean` and `wait_p95`
+    are the mean and the 95th percentile of the seconds that a candidate waits for a free judge.
+    `longest_queue` is the largest number of candidates that wait at the same time.
     """
 
     ends: NDArray[np.float64]
@@ -69,7 +73,7 @@ class Rollout:
 
 
 def simulate(load: Load, judges: int, seed: int) -> Rollout:
-    """Simulate the rollouts of one step with this number of judges.
+    """Simulate the rollouts of one step, in which `judges` judges work at the same time.
 
     The random numbers depend on the seed but not on the number of judges, so that simulations with different
     numbers of judges can be compared.
