@@ -40,8 +40,9 @@ def gae(
 
 
 def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return `gae` of the rows of a batch, whose rewards are earned at their last own tokens.
+    """Return the advantages and returns of generalised advantage estimation for the rows of a batch.
 
+    They are computed within each row as in `gae`. The reward of a row is earned at its last own token.
     `values` and both results are [own tokens].
     """
     advantages, returns = stream(batch.tokens), stream(batch.tokens)
@@ -54,7 +55,10 @@ def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tupl
 
 
 def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Return the advantages [n] of the own tokens of one row; the sums are computed in float64."""
+    """Return the advantages [n] of the own tokens of one row from their rewards [n] and values [n].
+
+    The sums are computed in float64, and the result has the dtype of `values`.
+    """
     following = torch.zeros_like(values, dtype=torch.float64)
     following[:-1] = values[1:]
     deltas = rewards.double() + gamma * following - values.double()
@@ -64,8 +68,9 @@ def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Te
 def _discounted_sums(x: Tensor, discount: float) -> Tensor:
     """Return y [n] with y_i = sum over k >= 0 of discount^k x_(i+k), for `x` [n] in float64.
 
-    A loop over a hundred thousand tokens would take a second for each row, so blocks of elements are
-    multiplied by a matrix of powers, and what the later blocks add is the same sum over blocks.
+    A loop over a hundred thousand tokens would take a second for each row. So blocks of elements are
+    multiplied by a matrix of powers, and this function is called again on the first sums of all blocks to
+    find what the later blocks add to each block.
     """
     if discount == 1:
         return x.flip(0).cumsum(0).flip(0)
@@ -81,7 +86,11 @@ def _discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:
-    """Return the discounted reward from each own token to the end of its row (Monte Carlo), [own tokens]."""
+    """Return the Monte Carlo return of each own token, [own tokens].
+
+    It is the reward of the token's row times gamma^k, where k is the number of own tokens that follow in the
+    row.
+    """
     returns = stream(batch.tokens)
     for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
         returns[first:last] = batch.rewards[row] * gamma ** torch.arange(last - first - 1, -1, -1)
@@ -118,7 +127,10 @@ def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor | No
 
 
 def _variance(one: Tensor, other: Tensor) -> float:
-    """Return the variance of `one` - `other` [n] in float64, computed in blocks; NaN if n is 0."""
+    """Return the variance of `one` - `other`, computed in float64 and in blocks; NaN if `one` is empty.
+
+    `one` is [n], and `other` is [n] or a scalar tensor.
+    """
     if not len(one):
         return math.nan
     starts = range(0, len(one), BLOCK_TOKENS)

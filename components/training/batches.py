@@ -1,9 +1,9 @@
 """Rows of tokens of different lengths, and the packed micro-batches that the ranks compute.
 
-Nothing is padded. A row is a pair of arrays, which may be mapped from a file, and a micro-batch is rows one
-after the other in one sequence, in which attention does not cross from one row to another
-(`document_attention`). Values that belong to own tokens, the tokens that the policy sampled, are stored as
-one flat tensor [own tokens] over all rows of a batch, a *stream*.
+Nothing is padded. A row is a pair of arrays (token ids and action mask), which may be mapped from a file. A
+micro-batch is one sequence of rows, one after the other, in which attention does not cross from one row to
+another (`document_attention`). Values that belong to own tokens, the tokens that the policy sampled, are
+stored as one flat tensor [own tokens] over all rows of a batch, a *stream*.
 """
 
 import dataclasses
@@ -100,7 +100,10 @@ class Packed:
 
 
 def stream(count: int) -> Tensor:
-    """Return `count` zeros (float32) in host memory, or in a mapped temporary file if they are many."""
+    """Return a stream of `count` zeros (float32) in host memory.
+
+    From `MAPPED_BYTES` on it is in a temporary file that is mapped into memory.
+    """
     if 4 * count < MAPPED_BYTES:
         return torch.zeros(count)
     with tempfile.TemporaryFile() as file:
@@ -110,7 +113,8 @@ def stream(count: int) -> Tensor:
 def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     """Return pairs of token ids and action mask as a batch; arrays of int32 and uint8 are not copied.
 
-    Raises ValueError if the lengths of a pair differ, if no mask entry of a row is 1, or if the first one is.
+    Raises ValueError if the lengths of a pair differ, if the mask of a row has no 1, or if its first entry is
+    1.
     """
     ids = [np.asarray(row, dtype=np.int32) for row, _ in rows]
     masks = [np.asarray(mask, dtype=np.uint8) for _, mask in rows]
@@ -124,7 +128,10 @@ def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 
 
 def own_offsets(masks: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
-    """Return the number of own tokens before each row, and that of all rows, [rows + 1]."""
+    """Return the number of own tokens before each row, and last that in all rows, as an array [rows + 1].
+
+    `masks` are the action masks of the rows.
+    """
     return np.cumsum([0, *(int(np.count_nonzero(mask)) for mask in masks)], dtype=np.int64)
 
 
@@ -146,8 +153,8 @@ def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None 
 def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Packed:
     """Concatenate the rows with the indices `rows`, and return one of `parts` equal slices, in host memory.
 
-    `part` is the index of the slice. The sequence is first extended to a multiple of `parts` tokens with a
-    row of zeros that has no own tokens.
+    `part` is the index of the slice. Before it is cut, the sequence is extended to a multiple of `parts`
+    tokens with a row of zeros that has no own tokens.
     """
     lengths = [len(batch.ids[row]) for row in rows]
     if spare := -sum(lengths) % parts:
@@ -176,7 +183,7 @@ def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Pa
 
 
 def to_device(packed: Packed, device: torch.device) -> Packed:
-    """Return `packed` with everything but `own` on the device."""
+    """Return `packed` with all tensors except `own` on `device`."""
     moved: dict[str, Any] = {
         name: getattr(packed, name).to(device) for name in ("ids", "positions", "before", "targets")
     }
@@ -185,7 +192,7 @@ def to_device(packed: Packed, device: torch.device) -> Packed:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Row numbers of a batch that one forward and backward pass computes."""
+    """Rows of a batch, by index, that are computed in one forward and backward pass."""
 
     rows: tuple[int, ...]
     # False for a pass whose loss is not used; it keeps the number of passes equal on all ranks.
@@ -195,7 +202,10 @@ class Microbatch:
 def plan(
     lengths: Sequence[int], rows: Sequence[int], tokens_per_microbatch: int, group: int = 0, groups: int = 1
 ) -> list[Microbatch]:
-    """Return the micro-batches of `rows` of one group of ranks, beginning with the longest rows.
+    """Return the micro-batches of one group of ranks, beginning with the longest rows.
+
+    `lengths` has the length of each row of the batch, `rows` are the indices of the rows to compute, and
+    `group` is the index of the group among `groups` groups.
 
     Each micro-batch has at most `tokens_per_microbatch` tokens, or a single row. Rows are sorted by length
     and dealt to the groups in turn, so that all groups get about equal work. Every group gets the same number

@@ -80,7 +80,7 @@ class Terminated(StageFailed):
 
 @contextmanager
 def sigterm_deferred() -> Iterator[Callable[[World], bool]]:
-    """Context in which SIGTERM only sets a flag, so that the running step can be finished and saved.
+    """Return a context in which SIGTERM only sets a flag, so that the running step can end and be saved.
 
     The yielded function returns whether any rank received SIGTERM; every rank must call it. Python handles
     signals only in the main thread; in any other thread the context changes nothing.

@@ -1,10 +1,10 @@
-"""Stage 3: value pretraining. A critic learns values from all stored trajectories, including failed ones.
+"""Value pretraining (stage 3): a critic learns values from all stored trajectories, including failed ones.
 
-Without this stage the values of the critic of stage 4 would at first be unrelated to the returns, and the
-policy would collapse (paper, section 4.2 and Fig. 5). If critic.lam is 1, the targets are Monte Carlo
-returns. If it is lower, the targets are computed again from the current critic before every pass, because
-targets computed once from an untrained critic would hardly depend on a reward that comes a hundred tokens
-later.
+Without this stage the critic's values would be unrelated to the returns at the beginning of agentic PPO
+(stage 4), and the policy would collapse (paper, section 4.2 and Fig. 5). If critic.lam is 1, the critic
+learns Monte Carlo returns. If it is lower, the returns that it learns are computed again from the current
+critic before every pass, because those computed once from an untrained critic would hardly depend on a reward
+that comes a hundred tokens later.
 """
 
 import random
@@ -38,7 +38,7 @@ from components.training.training_loop import StepRecord, finish, fit
 
 @dataclass(frozen=True)
 class StoredRow:
-    """What value pretraining needs of a stored trajectory; the arrays are mapped from its file."""
+    """Part of a stored trajectory that value pretraining needs; the arrays are mapped from its file."""
 
     task_id: str
     reward: float
@@ -54,10 +54,11 @@ class Targets(Streams):
 
 
 def run(stage: Stage) -> StageResult:
-    """Make a critic from the checkpoint `stage.actor` and train it on the trajectories of the stage.
+    """Make a critic from the checkpoint `stage.actor` and train it on trajectories of earlier stages.
 
-    Raises StageFailed if the explained variance of the held-out returns is below
-    critic.min_explained_variance.
+    They are read from the folders `stage.trajectories`, and those of some tasks are held out. The critic of
+    the pass with the highest explained variance on held-out trajectories is kept. Raises StageFailed if this
+    explained variance is below critic.min_explained_variance.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.critic
     verify_checkpoint(stage.actor, params.device)
@@ -134,7 +135,7 @@ def run(stage: Stage) -> StageResult:
 
 
 def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
-    """Return the stored trajectories that have own tokens and on which the judge did not fail.
+    """Return the trajectories below `folders` that have own tokens and on which the judge did not fail.
 
     Raises UserError if there is no such trajectory, or if the mask or the log-probabilities of a trajectory
     do not fit its tokens.
@@ -198,7 +199,7 @@ def split_by_task(trajectories: Sequence[Item], share: float, *, seed: int) -> t
 
 
 def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
-    """Return the rows as a batch whose arrays stay in their files."""
+    """Return the rows as a batch whose arrays of token ids and masks stay mapped from their files."""
     masks = [row.action_mask for row in rows]
     return EarnedRows(
         ids=[row.ids for row in rows],
@@ -220,7 +221,10 @@ def _values(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
 
 
 def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: float) -> Tensor:
-    """Return the returns that the critic is to learn in the next pass, [own tokens]."""
+    """Compute the returns that the critic of `engine` learns in its next pass over `batch`, [own tokens].
+
+    They are Monte Carlo returns if `lam` is 1, and otherwise those of generalised advantage estimation.
+    """
     if lam == 1:
         return discounted_rewards(batch, gamma)
     return row_gae(batch, _values(engine, batch), gamma, lam)[1]

@@ -1,4 +1,4 @@
-"""The tasks and demonstrations of the cold start, which stage 2 mixes into its batches."""
+"""Tasks and demonstrations as in the cold start, which rejection fine-tuning mixes into its batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
-    """Return an endless iterator of composed tasks, without those whose operator sequence is held out."""
+    """Return an endless iterator of tasks that chain torch operators, for training only.
+
+    The tasks depend on `seed`. Tasks whose operator sequence is held out for evaluation are left out.
+    """
     from components.synthesis.compose import compose_tasks, is_held_out
 
     tasks = compose_tasks(seed, params.data, params.device)
@@ -27,7 +30,7 @@ def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
 
 
 def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
-    """Return a function that takes a count and returns that many cold-start demonstrations.
+    """Return a function that takes a count and returns that many demonstrations as in the cold start.
 
     Each demonstration is a pair of token ids and action mask. The function returns the same demonstrations at
     every call. `policy` is the folder of the checkpoint whose tokenizer encodes them. Returns None if the

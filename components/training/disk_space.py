@@ -27,7 +27,7 @@ def count_parameters(checkpoint: Path) -> int:
 
 
 def needed_bytes(stage: Stage) -> int:
-    """Return the bytes of the states and of the checkpoint that the stage will write."""
+    """Return the number of bytes that the stage's resumable states and its checkpoint will take on disk."""
     params, dtype = stage.params, stage.params.engine.dtype
     ppo = {"warmup": params.warmup, "agentic": params.agentic}.get(stage.name)
     networks = 2 if ppo is not None and ppo.advantages == "critic" else 1
@@ -39,7 +39,10 @@ def needed_bytes(stage: Stage) -> int:
 
 
 def check_disk_space(stage: Stage) -> None:
-    """Raise UserError, with the needed and the free bytes, unless the stage's disk has space for it."""
+    """Raise UserError, with the needed and the free bytes, if the disk of `stage.out` has too little space.
+
+    Bytes of states that the stage has written already count as available.
+    """
     place = next(folder for folder in (stage.out, *stage.out.absolute().parents) if folder.is_dir())
     there = sum(path.stat().st_size for path in (stage.out / "state").rglob("*") if path.is_file())
     needed, free = max(0, needed_bytes(stage) - there), shutil.disk_usage(place).free

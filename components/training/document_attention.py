@@ -23,7 +23,11 @@ EAGER = "documents_eager"
 
 
 def _without_padding(mask: Any) -> Any:
-    """Return a function that makes a mask only if there is padding, as when a policy is sampled."""
+    """Return a variant of the mask function `mask` that makes a mask only if there is padding.
+
+    There is padding if an `attention_mask` is given, as when a policy is sampled. Otherwise the variant
+    returns None.
+    """
 
     def make(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         return None if attention_mask is None else mask(*args, attention_mask=attention_mask, **kwargs)
@@ -41,9 +45,12 @@ def _sdpa(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's output [1, tokens, heads, head_dim]; `documents` are the bounds of the rows.
+    """Compute causal attention within each row with torch's scaled dot product attention.
 
     Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
+    `documents` are the bounds of the rows in the sequence; without them it is one row. Returns the output
+    [1, tokens, heads, head_dim] and None instead of attention weights. If a mask is given or there are fewer
+    queries than keys, as when a policy is sampled, the attention of transformers is computed unchanged.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         whole: tuple[Tensor, None] = sdpa_attention_forward(
@@ -72,7 +79,11 @@ def _eager(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the same as `_sdpa` with the model's own eager attention and a mask for each row."""
+    """Compute causal attention within each row with the eager attention of the model's own module.
+
+    Arguments and results have the same forms as those of `_sdpa`. Each row needs a mask, whose size is
+    quadratic in the row's length.
+    """
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return eager(module, query, key, value, attention_mask, **kwargs)[0], None
@@ -94,7 +105,10 @@ def _by_row(
     value: Tensor,
     documents: tuple[int, ...] | None,
 ) -> Tensor:
-    """Return the outputs of `attend` on each row, one after the other; without bounds it is all one row."""
+    """Apply `attend` to queries, keys and values of each row, and return the outputs one after the other.
+
+    `documents` are the bounds of the rows; if it is None, the whole sequence is one row.
+    """
     if documents is None or len(documents) == 2:
         return attend(query, key, value)  # not concatenated, which would copy it
     rows = (slice(first, last) for first, last in itertools.pairwise(documents))
@@ -102,7 +116,10 @@ def _by_row(
 
 
 def _causal(query: Tensor, window: int | None) -> Tensor:
-    """Return [1, 1, tokens, tokens], True where a token of the row attends to another."""
+    """Return the causal mask of one row as [1, 1, queries, keys], True where a query attends to a key.
+
+    If `window` is given, a token attends only to itself and to the `window` - 1 tokens before it.
+    """
     places = torch.arange(query.shape[2], device=query.device)
     distance = places[:, None] - places[None, :]
     allowed = distance >= 0

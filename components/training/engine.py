@@ -1,7 +1,7 @@
 """The training engine: DeepSpeed behind a few methods, used in the same way on one core and on many GPUs.
 
-With sequence parallelism, groups of consecutive ranks share each forward pass: every rank has a slice of the
-tokens, and attention exchanges slices for heads (DeepSpeed's Ulysses).
+With sequence parallelism (DeepSpeed's Ulysses), groups of consecutive ranks share each forward pass: every
+rank has a slice of the tokens, but in attention it has all tokens for some of the heads.
 """
 
 import contextlib
@@ -42,9 +42,10 @@ class NotFinite(Exception):
 
 @functools.cache
 def _sequence_groups(heads: int, kv_heads: int, head_dim: int, layers: int, size: int) -> Any:
-    """Let the attention of models of this shape exchange slices of the sequence for heads.
+    """Register attention that divides sequences among groups of `size` ranks, for models of this shape.
 
-    Returns DeepSpeed's description of the groups of ranks. It can be called for one shape in a process.
+    Returns DeepSpeed's description of the groups of ranks. A process can register only one shape; `layers` is
+    the model's number of layers.
     """
     from deepspeed import init_distributed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -109,7 +110,8 @@ class DeepSpeedEngine:
     ):
         """Move `module` to the device and prepare it for training in place.
 
-        Every rank must call this with equal weights, or with a module loaded within `sharded_loading`.
+        The gradient of a step is scaled down to the norm `gradient_clip` if its norm is larger. Every rank
+        must call this with equal weights, or with a module loaded within `sharded_loading`.
         """
         self.world = join_world(device, engine)
         self.settings = engine
@@ -180,10 +182,10 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def _offloaded_activations(self) -> Iterator[None]:
-        """Return a context that keeps large tensors for the backward pass in host memory, if asked for.
+        """Return a context that keeps large tensors for the backward pass in host memory.
 
         With activation checkpointing these are mostly the inputs of the layers. Parameters stay where they
-        are. On cpu nothing is moved.
+        are. Nothing is moved on cpu or without engine.activation_offload.
         """
         if not self.settings.activation_offload or self.world.device.type == "cpu":
             yield
@@ -205,7 +207,7 @@ class DeepSpeedEngine:
     def gathered(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
         """Return a context in which this process has the parameters of `module` complete, also under ZeRO 3.
 
-        Every rank must enter it. With `recurse` False, it is only the parameters that are not of a submodule.
+        Every rank must enter it. If `recurse` is False, the parameters of submodules are left out.
         """
         if self.settings.zero_stage < 3:
             yield
@@ -218,10 +220,10 @@ class DeepSpeedEngine:
         self.engine.save_checkpoint(str(folder), tag=SHARDS, client_state={"rng": torch.get_rng_state()})
 
     def load(self, folder: Path, *, ranks: int) -> None:
-        """Load what `save` wrote below `folder` with this number of ranks; every rank must call this.
+        """Load what `save` wrote below `folder` when there were `ranks` ranks; every rank must call this.
 
-        If this engine has another number of ranks, rank 0 writes the universal form of the state beside the
-        folder meanwhile. Raises UserError if DeepSpeed finds no state there.
+        If this engine has another number of ranks, rank 0 converts the state to a folder beside `folder`,
+        which is removed after the loading. Raises UserError if DeepSpeed finds no state in `folder`.
         """
         if ranks == self.world.size or self.settings.zero_stage == 0:
             self._load(folder, SHARDS)
@@ -268,7 +270,7 @@ class FrozenNetwork:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Return a context in which `forward` may be called."""
+        """Return a context in which the parameters are on the device; `forward` may be called only there."""
         if self.is_moved:
             _move(self.module, self.world.device)
         try:

@@ -16,7 +16,7 @@ from components.training.ranks import World
 
 
 class ExpertLoad:
-    """Number of tokens that the routers of a model send to each expert, within `counting`.
+    """Counter of the tokens that the routers of a model send to each expert, within `counting`.
 
     A router is a module of transformers with the attributes `top_k` and `num_experts` whose last output is
     the numbers of the chosen experts [tokens, top_k], as in Qwen3-MoE and gpt-oss.
@@ -53,8 +53,8 @@ class ExpertLoad:
         """Return metrics of the last `counting` on all ranks; every rank must call this.
 
         `expert_load` is the load of the busiest expert of a layer divided by the mean load, averaged over the
-        layers: 1 is even. `experts_unused` is the share of experts that no token was sent to. There are none
-        for a model without experts.
+        layers; it is 1 if the load is even. `experts_unused` is the share of experts to which no token was
+        sent. The result is empty for a model without experts.
         """
         if not self.counts:
             return {}

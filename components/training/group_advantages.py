@@ -1,12 +1,13 @@
-"""Advantages without a critic: the baseline of a trajectory is the mean of its task's other trajectories.
+"""Advantages without a critic: the baseline is the mean over the other trajectories of the same task.
 
-With `group`, all own tokens of a trajectory have one advantage, the trajectory's reward less the mean reward
-of the other trajectories of its task (REINFORCE leave-one-out, Ahmadian et al., arXiv 2402.14740). The sample
-itself is not part of its baseline, because that would scale the gradient by (n - 1) / n.
+In the mode `group`, all own tokens of a trajectory have one advantage, the trajectory's reward less the mean
+reward of the other trajectories of its task (REINFORCE leave-one-out, Ahmadian et al., arXiv 2402.14740). The
+trajectory itself is not part of its baseline, because that would scale the gradient by (n - 1) / n for n
+trajectories of the task.
 
-With `turns`, each turn t of trajectory i has the advantage G_it - b_it (TRLOO in Dr. Kernel, Liu et al.,
-arXiv 2602.05885). G_it is the sum over the turns t' >= t of gamma^(t' - t) r_it', and b_it is the mean of
-G_jt over the task's other trajectories j that have a turn t. `turn_rewards` defines the reward r_it of a
+In the mode `turns`, each turn t of trajectory i has the advantage G_it - b_it (TRLOO in Dr. Kernel, Liu et
+al., arXiv 2602.05885). G_it is the sum over the turns t' >= t of gamma^(t' - t) r_it', and b_it is the mean
+of G_jt over the task's other trajectories j that have a turn t. `turn_rewards` defines the reward r_it of a
 turn. If each trajectory has one turn, `turns` equals `group`.
 """
 
@@ -25,7 +26,7 @@ Shape = Literal["milestone", "speedup"]
 
 
 def verdict_reward(verdict: Verdict, shape: Shape) -> float:
-    """Return the milestone of a verdict or its speed-up over eager, as `shape` says.
+    """Return the reward of a verdict: its milestone, or its speed-up over eager if `shape` is "speedup".
 
     The speed-up is replaced by -1 if the candidate is not correct or its speed-up was not measured.
     """
@@ -36,7 +37,10 @@ def verdict_reward(verdict: Verdict, shape: Shape) -> float:
 
 
 def trajectory_reward(trajectory: Trajectory, shape: Shape = "milestone") -> float:
-    """Return the reward of a trajectory that training maximises: its milestone or its speed-up over eager."""
+    """Return the reward of a trajectory that training maximises.
+
+    It is the reward of the final verdict: the milestone, or the speed-up over eager if `shape` is "speedup".
+    """
     return trajectory.reward if shape == "milestone" else verdict_reward(trajectory.final, shape)
 
 

@@ -116,7 +116,8 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     """Wait until all ranks have ended, or until GRACE_SECONDS after one failed.
 
-    Returns and raises the same as `launch`.
+    Returns 0, or TERMINATED if ranks ended because of SIGTERM. Raises UserError if the earliest error that a
+    rank recorded in `logs` is a UserError, and StageFailed for any other failure.
     """
     first: list[int] = []
     while not first and any(process.poll() is None for process in processes):

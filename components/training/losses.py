@@ -62,8 +62,9 @@ def value_loss_sum(
     """Return PPO's value loss, and the number of clipped values as the metric value_clip_fraction.
 
     Both are sums over the tokens where `action_mask` is true. The loss is the sum of 0.5 * max(error^2,
-    clipped_error^2), where error is the difference between value and return, and clipped_error the same after
-    limiting the value's distance from the old value to `clip`. If `clip` is None, values are not clipped.
+    clipped_error^2), where error is the difference between value and return, and clipped_error is the
+    difference between clipped value and return. A value is clipped to a distance of at most `clip` from the
+    old value. If `clip` is None, values are not clipped.
     """
     error = (values - returns).square()  # [batch, seq]
     active = torch.zeros_like(action_mask, dtype=torch.bool)

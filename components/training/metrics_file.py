@@ -15,7 +15,10 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The metrics of the finished steps; a resumed stage drops the metrics of the steps that it repeats."""
+    """Metrics of the finished steps of a stage, in memory and in its file metrics.jsonl.
+
+    A resumed stage drops the metrics of the steps that it repeats.
+    """
 
     def __init__(self, stage_folder: Path, *, start: int, writes: bool):
         """Read the records of the steps before `start`; `writes` must be True only on rank 0."""
@@ -45,9 +48,10 @@ class MetricsFile:
 
 
 def newest_figures(home: Path, stage: str) -> Figures:
-    """Return the last record of the most recently written metrics file of that stage below `home`.
+    """Return the last record of the most recently written metrics file of a stage named `stage` below `home`.
 
-    Null figures are left out. Returns an empty dictionary if there is no record.
+    The step's number is included under `step`, and null figures are left out. Returns an empty dictionary if
+    there is no record.
     """
     files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text().splitlines() if files else []

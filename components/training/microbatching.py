@@ -55,9 +55,9 @@ def train_step(
 ) -> float:
     """Take one optimizer step on the rows of `batch` with the indices `index`; return the gradient norm.
 
-    Every rank calls this with the same arguments. `values` are what the loss needs to know about own tokens.
-    The loss is divided by the number of own tokens in all of these rows. The metrics that `loss` returns are
-    added to `sums`.
+    Every rank calls this with the same arguments. `values` are the streams over the own tokens of `batch`
+    that `loss` needs. The loss is divided by the number of own tokens in all of these rows. The metrics that
+    `loss` returns are added to `sums`.
     """
     world, tokens = engine.world, batch.own_tokens(index)
 

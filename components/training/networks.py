@@ -38,9 +38,10 @@ def hidden_states(model: nn.Module, packed: Packed) -> Tensor:
 
 
 class Actor(nn.Module):
-    """Causal language model that returns log-probability and entropy (nats) of the tokens that it sampled.
+    """Causal language model that returns a log-probability and an entropy (nats) for each own token.
 
-    `temperature` is the sampling temperature, which divides the logits.
+    The entropy is that of the distribution from which the token was sampled. `temperature` is the sampling
+    temperature, which divides the logits.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float):
@@ -72,7 +73,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Language model backbone with a value head, which computes a token's value before it is emitted.
+    """Language model backbone with a value head; it computes the value of the state before each own token.
 
     `baseline` is a constant that is added to every value, the mean return of the first training data. The
     value head starts at zero and one update changes its output by about learning rate * width, so without the
@@ -101,9 +102,10 @@ class Critic(nn.Module):
 def load_policy(
     folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load the causal language model in `folder` for training, with an adapter if its rank is above 0.
+    """Load the causal language model in `folder` for training, with an adapter if `adapter.rank` is above 0.
 
-    Under ZeRO 3 it must be called within `engine.sharded_loading`. Raises UserError if it cannot be loaded.
+    Under ZeRO 3 this must be called within `ranks.sharded_loading`. Raises UserError if the model cannot be
+    loaded.
     """
     return _load(AutoModelForCausalLM, folder, settings, adapter, dtype)
 
@@ -111,10 +113,12 @@ def load_policy(
 def load_critic(
     folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
 ) -> Critic:
-    """Return a critic with the backbone in `folder`, which may be a policy's, loaded like `load_policy`.
+    """Load a critic whose backbone is the model in `folder`, which may be a policy.
 
-    Its value head is that of the file `value_head.safetensors`, which stage 3 writes, and starts at zero if
-    there is no such file.
+    The backbone gets an adapter if `adapter.rank` is above 0. The value head is read from the file
+    `value_head.safetensors`, which value pretraining writes, and starts at zero if there is no such file.
+    Under ZeRO 3 this must be called within `ranks.sharded_loading`. Raises UserError if the backbone cannot
+    be loaded.
     """
     backbone = _load(AutoModel, folder, settings, adapter, dtype)
     critic = Critic(backbone, backbone.config.get_text_config().hidden_size, dtype)
@@ -126,7 +130,7 @@ def load_critic(
 
 
 def check_critic(folder: Path) -> None:
-    """Raise UserError if `folder` has no value head, so that it is not a critic that stage 3 wrote."""
+    """Raise UserError if the checkpoint `folder` is no critic of value pretraining: it has no value head."""
     if not (folder / VALUE_HEAD).is_file():
         raise UserError(
             f"{folder}: {VALUE_HEAD} is missing, so this is no critic; give the checkpoint of stage 3."
@@ -192,6 +196,9 @@ def _is_dense_mlp(module: nn.Module) -> bool:
 
 
 def _in_parts(forward: Any, tokens: int, states: Tensor) -> Tensor:
-    """Apply `forward` to parts of `states` [..., tokens, hidden], whose intermediate states are not kept."""
+    """Apply `forward` to parts of `states` [..., tokens, hidden], and return the outputs in the same shape.
+
+    Each part has at most `tokens` tokens. Intermediate states are not kept for the backward pass.
+    """
     parts = states.split(tokens, dim=-2)
     return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in parts], dim=-2)

@@ -53,7 +53,10 @@ class TokenScores(nn.Module):
 
 
 class _SlicedScores(torch.autograd.Function):
-    """`_score` in slices whose logits are not kept."""
+    """Autograd function that computes `_score` in slices of tokens and does not keep the logits.
+
+    The backward pass computes the logits again. Only the log-probability has a gradient.
+    """
 
     @staticmethod
     def forward(
@@ -109,7 +112,10 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 def _score(
     states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and the logarithm of the softmax's denominator, each [n]."""
+    """Score the tokens `targets` [n] after the hidden states `states` [n, hidden].
+
+    Returns log-probability, entropy (nats) and the logarithm of the softmax's denominator, each [n].
+    """
     logits = _logits(states, weight, bias, temperature)
     chosen = logits.detach().gather(-1, targets[:, None])
     logprobs = functional.log_softmax(logits, dim=-1)

@@ -1,7 +1,7 @@
 """Proximal policy optimisation: stage 1 (`warmup`), stage 4 (`agentic`) and their loop (`run_ppo`).
 
 Stage 1 is single-turn PPO, which teaches the policy to write kernels that build. Stage 4 is multi-turn PPO in
-the workspace, from the actor of stage 2 and the critic of stage 3.
+the workspace, from the actor of rejection fine-tuning and the critic of value pretraining.
 
 Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
 updates first the critic and then the actor on minibatches. The reward is given at the last token that the
@@ -69,7 +69,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Experience(Streams):
-    """What the updates of a step need to know about own tokens; every tensor is [own tokens]."""
+    """Values of the own tokens of a batch that the updates of a step need; every tensor is [own tokens]."""
 
     old_logprob: Tensor
     # Zeros if nothing asks for the reference.
@@ -100,20 +100,20 @@ class Networks:
 
 
 def warmup(stage: Stage, episode: RunEpisode) -> StageResult:
-    """Train the policy of the checkpoint `stage.actor` (stage 1); `episode` runs the agent loop.
+    """Train the policy of the checkpoint `stage.actor` with single-turn PPO (stage 1).
 
-    The critic starts as a copy of the actor. During the first `warmup.critic_warmup_steps` steps only the
-    critic is trained.
+    `episode` samples one trajectory. The critic starts as a copy of the actor. During the first
+    `warmup.critic_warmup_steps` steps only the critic is trained.
     """
     return run_ppo(stage, stage.params.warmup, stage.actor, episode)
 
 
 def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
-    """Train the policy of the checkpoint `stage.actor`, starting with the critic of `stage.critic` (stage 4).
+    """Train the policy of the checkpoint `stage.actor` with multi-turn PPO (stage 4).
 
-    `episode` runs the agent loop. `stage.critic` must be None if and only if agentic.advantages needs no
-    critic (`stage.check_critic_given`). Raises UserError if it is no critic, or if its tokenizer differs from
-    the actor's.
+    `episode` samples one trajectory. The critic starts from the checkpoint `stage.critic`, which must be None
+    if and only if agentic.advantages needs no critic (`stage.check_critic_given`). Raises UserError if the
+    checkpoint is no critic, or if its tokenizer differs from the actor's.
     """
     critic = stage.critic
     if critic is None:
@@ -155,7 +155,10 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
 def _reference(
     stage: Stage, ppo: Ppo, policy: TrainedPolicy, actor: DeepSpeedEngine
 ) -> Callable[[Rollout], Tensor]:
-    """Return a function that evaluates the log-probabilities of the policy that the stage started from."""
+    """Return a function that evaluates the policy that the stage started from on a batch.
+
+    The function returns the log-probabilities (nats) of the batch's own tokens, [own tokens].
+    """
     settings, adapter = stage.params.engine, stage.params.policy.adapter
     limit = settings.tokens_per_microbatch
     if adapter.rank:
@@ -179,8 +182,8 @@ def _reference(
 def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) -> StageResult:
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
-    `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` runs
-    the agent loop.
+    `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
+    one trajectory.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
     tasks = stage.tasks()
@@ -264,7 +267,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 def score(
     batch: Rollout, trajectories: Sequence[Trajectory], networks: Networks, ppo: Ppo
 ) -> tuple[Experience, Figures]:
-    """Evaluate the networks on the batch of `trajectories`; return what the updates need, and metrics.
+    """Evaluate the networks on the batch of `trajectories`, and return its Experience and metrics.
 
     Every rank must call this, before the step's updates.
     """
@@ -311,7 +314,10 @@ def score(
 def update_critic(
     batch: Rollout, experience: Experience, critic: DeepSpeedEngine, ppo: Ppo, seed: int
 ) -> Figures:
-    """Update the critic so that its values approach the returns, and return the metrics."""
+    """Update the critic so that its values approach the returns, and return the metrics.
+
+    `seed` determines the order of the rows.
+    """
 
     def loss(network: nn.Module, packed: Packed, own: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         (values,) = network(packed)
@@ -329,7 +335,7 @@ def update_actor(
     """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
     `updates` is the number of steps since the critic-only steps at the start of the stage. The warm-up of the
-    learning rate depends on it.
+    learning rate depends on it. `seed` determines the order of the rows.
     """
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 
@@ -366,7 +372,9 @@ def update(
 ) -> Figures:
     """Train the network of `engine` for `ppo.epochs` passes over the rows, and return the mean metrics.
 
-    Each pass shuffles the rows and divides them into `ppo.minibatches` optimizer steps.
+    Each pass shuffles the rows, in an order that `seed` determines, and divides them into `ppo.minibatches`
+    optimizer steps. The metrics of `loss` are means over own tokens, and `gradient_norm` is a mean over
+    steps.
     """
     order, norms, sums, shuffler = list(range(len(batch.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):
@@ -379,7 +387,7 @@ def update(
 
 
 def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:
-    """Return a mask [batch], True where a reward is positive and the highest of the trajectory's task."""
+    """Return a mask [trajectories], True where the reward is positive and the highest of its task."""
     pairs = [(trajectory.task_id, reward) for trajectory, reward in zip(trajectories, rewards, strict=True)]
     highest = dict(sorted(pairs, key=itemgetter(1)))  # the last pair of a task has its highest reward
     return torch.tensor([0 < reward == highest[task] for task, reward in pairs])

@@ -118,7 +118,11 @@ def import_deepspeed(device: param_types.Device) -> Any:
 def deepspeed_config(
     settings: stage_params.Engine, *, gradient_clip: float = 0.0, bucket: int = 500_000_000
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; at most `bucket` gradients are reduced at once."""
+    """Return DeepSpeed's configuration.
+
+    A step's gradient is scaled down to the norm `gradient_clip` if its norm is larger; 0 means no limit. At
+    most `bucket` elements of gradients are summed over the ranks at once.
+    """
     zero: dict[str, Any] = {
         "stage": settings.zero_stage,
         "overlap_comm": False,

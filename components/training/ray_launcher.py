@@ -34,8 +34,7 @@ LOCAL_FIELDS = ("pool", "progress")
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
     """Run the stage as `pool.trainers` ranks on the cluster that RAY_ADDRESS names.
 
-    Ray Train reserves their GPUs with a placement group, beside that of the judges.
-
+    Ray Train reserves the GPUs of the ranks in a placement group of their own, apart from that of the judges.
     `verdicts` is the folder in which the judge pool of each rank stores its verdicts. Raises UserError if the
     earliest error that a rank recorded is a UserError, and StageFailed for any other failure of a rank.
     """

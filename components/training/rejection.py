@@ -1,10 +1,10 @@
-"""Stage 2: rejection fine-tuning of the stage-1 policy on its own good trajectories in the agent loop.
+"""Rejection fine-tuning (stage 2): the policy of the warm-up learns from a selection of its attempts.
 
-A trajectory is kept if its reward is above the limit and it has no redundant or invalid calls (paper, section
-4.2). Only the best few trajectories of each task are kept, because easy tasks would dominate otherwise. The
-parameters may ask to mix in cold-start demonstrations, because without them a small policy memorises the
-tasks that it is tuned on and forgets other tasks. Rejected trajectories are stored too, because stage 3
-learns values from all trajectories.
+The policy samples in the agent loop. A trajectory is kept if its reward is above rejection.min_reward and it
+has no redundant or invalid calls (paper, section 4.2). Only the best rejection.per_task trajectories of each
+task are kept, because easy tasks would dominate otherwise. The parameters may ask to mix in cold-start
+demonstrations, because without them a small policy memorises the tasks that it is tuned on and forgets other
+tasks. Rejected trajectories are stored too, because value pretraining learns from all trajectories.
 """
 
 import math
@@ -43,10 +43,10 @@ MAX_TASKS_AFTER = 32
 
 
 def run(stage: Stage, episode: RunEpisode, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
-    """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on the good ones.
+    """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
-    `episode` runs the agent loop. `replay` takes a count and returns that many cold-start
-    demonstrations, the same ones at every call.
+    `select` chooses the trajectories. `episode` samples one trajectory. `replay` takes a count and returns
+    that many cold-start demonstrations, the same ones at every call.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
     rollouts = rejection.rollouts
@@ -66,9 +66,10 @@ def tune(
     *,
     started: float,
 ) -> StageResult:
-    """Sample the first wave with the policy, fine-tune it on the good ones, and sample the second wave.
+    """Sample the first of `waves`, fine-tune the policy on the selected trajectories, and sample the second.
 
-    `started` is the time.monotonic() at which this process began the stage; `replay` is that of `run`.
+    The second wave measures the effect of the fine-tuning. `started` is the time.monotonic() at which this
+    process began the stage. `replay` takes a count and returns that many cold-start demonstrations.
     """
     params, rejection = stage.params, stage.params.rejection
     actor = DeepSpeedEngine(
@@ -128,7 +129,9 @@ def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Ten
 def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
     """Return the trajectories to learn from, in their given order, and the number of trajectories by outcome.
 
-    The outcome is "kept" or the reason why a trajectory was rejected, such as "low_reward" or "duplicate".
+    A trajectory is rejected for its `rejection_reason`, as a duplicate, or if its task has
+    rejection.per_task better ones: with a higher reward, then a higher speed-up, then fewer tokens. The
+    outcome is "kept" or the reason of the rejection, such as "low_reward" or "duplicate".
     """
     reasons: Counter[str] = Counter(kept=0)
     kept: dict[bytes, Trajectory] = {}  # by token ids
@@ -150,7 +153,10 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
 
 
 def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
-    """Return the reason why a trajectory is rejected, or "" if it may be learned from."""
+    """Return the reason why a trajectory is rejected, or "" if it may be learned from.
+
+    The reasons are low_reward, length_clipped, invalid_call and redundant_call (`has_loop`).
+    """
     if trajectory.reward <= rejection.min_reward:
         return "low_reward"
     if trajectory.finish_reason == "length":
@@ -162,7 +168,10 @@ def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
 
 
 def has_loop(calls: Sequence[str]) -> bool:
-    """Return whether a call is repeated and no call was made for the first time in between."""
+    """Return whether a call is repeated and no call was made for the first time in between.
+
+    `calls` are the digests of all tool calls of a trajectory (name and arguments), in order.
+    """
     latest_new = 0
     last: dict[str, int] = {}
     for index, call in enumerate(calls):
@@ -182,7 +191,7 @@ def _speedup(trajectory: Trajectory) -> float:
 def schedule(
     kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]] | None, *, seed: int
 ) -> list[list[Row]]:
-    """Return the rows of every optimizer step, made by shuffled passes over the kept trajectories.
+    """Return the rows of every optimizer step, made by `rejection.epochs` shuffled passes over `kept`.
 
     rejection.replay_share sets the share of demonstrations that are added to each batch. `replay`, which
     makes them, may be None only if that share gives no demonstrations; `check_stages` enforces this.

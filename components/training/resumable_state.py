@@ -1,11 +1,11 @@
 """Resumable states of a stage on disk, and how a killed stage continues from the newest of them.
 
-A state holds parameters, optimizer and random state of the stage's engines after a step.
-It is written to a temporary folder that is renamed when it is complete, so a killed process leaves the
-previous state intact. The folder's name contains precision and ZeRO stage (the layout) and the number of
-ranks. DeepSpeed cannot load shards of another layout: a stage that resumes with another one repeats its
-training on its stored trajectories and does not sample them again. A state of another number of ranks is
-converted (universal_checkpoint.py).
+A state holds the parameters, optimizer states and random state of the stage's engines after a step. It is
+written to a temporary folder that is renamed when it is complete, so a killed process leaves the previous
+state intact. The folder's name contains precision and ZeRO stage (the layout) and the number of ranks.
+DeepSpeed cannot load shards of another layout: a stage that resumes with another one repeats its training on
+its stored trajectories and does not sample them again. A state of another number of ranks is converted
+(universal_checkpoint.py).
 """
 
 import re
@@ -46,7 +46,8 @@ class StateStore:
     def complete(self) -> list[tuple[int, Path]]:
         """Return (finished steps, folder) of every complete state that can be loaded, oldest first.
 
-        Of two states after the same step, the one of this number of ranks comes last.
+        A state can be loaded if it has this layout and, with sequence parallelism, this number of ranks. Of
+        two states after the same step, the one of this number of ranks comes last.
         """
         pattern = re.compile(rf"step-(\d+)-{self.layout}-world(\d+)")
         found = [

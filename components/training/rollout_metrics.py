@@ -10,9 +10,10 @@ from components.training.trajectory_queue import updates_of
 
 
 class IdleTimes:
-    """The seconds in which no completion, and in which no verdict, was waited for (`idle_sampler`, `_judge`).
+    """Meter of the seconds in which the sampler, and in which the judge, is idle.
 
-    The sampler is also idle while it is paused.
+    The sampler is idle while no completion is waited for or while it is paused, and the judge while no
+    verdict is waited for.
     """
 
     def __init__(self, sampling: BusyMeter, judging: BusyMeter):
@@ -27,7 +28,10 @@ class IdleTimes:
         self.last_sampling = self.sampling.seconds()
 
     def since_last(self) -> Figures:
-        """Return the idle seconds since the last call, or since the beginning."""
+        """Return the idle seconds since the last call, or since this object was made if this is the first.
+
+        The keys are `idle_sampler` and `idle_judge`.
+        """
         self.pause()
         self.resume()
         now, judging = time.monotonic(), self.judging.seconds()
@@ -40,7 +44,11 @@ class IdleTimes:
 
 
 def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
-    """Return the mean and the largest age of the own tokens, in steps since their weights were published."""
+    """Return the mean age (`age`) and the largest age (`age_max`) of the own tokens of the trajectories.
+
+    The age of a token is the number of steps, up to `step`, that the policy was trained after the weights
+    that sampled the token. The result is empty if the trajectories have no own tokens.
+    """
     spans = [
         (step - updates_of(version), tokens)
         for trajectory in trajectories
@@ -58,9 +66,9 @@ def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
 def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
     """Return metrics of the trajectories of a step.
 
-    They are the mean reward, the share of each milestone (m_-1 to m_3), the share of trajectories cut off at
-    the length limit, the share of tasks whose trajectories all have the same reward, and the mean number of
-    turns.
+    They are the mean reward (`reward`), the share of each milestone (`m_-1` to `m_3`), the share of
+    trajectories cut off at the length limit (`truncated`), the share of tasks whose trajectories all have the
+    same reward (`equal_reward_tasks`), and the mean number of turns (`turns`).
     """
     count = len(trajectories)
     by_task: dict[str, set[float]] = {}

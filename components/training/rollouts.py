@@ -1,6 +1,7 @@
-"""This module chooses the tasks of a training step, publishes the newest weights and gets trajectories.
+"""This module gets the trajectories of each training step from a sampler that has the newest weights.
 
-The trajectories are stored, so a step that is repeated after a kill does not sample them again.
+It chooses the tasks of the step, gives the sampler the weights, and stores the trajectories, so a step that
+is repeated after a kill does not sample them again.
 """
 
 import contextlib
@@ -99,7 +100,7 @@ def choose_tasks(
     """Return the `count` tasks of a step.
 
     They are the next tasks in repeated passes over all tasks, each in an order that depends only on `seed`.
-    If `tracker` is given, a part of the tasks (`share`) is drawn with the tracker's weights instead.
+    If `tracker` is given, the share `share` (0 to 1) of them is drawn with the tracker's weights instead.
     """
     drawn = round(count * share) if tracker is not None else 0
     chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
@@ -238,7 +239,10 @@ class TrainedPolicy:
                 self._help_to_gather()
 
     def sampler_figures(self) -> Figures:
-        """Return figures of the sampler's servers since the last call, which rank 0 has."""
+        """Return figures of the vLLM sampler since the last call.
+
+        The result is empty with the backend transformers and on ranks other than 0.
+        """
         return self.sampler.figures() if isinstance(self.sampler, VllmSampler) else {}
 
     def _help_to_gather(self) -> None:
@@ -256,7 +260,7 @@ class TrainedPolicy:
                         copy.get_parameter(parameter).data.copy_(own.data)
 
     def _pause(self) -> None:
-        """Pause a sampler of this process, whose weights are about to change."""
+        """Pause the sampler if it is of the backend transformers, because its weights are about to change."""
         if isinstance(self.sampler, TransformersSampler) and not self.is_paused:
             self.sampler.pause()
             self.is_paused = True
@@ -272,10 +276,10 @@ class TrainedPolicy:
         """Return the `count` trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
         If they are not on disk yet, rank 0 waits for them and stores them. Raises UserError if no trajectory
-        is trainable. Nothing is stored then, so the next run samples the step again. With the metrics of
-        `IdleTimes` come `idle_trainer`, the seconds of this wait, `dropped_for_age`, the share of the
-        trajectories that were dropped since the last step, and the ages of `ages`. No forward pass may use
-        the weights of a sampler of this process until `publish`.
+        is trainable. Nothing is stored then, so the next run samples the step again. The metrics are those of
+        `IdleTimes` and of `ages`, `idle_trainer`, the seconds of this wait, and `dropped_for_age`, the share
+        of trajectories that were dropped because of their age since the last step. A sampler that uses the
+        trained weights themselves computes nothing after this until the next `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():
@@ -299,7 +303,7 @@ class TrainedPolicy:
         return trajectories, figures | ages(trajectories, step)
 
     def close(self, *, is_complete: bool) -> None:
-        """End the sampling; trajectories that wait are removed if the stage is complete, and kept if not."""
+        """End the sampling, and remove the trajectories that no step has taken if `is_complete` is true."""
         if self.queue is not None:
             self._resume()
             self.queue.close(is_complete=is_complete)
@@ -307,9 +311,10 @@ class TrainedPolicy:
 
 @contextlib.contextmanager
 def sampling(policy: TrainedPolicy) -> Iterator[None]:
-    """Return a context at whose end the sampling ends.
+    """Return a context at whose end the sampling of `policy` ends.
 
-    Trajectories that wait are kept after an error, and if the time budget ended the stage (`policy.is_cut`).
+    Trajectories that no step has taken are kept after an error, and if the time budget ended the stage
+    (`policy.is_cut`). Otherwise they are removed.
     """
     is_complete = False
     try:

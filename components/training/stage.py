@@ -42,7 +42,7 @@ TASKS = "tasks.parquet"
 
 @dataclass(frozen=True)
 class Stage:
-    """The inputs of one training stage."""
+    """Inputs of one training stage: parameters, folders, judge pool and limits."""
 
     name: StageName
     params: Params
@@ -79,7 +79,10 @@ class Stage:
 
 
 class StageResult(FrozenModel):
-    """The result of a finished stage; stage.json contains its fields."""
+    """Result of a stage that is finished or that a time budget ended.
+
+    The file stage.json contains its fields, or unfinished.json if a time budget ended the stage.
+    """
 
     name: str
     # Path relative to the stage's folder.
@@ -99,7 +102,10 @@ class StageResult(FrozenModel):
 
 
 def load_unfinished(out: Path) -> StageResult | None:
-    """Return the result of the stage with the folder `out` if a time budget ended it, and None otherwise."""
+    """Return the result in `out`/unfinished.json, after verifying its checkpoint; None if there is no file.
+
+    A stage has this file if a time budget ended one of its runs. `out` is the stage's folder.
+    """
     if not (out / UNFINISHED).is_file():
         return None
     result = StageResult.model_validate(read_json(out / UNFINISHED))
@@ -131,7 +137,8 @@ def finished_result(stage: Stage) -> StageResult | None:
     """Return the result in `stage.out`, or None if the stage is not finished.
 
     Raises UserError if it is the result of another stage or of other inputs. The comparison includes the
-    stage's name, input checkpoint, data set, section of the parameters, seed and device.
+    stage's name, input checkpoint, data set, seed, device, and the parameters of the section with the stage's
+    name, without throughput parameters.
     """
     if (result := load_result(stage.out)) is None:
         return None
@@ -158,14 +165,20 @@ def finished_result(stage: Stage) -> StageResult | None:
 
 
 def stages_of_run(params: Params) -> tuple[StageName, ...]:
-    """Return the stages of a pipeline run; stage 3 is left out if stage 4 needs no critic."""
+    """Return the stages of a pipeline run, in order.
+
+    They are night.stages, without value pretraining (`critic`) if agentic.advantages needs no critic.
+    """
     return tuple(
         name for name in params.night.stages if name != "critic" or params.agentic.advantages == "critic"
     )
 
 
 def check_critic_given(stage: Stage) -> None:
-    """Raise UserError if stage 4 was given no critic but needs one, or was given a critic that it ignores."""
+    """Raise UserError if agentic PPO lacks the critic that it needs, or was given one that it would ignore.
+
+    Nothing is checked for other stages.
+    """
     advantages = stage.params.agentic.advantages
     if stage.name != "agentic" or (advantages == "critic") == (stage.critic is not None):
         return
@@ -181,15 +194,15 @@ def check_critic_given(stage: Stage) -> None:
 
 
 def replayed_rows(rejection: Rejection) -> int:
-    """Return the number of cold-start demonstrations in a full batch of stage 2, rejection fine-tuning."""
+    """Return the number of cold-start demonstrations in a full batch of rejection fine-tuning."""
     return round(rejection.batch * rejection.replay_share)
 
 
 def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     """Raise UserError, which names the parameter, if one of `stages` cannot run with `params`.
 
-    If `stages` is empty, the stages of a pipeline run are checked.
-    Parameters of sampling do not matter to a run of only stage 3 (value pretraining), which samples nothing.
+    If `stages` is empty, the stages of a pipeline run are checked. Parameters of sampling do not matter to a
+    run of only value pretraining (`critic`), which samples nothing.
     """
     if not stages:
         _check_night(params)
@@ -233,7 +246,7 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
 
 
 def _check_night(params: Params) -> None:
-    """Raise UserError, which names the parameter, if a pipeline run cannot have these stages."""
+    """Raise UserError, which names the parameter, if a pipeline run cannot have the stages night.stages."""
     chosen = params.night.stages
     needs_critic = params.agentic.advantages == "critic"
     faults = [

@@ -37,7 +37,11 @@ class StepRecord:
     phase_started: float = field(default_factory=time.monotonic)
 
     def end_phase(self, phase: str, tokens: int = 0) -> None:
-        """Record the seconds since the previous phase ended, and the throughput if `tokens` is given."""
+        """Record the seconds since the previous phase ended as those of `phase`.
+
+        If `tokens`, the number of tokens that the phase computed, is given, tokens per second are recorded
+        too.
+        """
         now = time.monotonic()
         seconds, self.phase_started = now - self.phase_started, now
         self.figures[f"seconds_{phase}"] = seconds
@@ -47,7 +51,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class FitEnd:
-    """How the training of a stage ended."""
+    """Way in which the training of a stage ended: after its last step, early, or at its time budget."""
 
     # Why it stopped early, such as a collapse; "" otherwise.
     reason: str = ""
@@ -63,14 +67,14 @@ def fit(
     shown: Sequence[str],
     save_every: int | str = 1,
 ) -> FitEnd:
-    """Run the remaining steps, up to `steps`, and return how training ended.
+    """Run the steps that remain of `steps` steps, and return how training ended.
 
-    A step is not begun if it is expected to end after the stage's deadline; the state is saved then. After
-    each step its metrics are written and the figures named in `shown` are sent to the progress display. The
-    state is saved every `save_every` steps, or minutes if it is a text such as 20min, and after the last
-    step. If a step raises Collapsed or NotFinite,
-    a stage that rolls back loads older weights and ends; any other stage raises that error. After SIGTERM the
-    running step is finished, its state is saved, and Terminated is raised.
+    `train_step` is called with the step's number, from 0, and its StepRecord. A step is not begun if it is
+    expected to end after the stage's deadline; the state is saved then. After each step its metrics are
+    written and the figures named in `shown` are sent to the progress display. The state is saved every
+    `save_every` steps, or minutes if it is a text such as 20min, and after the last step. If a step raises
+    Collapsed or NotFinite, a stage that rolls back loads older weights and ends; any other stage raises that
+    error. After SIGTERM the running step is finished, its state is saved, and Terminated is raised.
     """
     stage, saved_at = state.stage, time.monotonic()
     with sigterm_deferred() as sigterm_received:

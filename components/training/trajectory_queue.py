@@ -34,7 +34,7 @@ Attempt = tuple[int, int]
 
 
 def updates_of(version: str) -> int:
-    """Return the number of steps that the weights with this name were trained, such as 3 for 0123+3."""
+    """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3."""
     number = version.rpartition("+")[2]
     return int(number) if number.isdigit() else 0
 
@@ -57,7 +57,7 @@ class _Running:
 
 
 class TrajectoryQueue:
-    """Samples trajectories in a thread of its own, from the first `begin` until `close`."""
+    """Queue of trajectories that a thread samples, from the first `begin` until `close`."""
 
     def __init__(
         self,
@@ -71,12 +71,14 @@ class TrajectoryQueue:
         group: int,
         on_finished: Callable[[int], None],
     ):
-        """Continue with the trajectories in the folder of the stage, `out`.
+        """Read the trajectories that an earlier process left in the folder of the stage, `out`.
 
         `request_of(wave)` makes the request of a wave, and `run(request, index)` samples a trajectory of it;
-        at most `capacity()` run at a time. Each `group` consecutive attempts of a wave are taken together or
-        not at all. `on_finished` is called with the number of trajectories that wait to be taken, while the
-        trainer waits for them. The waiting jobs of `pool` are cancelled when the sampling ends early.
+        at most `capacity()` run at a time. A trajectory is dropped when the oldest weights that sampled a
+        token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave are taken
+        together or not at all. `on_finished` is called with the number of trajectories that wait to be taken,
+        while the trainer waits for them. The waiting jobs of `pool` are cancelled when the sampling ends
+        early.
         """
         self.out, self.folder = out, out / "sampling"
         self.request_of, self.run, self.capacity = request_of, run, capacity
@@ -99,10 +101,11 @@ class TrajectoryQueue:
         self.attempts = self._attempts()
 
     def begin(self, step: int, count: int) -> None:
-        """Let the attempts start that step `step`, and later ones, may take; a step takes `count`.
+        """Let sampling go on for step `step` and, as far as `staleness` allows, for the steps after it.
 
-        Drops what would be too old for `step`. The weights of `step` must have been published. An error of a
-        trajectory is raised here.
+        Each step takes `count` trajectories. Drops the trajectories, finished or running, whose weights are
+        too old for `step`. The weights of `step` must have been published. Raises the error of a trajectory
+        whose sampling failed.
         """
         with self.condition:
             self.step, self.is_waiting = step, True
@@ -130,10 +133,10 @@ class TrajectoryQueue:
             self.loop.call_soon_threadsafe(self.changed.set)
 
     def take(self, folder: Path, count: int, check: Callable[[list[Trajectory]], object]) -> None:
-        """Wait for `count` complete trajectories, and move the oldest ones to `folder`.
+        """Wait until `count` trajectories are complete, and move the `count` oldest ones to `folder`.
 
-        `check` is called with them before they are written and may raise an error. An error of a trajectory
-        is raised here.
+        `check` is called with them before they are written and may raise an error. Raises the error of a
+        trajectory whose sampling failed.
         """
         with self.condition:
             while len(chosen := self._ready()) < count:
@@ -154,7 +157,7 @@ class TrajectoryQueue:
             shutil.rmtree(self._path(attempt), ignore_errors=True)
 
     def close(self, *, is_complete: bool) -> None:
-        """End the sampling; what has not been taken is removed if the stage is complete, and kept if not."""
+        """End the sampling, and remove the trajectories that no step has taken if `is_complete` is true."""
         if self.thread.is_alive() and self.loop is not None and self.main is not None:
             self.loop.call_soon_threadsafe(self.main.cancel)
             self.thread.join()
@@ -177,7 +180,10 @@ class TrajectoryQueue:
         return [attempt for members in complete for attempt in members]
 
     def _read_finished(self) -> None:
-        """Read the trajectories that an earlier process finished, and remove those that were taken."""
+        """Read the trajectories that an earlier process finished, and remove those that a step has taken.
+
+        Folders that were not written completely are removed too.
+        """
         for folder in sorted(self.folder.glob("*")):
             wave, _, index = folder.name.partition("-")
             attempt = (int(wave), int(index)) if wave.isdigit() and index.isdigit() else None
@@ -193,7 +199,10 @@ class TrajectoryQueue:
         )
 
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
-        """Yield the attempts that no earlier process has finished, in order, without end."""
+        """Yield each attempt that is not finished, taken or dropped, with the request of its wave.
+
+        The attempts are ordered by wave and index, and the iterator is endless.
+        """
         for wave in itertools.count():
             request = dataclasses.replace(
                 self.request_of(wave), stopped=self.stopped, sampling=self.sampling, judging=self.judging
@@ -209,7 +218,7 @@ class TrajectoryQueue:
                     yield attempt, request
 
     def _start(self) -> Coroutine[Any, Any, None] | None:
-        """Return the coroutine of the next attempt, or None if none may start now."""
+        """Return the coroutine that samples the next attempt, or None if no attempt may start now."""
         with self.condition:
             if self.budget <= 0:
                 return None
@@ -258,7 +267,10 @@ class TrajectoryQueue:
 
 
 def _taken(out: Path) -> Iterator[Attempt]:
-    """Yield the attempts that the steps of a stage have taken, and all of a step that does not name them."""
+    """Yield the attempts that the finished steps of the stage with the folder `out` have taken.
+
+    If a step's folder has no taken.json, the step has taken the whole wave of its number.
+    """
     for folder in (out / "trajectories").glob("step-*"):
         if (folder / TAKEN).is_file():
             yield from ((wave, index) for wave, index in read_json(folder / TAKEN))

@@ -16,7 +16,10 @@ SHARDS, UNIVERSAL = "state", "universal"
 
 
 def convert(state: Path, out: Path) -> None:
-    """Write the universal form of the shards in `state` to the new folder `out`."""
+    """Write the universal form of a state to the new folder `out`.
+
+    `state` is the folder to which `DeepSpeedEngine.save` wrote the shards.
+    """
     from deepspeed.checkpoint.ds_to_universal import main
 
     settings = Namespace(
@@ -36,7 +39,10 @@ def convert(state: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def converted(state: Path, *, writes: bool) -> Iterator[Path]:
-    """Return a context with the folder of the universal form of `state`, which `writes` makes and removes."""
+    """Return a context that yields the folder of the universal form of the state in the folder `state`.
+
+    `writes` must be True on rank 0 only, which makes the folder at the beginning and removes it at the end.
+    """
     out = state.with_name(f".{state.name}.{UNIVERSAL}")
     if writes:
         shutil.rmtree(out, ignore_errors=True)
