@@ -94,8 +94,8 @@ class CommonOptions:
         """Return the parameters after checking that this machine can isolate candidates.
 
         Raises IsolationUnavailable if it cannot. Commands call this method before they load torch or a
-        policy. With a Ray cluster nothing is checked here, because the judges on the cluster check it
-        themselves.
+        policy. Nothing is checked here if the judges run on a Ray cluster or behind a service, because these
+        judges check it themselves.
         """
         resolved = self.resolve(*overrides, defaults=defaults)
         if not resolved.params.pool.judges and not resolved.params.pool.service:

@@ -23,7 +23,7 @@ def fleet(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="port of the first server")] = 8000,
 ) -> None:
-    """Start vLLM servers and print the value of policy.servers, until an interruption ends all of them.
+    """Start vLLM servers, print the value of policy.servers, and keep the servers running until interrupted.
 
     The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
     written to the folder vllm of the home.

@@ -59,7 +59,7 @@ class NotPassed(UserError):
 
 
 class Promotion:
-    """Promotion, refusal, expiry and rollback of the versions of one registered model.
+    """The operations that promote, refuse, expire and roll back versions of one registered model.
 
     `home` contains the files of the evidence. It also contains the audit chain, unless `registry.audit` names
     another folder.

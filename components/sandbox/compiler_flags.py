@@ -57,7 +57,10 @@ def refused_flag(flags: Iterable[str]) -> str | None:
 
 
 def extension_flags(extension: Extension, device: Device) -> list[str]:
-    """Return the words of a compiler command for the flags of an extension."""
+    """Return the compiler's options for the flags that an extension asks for.
+
+    Flags that match IGNORED_FLAG are left out. On cuda, torch's flags for CUDA sources are added.
+    """
     cflags, cuda_cflags = (
         [flag for flag in extension[kind] if not IGNORED_FLAG.fullmatch(flag)]
         for kind in ("cflags", "cuda_cflags")

@@ -38,7 +38,11 @@ class WrongForm(Exception):
 def make_delivery(
     connection: socket.socket, header: RoleHeader, shared: SharedTensors
 ) -> HostDelivery | DeviceDelivery | CallDelivery:
-    """Return the object that makes the calls of this role and delivers their results to the judge."""
+    """Return the object that makes the calls of this role and delivers their results to the judge.
+
+    On cpu it is a HostDelivery, or a NoopDelivery for the role `noop`. On cuda it is a CallDelivery if the
+    runner gets its inputs call by call, and a DeviceDelivery otherwise.
+    """
     if shared.device == "cuda":
         is_candidate = header["role"] == "candidate"
         if "next_inputs" in shared.buffers:

@@ -12,7 +12,10 @@ PERIOD = 61
 
 
 def wide_range(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` scaled by factors from 1e-3 to 1e1, which depend on the position modulo `PERIOD`."""
+    """Return `x` with each element scaled by a factor from 1e-3 to 1e1.
+
+    The factor depends on the position of the element in the flattened tensor modulo `PERIOD`.
+    """
     flat, factors = x.reshape(-1), torch.logspace(-3, 1, PERIOD, device=x.device).to(x.dtype)
     out, whole = torch.empty_like(flat), x.numel() // PERIOD * PERIOD
     torch.mul(flat[:whole].view(-1, PERIOD), factors, out=out[:whole].view(-1, PERIOD))
