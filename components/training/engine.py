@@ -133,7 +133,11 @@ class DeepSpeedEngine:
         )
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        """Return the network's outputs, computed without gradients."""
+        """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
+
+        They are those of `Actor.forward` or `Critic.forward`. Under ZeRO 3 or sequence parallelism every rank
+        must call this equally often.
+        """
         self.engine.eval()
         with torch.no_grad():
             outputs: tuple[Tensor, ...] = self.engine(packed)
@@ -280,7 +284,11 @@ class FrozenNetwork:
                 _move(self.module, torch.device("cpu"))
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        """Return the network's outputs, computed without gradients."""
+        """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
+
+        They are those of `Actor.forward`. Under ZeRO 3 or sequence parallelism every rank must call this
+        equally often.
+        """
         self.network.eval()
         with torch.no_grad():
             outputs: tuple[Tensor, ...] = self.network(packed)
