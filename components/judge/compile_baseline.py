@@ -87,7 +87,7 @@ def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline
 
 
 def _load_seconds(bench: TaskBench, modes: Sequence[Baseline]) -> None:
-    """Fill `bench.mode_seconds` from the cache if there are several modes and it is still empty."""
+    """Fill `bench.mode_seconds` from the compile cache, if it is empty and there are several modes."""
     if len(modes) > 1 and not bench.mode_seconds:
         known = load_mode_seconds(bench.reference, [mode.mode for mode in modes])
         bench.mode_seconds.update({mode: known[mode.mode] for mode in modes if mode.mode in known})

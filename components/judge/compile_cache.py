@@ -42,7 +42,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @functools.cache
 def installation(device: Device) -> tuple[str, ...]:
-    """Return the versions and the hardware on which compiled kernels and autotuning depend."""
+    """Return texts that name the versions and hardware on which compiled kernels and autotuning depend."""
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
     host = (torch.__version__, triton, sys.version, os.path.realpath(compiler("cpu")), processor_features())
     if device == "cpu":

@@ -168,7 +168,11 @@ class DeviceScheduler:
                 self.condition.notify_all()
 
     def _is_next(self, thread: int) -> bool:
-        """Return whether the device is free and it is the turn of the thread's caller."""
+        """Return whether the device is free and `thread` is the next to measure.
+
+        Of the callers that wait, the one whose last measurement was the longest ago is next, and of its
+        threads the one that has waited longest.
+        """
         if self.measuring_thread is not None or self.preparations:
             return False
         callers = self.measurement_queue

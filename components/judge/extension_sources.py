@@ -40,7 +40,7 @@ def uses_extensions(tree: ast.AST) -> bool:
 
 
 def called_function(call: ast.Call) -> str:
-    """Return `load_inline` or `load` if that is what `call` calls, and otherwise an empty string."""
+    """Return the name of the called function if it is `load_inline` or `load`, and otherwise ""."""
     name = ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
     head, _, last = name.rpartition(".")
     return last if last in FUNCTIONS and head in ("", "cpp_extension", MODULE) else ""

@@ -34,7 +34,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:
-    """Yield what each memory limit of this process's control groups leaves, in bytes."""
+    """Yield the bytes that each memory limit of this process's control groups leaves."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except FileNotFoundError:  # the kernel has no control groups
@@ -57,7 +57,7 @@ def _left_by_limits(root: Path) -> Iterator[int]:
 
 
 def _mounts(root: Path, version: _Version) -> Iterator[Path]:
-    """Yield the folders where the control groups of `version` with memory limits are mounted."""
+    """Yield the folders at which control groups with memory limits are mounted, for one of their versions."""
     for line in (root / "proc/self/mounts").read_text().splitlines():
         _, folder, kind, options, *_ = line.split()
         is_v1 = kind == "cgroup" and V1.hierarchy in options.split(",")

@@ -237,7 +237,10 @@ def serve(
 
 @contextlib.contextmanager
 def _only_one(path: Path, place: str) -> Iterator[None]:
-    """Hold the lock `path`, or raise UserError, which names `place`, if another process holds it."""
+    """Hold the lock of the file `path` inside the context.
+
+    Raises UserError, which names `place`, if another process holds the lock.
+    """
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

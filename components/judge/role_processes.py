@@ -151,6 +151,6 @@ class OneProcess:
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and take the role that `header` names."""
+    """Have a runner leave its role and take the role that `header` names, with new file descriptors."""
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

@@ -32,7 +32,10 @@ class Baseline:
 
     @property
     def is_optional(self) -> bool:
-        """Whether a task can be judged without this baseline: a non-default mode of torch.compile."""
+        """Whether a task can be judged without this baseline.
+
+        This holds for the modes of torch.compile other than the default mode.
+        """
         return self.mode != "default"
 
     def __str__(self) -> str:

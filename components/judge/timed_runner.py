@@ -31,7 +31,7 @@ Operation = Literal["check", "time"]
 
 @functools.cache
 def _secret_generator(device: torch.device) -> torch.Generator:
-    """Return a generator with a secret seed, because torch's default generator is predictable."""
+    """Return a random number generator with a secret seed, because torch's default one is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
 
 

@@ -1,4 +1,4 @@
-"""Version of the judge: a digest of its own sources."""
+"""Version of the judge, which is a digest of its own sources, and the digest of its settings."""
 
 from components.core.config import PROJECT
 from components.core.files import digest_bytes, digest_json
