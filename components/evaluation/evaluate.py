@@ -123,7 +123,7 @@ def evaluate(
 
 
 def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
-    """Return all settings of an evaluation that affect its results."""
+    """Return all settings of an evaluation that affect its results, which are the contents of plan.json."""
     params = policy.params
     return {
         "policy_digest": policy.digest,
@@ -157,7 +157,7 @@ def _claim(out: Path, plan: dict[str, Any]) -> None:
 def _admissions(
     tasks: Sequence[KernelTask], admit: Callable[[str], Future[Admission]], progress: Progress
 ) -> dict[str, Admission]:
-    """Return the admissions by task id of all tasks without evidence of an earlier admission."""
+    """Admit all tasks without evidence of an earlier admission, and return the admissions by task id."""
     pending = {task.task_id: admit(task.code) for task in tasks if not task.evidence}
     for number, _ in enumerate(as_completed(pending.values())):
         progress.update("admission", number + 1, len(pending))

@@ -119,7 +119,7 @@ class Pair(FrozenModel):
 
 
 class Counts(FrozenModel):
-    """One number of tasks for each baseline."""
+    """Numbers of tasks, one for each baseline."""
 
     eager: int
     compile: int
