@@ -42,8 +42,9 @@ def compile_modes(bench: TaskBench) -> tuple[Baseline, ...]:
 def start_modes(bench: TaskBench) -> None:
     """Start the torch.compile baselines that `fastest_mode` needs and that can start beside other work.
 
-    If the modes of this task were compared before, that is the fastest mode only, and otherwise every mode. A
-    mode that times kernels while it compiles can start beside other work if the cache has what it compiles.
+    These are the baseline of the fastest mode if the modes of this task were compared before, and otherwise
+    those of every mode. A mode that times kernels while it compiles can start beside other work if the cache
+    has what it compiles.
     """
     modes = compile_modes(bench)
     _load_seconds(bench, modes)

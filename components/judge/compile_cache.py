@@ -58,7 +58,7 @@ def entry_key(reference: TaskReference, mode: str) -> str:
 
 @dataclass(frozen=True)
 class CompileCache:
-    """Folder of archives, each in a file that begins with the archive's SHA-256.
+    """Folder of entries, each in a file that begins with the SHA-256 of the entry's content.
 
     Several judges may use the folder at the same time, because files appear in one step. All entries together
     have at most `max_bytes` bytes.

@@ -24,8 +24,8 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
     """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
     `departures` says how far each call's output departs from eager's (`correctness.departures`), and `mixes`
-    has the recipe of each call's inputs. Calls with a departure of at most 1 are right. Of all other calls
-    with inputs of the distribution `given`, the result has the one that departs most, and a random one of the
+    describes each call's inputs. Calls with a departure of at most 1 are right. Of all other calls with
+    inputs of the distribution `given`, the result has the one that departs most, and a random one of the
     rest. Of those with inputs of another distribution, it has the one that departs most.
 
     The random call is needed because eager itself can be inexact. A correct answer then departs far from
@@ -43,9 +43,9 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 class DeferredCall(NamedTuple):
     """Timed call that is compared with float64 outputs only after the candidate has ended.
 
-    `departure` says how far its output departs from eager's (`correctness.departures`), and `mix` is the
-    recipe of its inputs. `results` and `eager_results` are the outputs of the candidate and of eager, as
-    bytes in host memory.
+    `departure` says how far its output departs from eager's (`correctness.departures`), and `mix` describes
+    its inputs. `results` and `eager_results` are the outputs of the candidate and of eager, as bytes in host
+    memory.
     """
 
     departure: float
@@ -84,10 +84,10 @@ class ExactRunner:
     ) -> str | None:
         """Return the reason why a call of a timed round is wrong, or None if no call was found to be wrong.
 
-        `mixes` has the recipe of each call's inputs. The other arguments are tensors of bytes, which hold the
-        inputs, the candidate's results and eager's results, one call after another. The reason ends with the
-        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
-        InfrastructureError if the float64 outputs cannot be computed.
+        `mixes` describes each call's inputs. The other arguments are tensors of bytes, which hold the inputs,
+        the candidate's results and eager's results, one call after another. The reason ends with the name of
+        the input distribution. Raises TaskError if eager is too inexact to tell, and InfrastructureError if
+        the float64 outputs cannot be computed.
         """
         figures = self.reference.departures(results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))

@@ -22,7 +22,7 @@ BLOCK_NUMEL = 1 << 26
 
 
 class InputMix(NamedTuple):
-    """Recipe for the inputs of one call, which blends the sets `first` and `second` of an `InputBank`.
+    """Mixture of the sets `first` and `second` of an `InputBank`, which gives the inputs of one call.
 
     Each tensor of either set is flattened and rotated by an offset of its own (`first_shifts` and
     `second_shifts`, in elements). The call gets `(1 - weight) * first + weight * second`, changed according
@@ -131,16 +131,16 @@ class InputBank:
         self.sets.clear()
 
     def original(self, index: int) -> InputMix:
-        """Return the recipe whose inputs are those of set `index`, unchanged."""
+        """Return the mixture that gives the inputs of set `index`, unchanged."""
         unshifted = (0,) * len(self.sets[index])
         return InputMix(index, index, unshifted, unshifted, 0.0)
 
     def correctness_sets(self) -> list[InputMix]:
-        """Return the recipes for the unchanged inputs of all sets that have reference outputs."""
+        """Return the mixtures that give the unchanged inputs of all sets that have reference outputs."""
         return [self.original(i) for i in range(len(self.distributions))]
 
     def fresh(self, calls: int, number: int | None = None) -> list[InputMix]:
-        """Return recipes for the calls of timed round `number`, which give inputs that no earlier call had.
+        """Return mixtures for the calls of timed round `number`, which give inputs that no earlier call had.
 
         One call, at a random position, gets an input distribution that depends on `number`, also if no
         correctness set has it. A candidate that handles all distributions only during verification, which it

@@ -106,7 +106,7 @@ def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
 
 
 def _sharing_need(layout: TaskLayout) -> MemoryNeed:
-    """Return the need of a layout whose baselines share buffers.
+    """Return the memory that judging a task takes with a layout in which the baselines share buffers.
 
     Only one timed runner at a time has more memory than its context, its parameters and its buffers, and a
     runner of the task's source exists only while no timed runner does. When float64 outputs are computed
@@ -158,8 +158,8 @@ def plan_layout(description: Description, params: Params, sizing: Sizing, budget
     """Return the layout with the fastest placement that fits the budget.
 
     With each placement, the full number of correctness sets is tried first, and then as few as `sizing`
-    allows. On a device without a budget, the fastest placement is returned. Raises TaskTooLarge if nothing
-    fits, or if one call has more inputs and outputs than can be measured on cpu.
+    allows. If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises
+    TaskTooLarge if nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
     """
     needs = []
     for placement in PLACEMENTS:
