@@ -266,9 +266,10 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
 
 
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
-    """Return the record of a task that was won or lost.
+    """Return the record of a task that was won or lost, as `TaskChange` defines it.
 
-    Returns None if the task was neither won nor lost, or if the judge failed on it.
+    `a` and `b` are the results of the first and the second side. Returns None if the task was neither won nor
+    lost, or if the judge failed on it.
     """
     if a.error or b.error:
         return None
