@@ -247,8 +247,8 @@ class SharedMemory:
 def shared_memory(params: Params, shapes: ModelShapes, gpu_memory: float) -> SharedMemory:
     """Return the memory of sampler and judge on the first rank's GPU, which has `gpu_memory` bytes.
 
-    The key-value cache of the backend transformers is not included, nor a judge without a limit
-    (sandbox.device_bytes 0).
+    Not included are the key-value cache of the backend transformers, and a judge whose memory is not limited
+    because `sandbox.device_bytes` is 0.
     """
     policy, engine = params.policy, params.engine
     weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
