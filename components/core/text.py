@@ -16,5 +16,5 @@ def readable(text: str, limit: int) -> str:
         text = "".join(c for c in text if c in "\n\t" or c.isprintable())
     if len(text) <= limit:
         return text
-    half = (limit - 40) // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
+    half = max(0, limit - 40) // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[len(text) - half :]}"

@@ -171,7 +171,7 @@ class ReferenceModel:
         """
         device = self.shared.device
         return [
-            value.to(device).double()
+            value.to(device, torch.float64, copy=True)
             if in_float64 and is_float_tensor(value)
             else value.to(device, copy=True)
             if isinstance(value, torch.Tensor)

@@ -330,6 +330,13 @@ def test_task_on_which_a_cheat_would_pass_is_refused(code: str, reason: str, jud
     assert admission.reason in reason.split("|"), admission
 
 
+def test_a_task_that_changes_a_float64_input_is_right_about_itself(judge: Judge) -> None:
+    """The float64 call of a source gets copies of its inputs, those that are float64 already included."""
+    code = task("torch.sigmoid(x.add_(1.0)) * self.scale", "[torch.randn(256, 1024, dtype=torch.float64)]")
+    admission = judge.admit(code)
+    assert admission.reason != "does_not_run", admission
+
+
 def test_task_that_never_returns_is_refused_in_time(with_limits: Callable[[float, float], Judge]) -> None:
     admission = with_limits(3, 30).admit(task(inputs="[torch.randn(256, 1024) for _ in iter(int, 1)]"))
     assert (admission.admitted, admission.reason) == (False, "does_not_run")
